@@ -29,7 +29,7 @@ def test_recipes_are_formats(name: str, expected: Precision) -> None:
     assert precision_of(Training(precision=name)) == expected
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "int8"])
 def test_what_a_cpu_cannot_compute_in_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match="bf16"):
         precision_of(Training(precision=name))

@@ -69,7 +69,7 @@ _FIELD_FLAGS = (
     ("--global-batch", "training.global_batch", "sequences per step, or tokens: 16M-tokens"),
     ("--batch", "training.global_batch", "the same as --global-batch"),
     ("--seq", "training.seq", "tokens per sequence"),
-    ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4"),
+    ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4, int8"),
     ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),
 )

@@ -166,6 +166,8 @@ MATRIX: tuple[Finding, ...] = (
            "a smaller expert_tp, or other hidden and moe.ffn"),
     *_each("fp8", "priced only", "this engine has no 8-bit matmuls; it would run bf16",
            "precision: bf16", "training.precision"),
+    *_each("int8", "priced only", "this engine has no 8-bit matmuls; it would run bf16",
+           "precision: bf16", "training.precision"),
     *_each("mxfp8|nvfp4", "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
            "precision: bf16", "training.precision"),
     *_each("adam8bit", "priced only", "this engine has no 8-bit kernels for optimizer states",

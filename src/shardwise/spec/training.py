@@ -97,9 +97,11 @@ RECIPES: dict[str, Recipe] = {
                "OCP Microscaling Formats v1.0: one 8-bit scale per 32 elements"),
         Recipe("nvfp4", "fp4", 2, 2 * (1 / 2 + 1 / 16), 4, 4, 2, 1 / 2 + 1 / 16, 2,
                "NVFP4: one 8-bit scale per 16 four-bit elements"),
+        Recipe("int8", "int8", 2, 0, 2, 4, 2, 2, 2,
+               "google/aqt as MaxText trains with it: operands cast to 8 bit for every matmul, none kept"),
     )
 }  # fmt: skip
-PrecisionName = Literal["fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "mxfp8", "nvfp4"]
+PrecisionName = Literal["fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "mxfp8", "nvfp4", "int8"]
 
 
 @dataclass(frozen=True)

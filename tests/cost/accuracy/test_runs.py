@@ -152,13 +152,15 @@ def test_context_method(text: str, method: str | None) -> None:
      ("H100-500W", "grand-teton-h100"), ("H100-PCIe", "h100-pcie-server"), ("H200-SXM-141GB", "dgx-h200"),
      ("H800-SXM", "hgx-h800"), ("A800", "hgx-a800"), ("B200-SXM", "dgx-b200"), ("DGX-B200", "dgx-b200"),
      ("P6-B200: 4 node(s) x 8 B200", "p6-b200"), ("B300", "dgx-b300"), ("GB200-NVL72 (per GPU)", "gb200-nvl72"),
-     ("gb300", "gb300-nvl72"), ("MI300X", "mi300x-node"), ("V100", "dgx-v100")],
+     ("gb300", "gb300-nvl72"), ("MI300X", "mi300x-node"), ("V100", "dgx-v100"), ("MI325X", "mi325x-node"),
+     ("MI350X", "mi350x-node"), ("MI355X", "mi355x-node"), ("Gaudi2", "gaudi2-node"), ("TPUv5p", "tpu-v5p"),
+     ("TPU-v4", "tpu-v4"), ("TPU-v5e", "tpu-v5e"), ("TPU-v6e (Trillium)", "tpu-v6e"), ("Ironwood", "tpu7x")],
 )  # fmt: skip
 def test_machines(text: str, cluster: str) -> None:
     assert machine_name(text, "gpu") == cluster
 
 
-@pytest.mark.parametrize("text", ["H900", "GH200", "H20", "", "TPUv5p"])
+@pytest.mark.parametrize("text", ["H900", "GH200", "H20", "", "TPUv3"])
 def test_an_unknown_machine_is_named_with_those_that_are_known(text: str) -> None:
     with pytest.raises(SpecError, match=r"is unknown; known are .*H100-SXM-80GB.*GB300"):
         machine_name(text, "gpu")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.sources import SET_ASIDE, Source, source_of
+from shardwise.cost.accuracy.recipe import Source
+from shardwise.cost.accuracy.sources import SET_ASIDE, source_of
 from shardwise.cost.accuracy.table import TableRow, read_table
-from shardwise.cost.accuracy.vocabulary import counted, cut, machine_name
+from shardwise.cost.accuracy.vocabulary import counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
-from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -127,6 +127,7 @@ def read_runs(path: Path | str) -> Iterator[PublishedRun]:
 def run_from_row(row: TableRow) -> PublishedRun:
     """The run that one row describes."""
     source = source_of(row)
+    row = source.filled(row)
     try:
         job = _job(row, source)
         return PublishedRun(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
@@ -139,7 +140,7 @@ def _job(row: TableRow, source: Source) -> Job:
     for variant in source.variants:
         if variant.applies(row):
             stack = variant.on(stack)
-    gradients = stack.name == "megatron-core"
+    gradients = stack.name in ("megatron-core", "megatron-tests", "mindspeed", "primus")
     training = {
         "global_batch": _global_batch(row),
         "seq": row.whole("seq"),
@@ -152,7 +153,9 @@ def _job(row: TableRow, source: Source) -> Job:
     return Job.from_dict(
         {
             "model": _model(row, source),
-            "cluster": cut(cluster_from(source.machines.get(name, name)), devices, node_devices),
+            "cluster": machine(
+                source.machines.get(name, name), devices, node_devices, vocabulary.slices(row.text("locator"))
+            ),
             "strategy": _strategy(row, source, stack),
             "training": training,
             "stack": stack,
@@ -208,6 +211,9 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
         "context_method": method, "dispatch": stack.dispatch, "overlap": stack.overlap,
         "zero": source.zero if printed_zero is None else printed_zero,
     }  # fmt: skip
+    group = vocabulary.shard_group(row.text("zero"))
+    if group and group < _data_parallel(row):
+        fields["shard_group"] = group
     if row.number("n_experts"):
         fields["expert_tp"] = 1
     for variant in source.variants:

@@ -1,162 +1,243 @@
 """What each published source does not print, filled in from its public recipe, with the reason.
 
-Chosen per source, never by the error it gives. `docs/accuracy.md` lists this table. What Megatron-Bridge's performance
-recipes set beyond the printed degrees is read from scripts/performance/configs/*/*_workload_base_configs.py and
-*_llm_pretrain.py of NVIDIA-NeMo/Megatron-Bridge: settings only, never the performance they are printed with.
+Chosen per source, never by the error it gives. `docs/accuracy.md` lists this table.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
+from shardwise.cost.accuracy.bridge import MEGATRON_BRIDGE
+from shardwise.cost.accuracy.recipe import Source, Variant
 from shardwise.cost.accuracy.table import TableRow
-from shardwise.spec.stack import Stack
 
-
-@dataclass(frozen=True)
-class Variant:
-    """Rows whose cells match ``cells`` (column → pattern) and whose container is ``since`` or newer."""
-
-    rows: str  # in words
-    reason: str
-    cells: Mapping[str, str]
-    since: str = ""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    strategy: Mapping[str, Any] = field(default_factory=dict)
-    stack: Mapping[str, Any] = field(default_factory=dict)
-
-    def applies(self, row: TableRow) -> bool:
-        if self.since > _container(row):
-            return False
-        return all(re.search(pattern, row.text(column), re.IGNORECASE) for column, pattern in self.cells.items())
-
-    def on(self, stack: Stack) -> Stack:
-        """The stack with what this variant sets; overlap is changed dimension by dimension."""
-        changes = dict(self.stack)
-        if "overlap" in changes:
-            changes["overlap"] = replace(stack.overlap, **changes["overlap"])
-        return replace(stack, **changes)
-
-
-def _container(row: TableRow) -> str:
-    """The release that a row names, like "26.06"; one that names none is older than any."""
-    found = re.search(r"(?<![\d.])2\d\.[01]\d(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
-    return found[0] if found else ""
-
-
-_LLAMA3_8B = r"Llama.?3.*\b8B"
-_QWEN3_235B = r"Qwen.?3.*235B"
-_DEEPSEEK_V3 = r"DeepSeek.?V3"
-_GPT_OSS = r"GPT.?OSS"
-
-# cpu_offloading_num_layers of the FSDP recipes: model, its pattern, its layers; then device, precision and layers.
-_OFFLOADED = (
-    ("Llama3-70B", r"Llama.?3.*70B", 80, (("GB200", "FP8", 40), ("GB200", "BF16", 20), ("GB300", "FP8", 20),
-                                          ("GB300", "BF16", 30), ("B200", "FP8", 5))),
-    ("Llama3.1-405B", r"Llama.?3.*405B", 126, (("GB200", "FP8", 92), ("GB300", "FP8", 10), ("GB300", "BF16", 40))),
-)  # fmt: skip
-
-
-def _offloads() -> tuple[Variant, ...]:
-    return tuple(
-        Variant(
-            f"{name}, {precision} under FSDP on {gpu}",
-            f"activations of {offloaded} of {layers} layers offloaded",
-            {"model": pattern, "gpu": rf"\b{gpu}", "precision": rf"^{precision}(?!.?mx)", "zero": r"^3|fsdp"},
-            strategy={"offload": {"activations": offloaded / layers}},
-        )
-        for name, pattern, layers, recipes in _OFFLOADED
-        for gpu, precision, offloaded in recipes
-    )
-
-
-def _selective(rows: str, operators: list[str], cells: dict[str, str]) -> Variant:
-    """``recompute_modules``; the part of them that is not an operator here (a dense MLP) is left out."""
-    strategy = {"recompute": "selective", "recompute_operators": operators}
-    return Variant(rows, f"recompute of {' and '.join(operators)}", cells, strategy=strategy)
-
-
-def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
-    """``cuda_graph_impl`` "local" with scope "full_iteration"."""
-    return Variant(rows, "full-iteration CUDA graph", cells, since, stack={"cuda_graphs": "full"})
-
-
-# Later ones win over earlier ones.
-MEGATRON_BRIDGE = (
-    Variant("NVFP4", "TP overlap off", {"precision": "fp4"}, stack={"overlap": {"tp": False}}),
-    Variant(
-        "MXFP8 with experts on GB200, GB300, B300 from container 26.06 on",
-        "overlapped all-to-all, full-iteration CUDA graph, fused expert MLP",
-        {"precision": "mx", "n_experts": r"^[1-9]", "gpu": "GB200|GB300|B300"},
-        since="26.06",
-        stack={"cuda_graphs": "full", "fused_moe_mlp": True, "fused_permute": True, "overlap": {"ep": True}},
-    ),
-    _captured("Llama3-8B, not NVFP4, on B200, B300, GB300",
-              {"model": _LLAMA3_8B, "precision": "^(?!.*fp4)", "gpu": r"\bB[23]00|GB300"}),
-    _captured("Llama3-8B, BF16 and MXFP8 on GB200", {"model": _LLAMA3_8B, "precision": "bf16|mx", "gpu": "GB200"}),
-    _captured("Llama3-8B, FP8 on GB200 from container 26.02 on",
-              {"model": _LLAMA3_8B, "precision": "^fp8", "gpu": "GB200"}, since="26.02"),
-    _captured("Llama3-70B, BF16 on B200", {"model": r"Llama.?3.*70B", "precision": "^bf16", "gpu": r"\bB200"}),
-    Variant(
-        "Qwen3-235B on B200, B300",
-        "plain all-to-all",
-        {"model": _QWEN3_235B, "gpu": r"\bB[23]00"},
-        stack={"dispatch": "all-to-all"},
-    ),
-    Variant(
-        "Qwen3-235B on H100",
-        "plain all-to-all, overlapped; TP overlap off",
-        {"model": _QWEN3_235B, "gpu": "H100"},
-        stack={"dispatch": "all-to-all", "overlap": {"ep": True, "tp": False}},
-    ),
-    Variant("DeepSeek-V3", "one multi-token-prediction layer", {"model": _DEEPSEEK_V3}, model={"mtp_layers": 1}),
-    _selective("DeepSeek-V3", ["up-projection"], {"model": _DEEPSEEK_V3}),
-    _selective("GPT-OSS on B200, GB200, H100", ["norm", "activation"], {"model": _GPT_OSS, "gpu": "B200|H100"}),
-    Variant(
-        "GPT-OSS",
-        "every second layer sees 128 keys",
-        {"model": _GPT_OSS},
-        model={"sliding_window": 128, "sliding_window_every": 2},
-    ),
-    *_offloads(),
-)  # fmt: skip
-
-
-Microbatch = Literal["one", "local batch"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Defaults of one source for fields its tables leave out."""
-
-    name: str
-    pattern: str  # in the row's source column
-    stack: str
-    reason: str
-    convention: str = "causal"  # how its TFLOP/s or MFU count a token, unless the row says
-    counts_recomputed: bool = False
-    peak: float | None = None  # FLOP/s behind its MFU; None: the device's 16-bit peak
-    zero: int = 1
-    # Without a pipeline a rank's whole share of the batch, or one sequence; with one always one sequence.
-    microbatch: Microbatch = "one"
-    layer_per_chunk: bool = False  # pipelines interleave down to one layer per chunk
-    vocab: int = 32_000
-    context_method: str = "ring"
-    machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
-    stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the matmuls
-    memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
-    variants: tuple[Variant, ...] = ()
-
+# GPT-3's block as Megatron and MPT build it.
+_GPT3 = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,
+         "attention_out_bias": True, "mlp_bias": True}  # fmt: skip
 
 _TORCHTITAN = (
     Variant("rows marked eager", "no torch.compile", {"precision": "eager"}, stack={"elementwise": "eager"}),
     Variant("rows of async TP", "TP overlap on", {"locator": "async.?TP"}, stack={"overlap": {"tp": True}}),
 )
 
+_NVIDIA = r"H100|H200|B200|B300"  # also GB200 and GB300
+
+_NEMO_MLPERF = (
+    Variant(
+        "GPT-3",
+        "tied embeddings, learned positions and biases (logged)",
+        {"model": "GPT"},
+        model={"vocab": 50_688, **_GPT3},
+    ),
+    Variant(
+        "3.1",
+        "FlashAttention 2.0.8, parameters gathered in bf16",
+        {"source": r"v3\.1"},
+        stack={"attention": "flash-2", "parameter_gather": "bf16"},
+    ),
+    Variant(
+        "4.0 on 1,344 and 1,452 nodes, 4.1 on B200",
+        "CUDA graph of every layer",
+        {"row_id": r"n1344_ngc24|n1452_ngc24|b200_n8"},
+        stack={"cuda_graphs": "partial"},
+    ),
+    Variant("4.1 of NVIDIA", "fused cross entropy", {"row_id": r"^mlperf4\.1_NVIDIA"}, stack={"loss": "fused"}),
+    Variant(
+        "5.0 and 5.1",
+        "data parallelism outermost, Transformer Engine's cross entropy, full-iteration CUDA graph",
+        {"source": r"v5\."},
+        model={"vocab": 128_256},
+        strategy={"order": ["tp", "cp", "pp", "dp"]},
+        stack={"loss": "fused", "cuda_graphs": "full", "casts": "fused"},
+    ),
+    Variant(
+        "5.0 on H100 and H200",
+        "no CUDA graph, parameters gathered in bf16",
+        {"source": r"v5\.0", "gpu": "H[12]00"},
+        stack={"cuda_graphs": "none", "parameter_gather": "bf16"},
+    ),
+    Variant(
+        "NVFP4",
+        "parameters gathered in bf16, no TP overlap, CUDA graph of every layer",
+        {"precision": "fp4"},
+        stack={"parameter_gather": "bf16", "overlap": {"tp": False}, "cuda_graphs": "partial"},
+    ),
+    Variant(
+        "5.1, Nebius on B300", "full-iteration CUDA graph", {"row_id": "nebius_b300_n1"}, stack={"cuda_graphs": "full"}
+    ),
+    Variant("5.1, Supermicro AS-8126GS", "no CUDA graph", {"row_id": "AS-8126GS"}, stack={"cuda_graphs": "none"}),
+)
+_DGXC = (
+    Variant("GPT-3", "GPT-2's vocabulary, padded; dropout 0.1", {"model": "GPT.?3"}, model={"vocab": 50_688, **_GPT3}),
+    Variant(
+        "Nemotron4-15B",
+        "fp32 gradient reduction, fused cross entropy",
+        {"model": "15B"},
+        stack={"gradient_reduce": "fp32", "loss": "fused"},
+    ),
+    Variant(
+        "Nemotron4-340B",
+        "CUDA graph of every layer, Transformer Engine's cross entropy",
+        {"model": "340B"},
+        stack={"cuda_graphs": "partial", "loss": "fused"},
+    ),
+    Variant(
+        "Grok-1 of 25.02",
+        "expert TP 4, FlashAttention-2, equal load by capacity 1.0",
+        {"model": "Grok", "row_id": r"25\.02"},
+        model={"vocab": 128_512},
+        strategy={"expert_tp": 4},
+        stack={"attention": "flash-2"},
+    ),
+    Variant(
+        "Grok-1 of 25.05",
+        "Transformer Engine's cross entropy",
+        {"model": "Grok", "row_id": r"25\.05"},
+        model={"vocab": 128_512},
+        stack={"loss": "fused"},
+    ),
+)
+_PAXML = (
+    Variant(
+        "175B",
+        "FSDP over 128 GPUs; attention, norms and activations repeated (the first MLP matmul too)",
+        {"model": "175B"},
+        model={"vocab": 50_257},
+        strategy={
+            "shard_group": 128,
+            "recompute": "selective",
+            "recompute_operators": ["attention", "norm", "activation"],
+        },
+    ),
+    Variant(
+        "5B",
+        "FSDP over the node's 8 GPUs; element-wise work repeated",
+        {"model": r"\b5B"},
+        model={"vocab": 50_304},
+        strategy={"shard_group": 8, "recompute": "selective", "recompute_operators": ["norm", "activation"]},
+    ),
+)
+_MPT = (
+    Variant("all", "MPT: tied embeddings, learned positions, biases", {}, model=_GPT3),
+    Variant("MP mode PURE", "gradients reduced in bf16", {"notes": "MP mode PURE"}, stack={"gradient_reduce": "bf16"}),
+)
+_MAXTEXT = (
+    Variant("TPU v4", "plain attention of April 2023", {"gpu": "v4"}, stack={"attention": "unfused"}),
+    Variant(
+        "minimal and save_dot_except_logits",
+        "weight matmuls kept; attention and element-wise work repeated",
+        {"recompute": "minimal|save_dot|logits"},
+        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
+    ),
+)
+_MINDSPEED = (
+    Variant(
+        "scripts with --use-mc2",
+        "matmuls fused with TP's collectives",
+        {"notes": r"mc2 \(TP matmul"},
+        stack={"overlap": {"tp": True}, "tp_overlap": "buffers"},
+    ),
+    Variant(
+        "scripts with --overlap-grad-reduce",
+        "gradients reduced beside the backward pass",
+        {"notes": "overlap-grad-reduce"},
+        stack={"overlap": {"dp": True}},
+    ),
+    Variant(
+        "Baichuan-13B, Bloom-176B", "scores stored", {"notes": "no flash attention"}, stack={"attention": "unfused"}
+    ),
+    Variant(
+        "legacy models",
+        "SwiGLU and rotary embedding not fused",
+        {"notes": "Legacy implementation"},
+        stack={"elementwise": "eager", "gated_activation": "separate"},
+    ),
+)
+_TESTS = (
+    Variant(
+        "fine-grained offloading",
+        "gradients reduced after the backward pass",
+        {"row_id": "offloading"},
+        stack={"overlap": {"dp": False}},
+    ),
+    Variant(
+        "mixtures of hidden size 1024",
+        "scores stored, fused permutation",
+        {"row_id": "^mlm_moe"},
+        stack={"attention": "unfused", "fused_permute": True},
+    ),
+    Variant("Mixtral", "expert TP 2", {"model": "Mixtral"}, strategy={"expert_tp": 2}),
+)
+_PRIMUS = (
+    Variant("Llama2-7B", "32 microbatches of 4 (pp_simulation.yaml, llama2_7B's configuration)", {"model": "Llama2-7B"},
+            fill={"mbs": "4", "microbatches": "32"}),
+    Variant("Llama3.1-8B", "8 microbatches on any number of nodes", {"model": r"Llama3\.1-8B"},
+            fill={"microbatches": "8"}),
+    Variant("Llama3.1-70B", "torch FSDP2, one microbatch, all layers recomputed", {"model": "70B"},
+            fill={"microbatches": "1"}, strategy={"recompute": "full"},
+            stack={"sharded_parameters": "fp32", "gradients": "made"}),
+    Variant("Qwen3-235B", "32 microbatches of 4, DeepEP, bf16 gradients", {"model": "235B"},
+            fill={"mbs": "4", "microbatches": "32"}, stack={"dispatch": "deduplicated", "gradient_reduce": "bf16"}),
+)  # fmt: skip
+
+# The first that covers a row describes it.
 SOURCES = (
+    Source(
+        "MLPerf, NVIDIA's NeMo code", "mlcommons|mlperf", "nemo",
+        "configuration scripts and logs of the submissions: SP, no recompute, distributed Adam; attention, CUDA graphs "
+        "and format of the parameter gather by round", cells={"gpu": _NVIDIA}, vocab=50_688, variants=_NEMO_MLPERF,
+    ),
+    Source(
+        "MLPerf, TPU", "mlcommons|mlperf", "maxtext",
+        "MaxText and PAX forks of the submissions: int8 matmuls in the layers",
+        cells={"gpu": "TPU"}, zero=3, microbatch="local batch", vocab=50_304, variants=_MAXTEXT,
+    ),
+    Source(
+        "MLPerf, Gaudi 2", "mlcommons|mlperf", "habana-deepspeed", "run_gpt.sh: 1F1B, ZeRO stage 0, SP",
+        cells={"gpu": "Gaudi"}, zero=0, vocab=50_688,
+    ),
+    Source(
+        "MLPerf, AMD", "mlcommons|mlperf", "nemo", "NeMo on ROCm: FP8 parameters and gather, bf16 reduction",
+        cells={"gpu": "^MI"}, vocab=128_256,
+    ),
+    Source(
+        "NVIDIA/dgxc-benchmarking, Paxml", "dgxc-benchmarking", "paxml",
+        "recipes of 24.11: FSDP inside a group, replicas between groups", cells={"row_id": "paxml"},
+        convention="full-attention", zero=3, microbatch="local batch", variants=_PAXML,
+    ),
+    Source(
+        "NVIDIA/dgxc-benchmarking, NeMo", "dgxc-benchmarking", "nemo",
+        "recipes at the row's commit: SP, no recompute, distributed Adam, bf16 reduction unless listed",
+        convention="full-attention", variants=_DGXC,
+    ),
+    Source(
+        "mosaicml/llm-foundry", "llm-foundry", "composer-fsdp",
+        "benchmarking scripts at b2a43a147 and 5e85bd62d: PyTorch 2.1, eager FSDP1, fp32 reduction of every microbatch",
+        convention="full-attention", zero=3, microbatch="local batch", vocab=50_368,
+        variants=_MPT,
+    ),
+    Source(
+        "AI-Hypercomputer/maxtext", "maxtext", "maxtext",
+        "launch scripts of the commits that printed the figures (281e04bf3, 28816574b, 76bd53b0f)",
+        convention="full-attention", zero=3, microbatch="local batch", variants=_MAXTEXT,
+    ),
+    Source(
+        "Ascend/MindSpeed-LLM", "mindspeed|modellink", "mindspeed",
+        "example scripts of the commit that printed the table", zero=0, variants=_MINDSPEED,
+    ),
+    Source(
+        "AMD-AGI/Primus", "primus", "primus",
+        "Megatron configurations of the repository (MI300X files up to March 2026)",
+        vocab=128_256, variants=_PRIMUS,
+    ),
+    Source(
+        "NVIDIA/Megatron-LM functional tests", "functional_tests", "megatron-tests",
+        "model_config.yaml of each test and argument defaults", vocab=50_257, variants=_TESTS,
+    ),
+    Source(
+        "DeepSpeed ZeRO-3 in Narayanan et al. 2021", "narayanan|2104.04473", "deepspeed-2021",
+        "its Table 2: ZeRO-3 without model parallelism, recompute of every layer", cells={"zero": "^3"},
+        convention="full-attention", counts_recomputed=True, peak=312e12, zero=3, vocab=51_200,
+        microbatch="local batch",
+    ),
     Source(
         "Korthikanti et al. 2022", "korthikanti|2205.05198", "megatron-2022",
         "paper: fp16, scores stored, Adam not sharded, gradients reduced after the backward pass; SP is printed",
@@ -227,7 +308,7 @@ def source_of(row: TableRow) -> Source:
     """The source of a row; of one that is not listed, its framework if it names one, else this project's defaults."""
     text = row.text("source")
     for source in SOURCES:
-        if re.search(source.pattern, text, re.IGNORECASE):
+        if source.covers(row):
             return source
     stack = "megatron-core" if "megatron" in text.lower() else "shardwise"
     return Source(text, "", stack, f"no recipe known: the defaults of {stack}")

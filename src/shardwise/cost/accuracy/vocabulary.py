@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.schedules import job_schedules
@@ -23,6 +24,7 @@ def _first(named: Sequence[tuple[str, str]], text: str) -> str | None:
 
 _PRECISIONS = (
     ("nvfp4", "fp4"),
+    ("int8", "^int8"),
     ("mxfp8", r"mx-?fp8|fp8-?mx|\bmx"),
     ("fp8", "fp8|float8|e4m3"),
     ("fp32", "^(tf|fp|float)32"),
@@ -149,13 +151,23 @@ _MACHINES = (
     ("a100", "dgx-a100"),
     ("v100", "dgx-v100"),
     ("mi300x", "mi300x-node"),
+    ("mi325x", "mi325x-node"),
+    ("mi350x", "mi350x-node"),
+    ("mi355x", "mi355x-node"),
+    (r"tpu.?v4", "tpu-v4"),
+    (r"tpu.?v5e", "tpu-v5e"),
+    (r"tpu.?v5p", "tpu-v5p"),
+    (r"tpu.?v6e|trillium", "tpu-v6e"),
+    (r"tpu.?7x|ironwood", "tpu7x"),
+    (r"gaudi.?2", "gaudi2-node"),
     ("ascend.?910b", "ascend-910b-node"),
     (r"gaudi.?3", "gaudi3-node"),
     ("l40s", "ethernet-cluster"),
 )
 KNOWN = (
     "A100-SXM-80GB, A100-SXM-40GB, A800, H100-SXM-80GB, H100-PCIe, H100-96GB-HBM2e-500W, H200, H800, B200-SXM, B300, "
-    "GB200-NVL72, GB300-NVL72, V100, MI300X, Ascend-910B, Gaudi3, L40S"
+    "GB200-NVL72, GB300-NVL72, V100, MI300X, MI325X, MI350X, MI355X, Ascend-910B, Gaudi2, Gaudi3, TPU-v4, TPU-v5e, "
+    "TPU-v5p, TPU-v6e, TPU7x, L40S"
 )
 
 
@@ -165,6 +177,48 @@ def machine_name(text: str, column: str) -> str:
         if re.search(rf"(?<![a-z]){pattern}", text, re.IGNORECASE):
             return name
     raise SpecError(column, f"{shown(text)} is unknown", f"known are {KNOWN}")
+
+
+def slices(text: str) -> int | None:
+    """How many tori a row's locator names, such as 2 of "2x v5p-1024"."""
+    found = re.search(r"(\d+)x v\d\w*-\d+", text)
+    return int(found[1]) if found else None
+
+
+def shard_group(text: str) -> int | None:
+    """Over how many ranks FSDP shards, where a cell names a group."""
+    found = re.search(r"group (\d+)", text)
+    return int(found[1]) if found else None
+
+
+def machine(name: str, devices: int, node_devices: int | None = None, tori: int | None = None) -> Cluster:
+    """``devices`` of a cluster of the catalogue, ``node_devices`` of them in use on each node or in ``tori`` slices."""
+    cluster = cluster_from(name)
+    if cluster.levels[0].topology == "torus":
+        return _cut_torus(cluster, devices, tori)
+    return cut(cluster, devices, node_devices)
+
+
+def _cut_torus(cluster: Cluster, devices: int, tori: int | None) -> Cluster:
+    """Slices of equal shape, as compact as whole cubes of 4 allow; a plane has at most 16 x 16 chips."""
+    axes = len(cluster.levels[0].shape)
+    tori = tori or (-(-devices // 256) if axes == 2 else 1)
+    shape = _compact(devices // tori, axes)
+    if devices % tori or shape is None:
+        raise SpecError("gpus", f"{devices} chips make no {tori} slices of {cluster.name}", "use a multiple of 64")
+    return cluster.with_shape(shape).with_nodes(tori) if tori > 1 else cluster.with_shape(shape)
+
+
+def _compact(chips: int, axes: int) -> tuple[int, ...] | None:
+    """The shape whose longest axis is shortest, of axes that are multiples of 4."""
+    if axes == 1:
+        return (chips,) if chips and chips % 4 == 0 else None
+    found = [
+        (first, *rest)
+        for first in range(4, chips + 1, 4)
+        if chips % first == 0 and (rest := _compact(chips // first, axes - 1)) is not None and first <= rest[0]
+    ]
+    return min(found, key=max, default=None)
 
 
 def cut(cluster: Cluster, devices: int, node_devices: int | None = None) -> Cluster:

@@ -81,7 +81,7 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
         return operator.flops / rate * (1 + efficiency.gemm_rolloff / depth) + moved * exposed + launch
 
     matmuls = Seconds(seconds(inner, read + written), seconds(columns, read + written), seconds(rows, accumulated))
-    if not operator.wide and recipe.compute in ("fp8", "fp4"):
+    if not operator.wide and recipe.compute in ("fp8", "fp4", "int8"):
         matmuls += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
     return matmuls
 
