@@ -280,7 +280,7 @@ def test_job_files(seed: int, tmp_path: Path) -> None:
 def test_hugging_face_configs(seed: int, tmp_path: Path) -> None:
     def command(rng: random.Random) -> list[str]:
         (tmp_path / "config.json").write_bytes(random_config(rng))
-        cluster = ["--cluster", "dgx-h100:1", "--tp", rng.choice(["1", "8"]), "--global-batch", "16"]
+        cluster = ["--cluster", "dgx-h100:2", "--tp", rng.choice(["1", "8"]), "--global-batch", "16"]
         return ["analyze", "--model", str(tmp_path / "config.json"), *cluster, "--json"]
 
     assert fuzz(command, seed) - {1} == {0, 2}
