@@ -184,7 +184,7 @@ def _megatron(random: Random) -> Fields:
     seq = pick((2048, 4096, 8192))
     training = {
         "seq": seq, "optimizer": optimizer, "attention": pick(("flash", "unfused")), "dropout": pick((True, False)),
-        "precision": pick(sorted(set(RECIPES) - ({"fp16"} if strategy["ep"] > 1 else set()))),
+        "precision": pick(sorted(set(RECIPES) - {"int8"} - ({"fp16"} if strategy["ep"] > 1 else set()))),
         "tokens": pick((None, seq * 1000)),
     }  # fmt: skip
     latent, plain = ("deepseek-v3", "deepseek-v2-lite", "kimi-k2"), ("mixtral-8x7b", "qwen3-30b-a3b")

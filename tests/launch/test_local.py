@@ -227,10 +227,9 @@ def test_a_rank_that_the_others_gave_up_on_is_named(tmp_path: Path) -> None:
         tmp_path,
         """
 reporter.phase("data", 4)
-if rank == 1:
-    (run / "reads").touch()
-else:
-    while not (run / "reads").exists():
+(run / f"reads-{rank}").touch()
+if rank != 1:
+    while not all((run / f"reads-{other}").exists() for other in range(3)):
         time.sleep(0.01)
     reporter.phase("step", 4)
     reporter.failed(RuntimeError("Timed out waiting 4000ms for recv operation to complete"))

@@ -45,7 +45,7 @@ class Variant:
 
 def _container(row: TableRow) -> str:
     """The release that a row names, like "26.06" or "26.06.01"; one that names none is older than any."""
-    found = re.search(r"(?<![\d.])2\d\.[01]\d(\.\d\d)?(?!\d)", f"{row.text('row_id')} {row.text('locator')}")
+    found = re.search(r"(?<![\d.])2\d\.[01]\d(\.\d\d)?(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
     return found[0] if found else ""
 
 

@@ -243,7 +243,7 @@ DEEPSPEED = Target(
         "strategy.offload.activations": "cpu_checkpointing offloads the inputs of recomputed layers, all of them",
         "strategy.offload.weights": "offload_param moves all weights",
         "strategy.offload.optimizer": "a part of the optimizer only under ZeRO-3 (ratio)",
-        "training.precision": "fp8 and fp4 come from the model's code (Transformer Engine)",
+        "training.precision": "8-bit and 4-bit matmuls come from the model's code (Transformer Engine)",
         "training.optimization.loss_scaling.initial": "fp16.initial_scale_power is a power of 2",
         "training.optimizer": "not among DeepSpeed's optimizers: build it in the training script",
     },

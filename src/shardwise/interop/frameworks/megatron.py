@@ -251,7 +251,7 @@ def _compose(job: Job) -> Settings:
     dropout = "0.1" if training.dropout else "0.0"
     settings: Settings = {
         **megatron_model.compose(job),
-        **_PRECISION[training.precision],
+        **_PRECISION.get(training.precision, _PRECISION["bf16"]),
         **_sharding(job),
         **_pipeline(job),
         **compose_recompute(job),
@@ -387,6 +387,7 @@ MEGATRON = Target(
         "strategy.offload.target": "offloads to CPU memory only",
         "strategy.overlap.offload": "only the optimizer's transfers overlap",
         "training.optimizer": "not among Megatron's optimizers (adam, sgd, muon)",
+        "training.precision": "no 8-bit integer matmuls",
         "training.tokens": "--train-samples counts whole sequences",
         **megatron_model.REASONS,
     },
