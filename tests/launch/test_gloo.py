@@ -58,7 +58,7 @@ def fault():
     while rank == 0:
         pass
 """
-    timeouts = Timeouts(start=100, step=2, checkpoint=100)
+    timeouts = Timeouts(start=100, step=6, checkpoint=100)
     with warm_ranks():
         found = launch(tmp_path, body + RUN, preface=GROUP, timeouts=timeouts)
     failure = found.failure
