@@ -83,7 +83,7 @@ def test_a_technique_alone_equals_one_process(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", PAIRS, ids=str)
 def test_pairs_of_techniques_equal_one_process(layout: Layout) -> None:
-    """Most have three dimensions or more at once."""
+    """Some have three dimensions or more at once."""
     run(layout)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,11 +44,20 @@ class CampaignArguments:
     restart_seconds: Any = None
 
 
-def terms_from(given: CampaignArguments, training: Training) -> dict[str, Any] | None:
-    """The same as fields of a `Campaign`, or None if no length is given; raises SpecError for invalid values.
+@dataclass(frozen=True)
+class Terms:
+    """The same as numbers; None is left to the job."""
 
-    Without a time of a checkpoint it is None: the storage decides.
-    """
+    tokens: float
+    price: float | None
+    currency: str
+    device_hours_per_interruption: float
+    checkpoint_seconds: float | None
+    restart_seconds: float
+
+
+def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
+    """The flags as numbers, or None if no length is given; raises SpecError for invalid values."""
     tokens = training.tokens if given.tokens is None else _amount("--tokens", given.tokens, "count")
     if tokens is None:
         _refuse(given, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
@@ -59,16 +67,14 @@ def terms_from(given: CampaignArguments, training: Training) -> dict[str, Any] |
         _refuse(given, idle, "--mtbf 50700h")
     checkpoint, restart = given.checkpoint_seconds, given.restart_seconds
     price, currency = (None, _CURRENCY) if given.price is None else _price(given.price)
-    saving = None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True)
-    again = RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True)
-    return {
-        "tokens": float(tokens),
-        "price_per_device_hour": price,
-        "currency": currency,
-        "device_hours_per_interruption": math.inf if given.mtbf is None else _device_hours(given.mtbf),
-        "checkpoint_seconds": saving,
-        "restart_seconds": again,
-    }
+    return Terms(
+        float(tokens),
+        price,
+        currency,
+        math.inf if given.mtbf is None else _device_hours(given.mtbf),
+        None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True),
+        RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True),
+    )
 
 
 def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) -> Campaign | None:
@@ -77,14 +83,20 @@ def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) ->
     if terms is None:
         return None
     step = predicted_seconds
-    terms |= _checkpoint(terms, job)
-    _check_that_it_ends(terms, step, job.cluster.devices)
+    seconds, where = _checkpoint(terms, job)
+    _check_that_it_ends(terms, step, seconds, job.cluster.devices)
     try:
         run = Campaign(
-            **terms,
+            tokens=terms.tokens,
             tokens_per_second=job.tokens_per_step / step,
             devices=job.cluster.devices,
+            price_per_device_hour=terms.price,
+            device_hours_per_interruption=terms.device_hours_per_interruption,
+            checkpoint_seconds=seconds,
+            restart_seconds=terms.restart_seconds,
             checkpoint_interval=job.training.checkpoint_interval,
+            storage=where,
+            currency=terms.currency,
         )
         if run.interval < step:  # checkpoints are saved between steps
             run = replace(run, checkpoint_interval=step)
@@ -99,26 +111,27 @@ def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) ->
     return run
 
 
-def _checkpoint(terms: Mapping[str, Any], job: Job) -> dict[str, Any]:
+def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
     """How long a checkpoint stops training, and where it goes."""
-    if terms["checkpoint_seconds"] is not None:
-        return {"storage": "as given"}
-    fails = math.isfinite(terms["device_hours_per_interruption"])
-    if fails or job.training.checkpoint_interval is not None:  # else nothing is saved
-        level = checkpoint_level(analyze(job))
-        if level is not None:
-            return {"checkpoint_seconds": level.write_seconds, "storage": level.name}
+    if terms.checkpoint_seconds is not None:
+        return terms.checkpoint_seconds, "as given"
+    fails = math.isfinite(terms.device_hours_per_interruption)
+    if not fails and job.training.checkpoint_interval is None:
+        return 0.0, ""  # nothing fails, nothing is saved
+    level = checkpoint_level(analyze(job))
+    if level is not None:
+        return level.write_seconds, level.name
     if fails:
         problem = "needs the time of a checkpoint, and the cluster has no storage"
         raise SpecError("--mtbf", problem, "give --checkpoint-seconds 30s")
-    return {"checkpoint_seconds": 0.0, "storage": ""}
+    return 0.0, ""
 
 
-def _check_that_it_ends(terms: Mapping[str, Any], step_seconds: float, devices: int) -> None:
-    between = terms["device_hours_per_interruption"] * HOUR / devices
+def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: float, devices: int) -> None:
+    between = terms.device_hours_per_interruption * HOUR / devices
     for flag, what, seconds in (
-        ("--checkpoint-seconds", "a checkpoint", terms["checkpoint_seconds"]),
-        ("--restart-seconds", "a restart", terms["restart_seconds"]),
+        ("--checkpoint-seconds", "a checkpoint", checkpoint_seconds),
+        ("--restart-seconds", "a restart", terms.restart_seconds),
         ("--mtbf", "a step", step_seconds),
     ):
         if seconds >= between:

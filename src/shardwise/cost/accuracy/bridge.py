@@ -17,6 +17,10 @@ _QWEN3_235B = r"Qwen.?3.*235B"
 _DEEPSEEK_V3 = r"DeepSeek.?V3"
 _GPT_OSS = r"GPT.?OSS"
 _NAMES = {_QWEN3_30B: "Qwen3-30B", _QWEN3_235B: "Qwen3-235B", _DEEPSEEK_V3: "DeepSeek-V3", _GPT_OSS: "GPT-OSS"}
+# Patterns of devices and precisions in words; one that is not anchored also matches the GB devices.
+_WORDS = {"GB[23]00": "GB200, GB300", r"\bB[23]00": "B200, B300", "B[23]00": "B200, B300, GB200, GB300",
+          "GB200|B300": "GB200, GB300, B300", "H100|B200": "H100, B200, GB200", r"\bB200": "B200", r"\bB300": "B300",
+          "mx": "MXFP8", "mx|fp8": "FP8 and MXFP8", "bf16": "BF16", "fp8": "FP8"}  # fmt: skip
 
 # cpu_offloading_num_layers of the FSDP recipes: model, its pattern, its layers; then device, precision and layers.
 _OFFLOADED = (
@@ -105,16 +109,16 @@ def _mixture(
     }
     operators = {"recompute": "selective", "recompute_operators": list(recomputed)}
     containers = " ".join([f"from {since}"] * bool(since) + [f"up to {until}"] * bool(until))
-    rows = ", ".join(filter(None, (_NAMES[model], precision.replace("|", " and "), containers)))
+    rows = ", ".join(filter(None, (_NAMES[model], _WORDS.get(precision), containers)))
     what = (
-        f"{'full-iteration' if graphs == 'fused' else graphs} CUDA graphs",
+        f"{ {'fused': 'full-iteration', 'none': 'no'}.get(graphs, graphs) } CUDA graphs",
         "NCCL all-to-all" if dispatch == "plain" else "HybridEP or DeepEP",
         *["overlapped"] * overlapped,
         *["fused expert MLP"] * (graphs == "fused"),
         *([f"recompute of {' and '.join(recomputed)}"] if recomputed else []),
     )
     return Variant(
-        f"{rows} on {gpus.replace(chr(92) + 'b', '').replace('[23]', 'x')}",
+        f"{rows} on {_WORDS.get(gpus, gpus)}",
         ", ".join(what),
         {"model": model, "gpu": gpus, "precision": precision},
         since,
@@ -137,7 +141,7 @@ MEGATRON_BRIDGE = (
     _captured("Llama3-70B, BF16 on B200", {"model": _LLAMA3_70B, "precision": "^bf16", "gpu": r"\bB200"}),
     Variant("Llama3-70B, NVFP4 on GB200 from container 26.06 on", "CUDA graphs of attention and MLP",
             {"model": _LLAMA3_70B, "precision": "fp4", "gpu": "GB200"}, "26.06", stack={"cuda_graphs": "partial"}),
-    Variant("Qwen3-235B on H100, DeepSeek-V3", "TP overlap off", {"model": f"{_QWEN3_235B}|{_DEEPSEEK_V3}",
+    Variant("Qwen3-235B and DeepSeek-V3 on H100", "TP overlap off", {"model": f"{_QWEN3_235B}|{_DEEPSEEK_V3}",
             "gpu": "H100"}, stack={"overlap": {"tp": False}}),
     *_mixtures(),
     Variant("DeepSeek-V3", "one multi-token-prediction layer", {"model": _DEEPSEEK_V3}, model={"mtp_layers": 1}),

@@ -65,6 +65,7 @@ class Source:
     counts_recomputed: bool = False
     peak: float | None = None  # FLOP/s behind its MFU; None: the device's 16-bit peak
     zero: int = 1
+    fp32_gradients: bool = False  # 16-bit training accumulates in fp32, unless the row says
     # Without a pipeline a rank's whole share of the batch, or one sequence; with one always one sequence.
     microbatch: Microbatch = "one"
     layer_per_chunk: bool = False  # pipelines interleave down to one layer per chunk

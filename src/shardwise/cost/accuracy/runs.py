@@ -140,11 +140,10 @@ def _job(row: TableRow, source: Source) -> Job:
     for variant in source.variants:
         if variant.applies(row):
             stack = variant.on(stack)
-    gradients = stack.name in ("megatron-core", "megatron-tests", "mindspeed", "primus")
     training = {
         "global_batch": _global_batch(row),
         "seq": row.whole("seq"),
-        "precision": vocabulary.precision(row.text("precision"), fp32_gradients=gradients),
+        "precision": vocabulary.precision(row.text("precision"), fp32_gradients=source.fp32_gradients),
         "attention": "unfused" if stack.attention == "unfused" else "flash",
         "dropout": stack.name == "megatron-2022",
     }

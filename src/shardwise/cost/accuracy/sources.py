@@ -221,16 +221,16 @@ SOURCES = (
     ),
     Source(
         "Ascend/MindSpeed-LLM", "mindspeed|modellink", "mindspeed",
-        "example scripts of the commit that printed the table", zero=0, variants=_MINDSPEED,
+        "example scripts of the commit that printed the table", zero=0, variants=_MINDSPEED, fp32_gradients=True,
     ),
     Source(
         "AMD-AGI/Primus", "primus", "primus",
         "Megatron configurations of the repository (MI300X files up to March 2026)",
-        vocab=128_256, variants=_PRIMUS,
+        vocab=128_256, variants=_PRIMUS, fp32_gradients=True,
     ),
     Source(
         "NVIDIA/Megatron-LM functional tests", "functional_tests", "megatron-tests",
-        "model_config.yaml of each test and argument defaults", vocab=50_257, variants=_TESTS,
+        "model_config.yaml of each test and argument defaults", vocab=50_257, variants=_TESTS, fp32_gradients=True,
     ),
     Source(
         "DeepSpeed ZeRO-3 in Narayanan et al. 2021", "narayanan|2104.04473", "deepspeed-2021",
@@ -257,7 +257,7 @@ SOURCES = (
         "NVIDIA/Megatron-LM", "megatron-lm", "megatron-core",
         "README table: all overlap on; one microbatch per step without pipeline (weak scaling at a fixed local batch), "
         "one sequence and one layer per chunk with it",
-        convention="full-attention", microbatch="local batch", layer_per_chunk=True, vocab=131_072,
+        convention="full-attention", microbatch="local batch", layer_per_chunk=True, vocab=131_072, fp32_gradients=True,
     ),
     Source(
         "NVIDIA-NeMo/Megatron-Bridge", "megatron-?bridge", "megatron-bridge",
@@ -267,7 +267,7 @@ SOURCES = (
     Source(
         "NVIDIA/NeMo", "nemo", "megatron-core",
         "long-sequence page: FP8, one sequence per microbatch, ring attention, causal attention counted once; NeMo's "
-        "recipes use the distributed optimizer (zero 1)",
+        "recipes use the distributed optimizer (zero 1)", fp32_gradients=True,
     ),
     Source(
         "huggingface/nanotron", "nanotron|ultra-?scale", "nanotron",
@@ -311,4 +311,5 @@ def source_of(row: TableRow) -> Source:
         if source.covers(row):
             return source
     stack = "megatron-core" if "megatron" in text.lower() else "shardwise"
-    return Source(text, "", stack, f"no recipe known: the defaults of {stack}")
+    reason = f"no recipe known: the defaults of {stack}"
+    return Source(text, "", stack, reason, fp32_gradients=stack == "megatron-core")
