@@ -102,3 +102,12 @@ def test_slices_and_groups_by_their_words() -> None:
     assert vocabulary.slices("Table 2") is None
     assert vocabulary.shard_group("FSDP (ZeRO-3) group 16, 8-way replicated") == 16
     assert vocabulary.shard_group("FSDP (ZeRO-3), group size not printed") is None
+
+
+def test_a_recipe_cuts_the_stages_where_it_says() -> None:
+    bridge = ROWS["mbridge_26.04_DGX-GB200_Qwen3-30B-A3B_8_MXFP8_1"]
+    cells = {"model": "DeepSeek-V3", "layers": "61", "n_experts": "256", "gpus": "256", "pp": "4", "vpp": "4",
+             "ep": "64", "dp": "64", "mbs": "1", "gbs": "4096"}  # fmt: skip
+    assert run_from_row(TableRow({**bridge, **cells})).job.strategy.stage_layers == (*[4] * 15, 1)
+    two = {**cells, "pp": "2", "vpp": "1", "dp": "128"}
+    assert run_from_row(TableRow({**bridge, **two})).job.strategy.stage_layers == "balanced"

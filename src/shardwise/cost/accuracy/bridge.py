@@ -147,10 +147,9 @@ MEGATRON_BRIDGE = (
     Variant("DeepSeek-V3", "one multi-token-prediction layer", {"model": _DEEPSEEK_V3}, model={"mtp_layers": 1}),
     Variant("DeepSeek-V3 marked w/o MTP", "no such layer", {"model": _DEEPSEEK_V3, "notes": "w/o MTP"},
             model={"mtp_layers": 0}),
-    Variant("DeepSeek-V3 in 16 chunks", "4 layers each, the last with 1 and the MTP layer (layout_map)",
-            {"model": _DEEPSEEK_V3, "pp": r"^(4|16)$", "vpp": r"^(4|1)$"}, strategy={"stage_layers": [4] * 15 + [1]}),
-    Variant("DeepSeek-V3 in 8 stages of 2 chunks", "the same", {"model": _DEEPSEEK_V3, "pp": "^8$", "vpp": "^2$"},
-            strategy={"stage_layers": [4] * 15 + [1]}),
+    *(Variant(f"DeepSeek-V3, PP {pp}, VP {chunks}", "chunks of 4 layers, the last of 1 and the MTP layer (layout_map)",
+              {"model": _DEEPSEEK_V3, "pp": f"^{pp}$", "vpp": f"^{chunks}$"}, strategy={"stage_layers": [4] * 15 + [1]})
+      for pp, chunks in ((4, 4), (8, 2), (16, 1))),
     Variant("GPT-OSS", "every second layer sees 128 keys", {"model": _GPT_OSS},
             model={"sliding_window": 128, "sliding_window_every": 2}),
     *_offloads(),

@@ -215,10 +215,11 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
         fields["shard_group"] = group
     if row.number("n_experts"):
         fields["expert_tp"] = 1
+    if pp > 1:
+        fields |= _pipeline(row, source, pp)
     for variant in source.variants:
         fields |= variant.strategy if variant.applies(row) else {}
-    fields |= vocabulary.recompute(row.text("recompute"), row.text("precision")) or {}
-    return fields | (_pipeline(row, source, pp) if pp > 1 else {})
+    return fields | (vocabulary.recompute(row.text("recompute"), row.text("precision")) or {})
 
 
 def _sequence_parallel(row: TableRow) -> bool:

@@ -127,6 +127,12 @@ _MAXTEXT = (
         {"recompute": "minimal|save_dot|logits"},
         strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
     ),
+    Variant(
+        "128B on TPU v5e",
+        "whole layers repeated: the offload of projections came in April 2024, after the figures",
+        {"gpu": "v5e", "recompute": "offload"},
+        strategy={"recompute": "full"},
+    ),
 )
 _MINDSPEED = (
     Variant(
