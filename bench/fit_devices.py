@@ -90,7 +90,8 @@ def on_device(job: Job, efficiency: Efficiency) -> Job:
 
 def log_errors(runs: Sequence[PublishedRun], efficiency: Efficiency) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     predicted = [predict(on_device(run.job, efficiency)).step_seconds for run in runs]
-    return np.array([math.log(p / run.reported_seconds) for p, run in zip(predicted, runs)])
+    reported = [run.reported_seconds or math.nan for run in runs]
+    return np.array([math.log(p / seconds) for p, seconds in zip(predicted, reported)])
 
 
 def solve(fit: Fit, runs: Sequence[PublishedRun], rounds: int = 6) -> dict[str, float]:

@@ -107,7 +107,7 @@ def _refit(errors: Array, slopes: Array, start: Array) -> Array:
 
 
 def table() -> Iterator[Residuals]:
-    runs = [run for run in read_runs(TABLE) if not run.set_aside]
+    runs = [run for run in read_runs(TABLE) if not run.set_aside and run.reported_seconds]
     scores = {run.row_id: score(run) for run in runs}
     left_out: dict[str, float] = {}
     for fit in FITS:
@@ -115,11 +115,12 @@ def table() -> Iterator[Residuals]:
         left_out |= zip((run.row_id for run in own), left_out_errors(fit, own))
     times = [
         (run.job.cluster.device.name, kind_of(run.job.model),
-         Error(run.model_name, scores[run.row_id].time_error, left_out.get(run.row_id)))
+         Error(run.model_name, of_time, left_out.get(run.row_id)))
         for run in runs
+        if (of_time := scores[run.row_id].time_error) is not None
     ]  # fmt: skip
     yield from _grouped("time", times)
-    yield from _grouped("ratio", _ratios(runs, {name: one.time_error for name, one in scores.items()}, left_out))
+    yield from _grouped("ratio", _ratios(runs, {name: one.time_error or 0.0 for name, one in scores.items()}, left_out))
     memories = [
         (run.job.stack.name, kind_of(run.job.model), Error(run.model_name, error))
         for run in runs
@@ -139,7 +140,7 @@ def _ratios(
         for one, other in combinations(own, 2):
             if one.job.strategy == other.job.strategy:
                 continue
-            slow, fast = sorted((one, other), key=lambda run: -run.reported_seconds)
+            slow, fast = sorted((one, other), key=lambda run: -(run.reported_seconds or 0.0))
             both = (_ratio(errors, slow.row_id, fast.row_id) for errors in (scored, {**scored, **left_out}))
             yield ONE_JOB, kind_of(one.job.model), Error(one.model_name, *both)
 

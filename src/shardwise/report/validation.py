@@ -51,9 +51,9 @@ def _row(one: Score) -> tuple[str, ...]:
     return (
         one.row_id + (" *" if one.set_aside else ""),
         one.reported_from,
-        readable_seconds(one.reported_seconds),
+        "" if one.reported_seconds is None else readable_seconds(one.reported_seconds),
         readable_seconds(one.predicted_seconds),
-        readable_change(one.time_error),
+        "" if one.time_error is None else readable_change(one.time_error),
         between,
         *memory,
     )

@@ -10,10 +10,11 @@ import pytest
 
 from shardwise.cost.accuracy import vocabulary
 from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
-from shardwise.cost.accuracy.scores import score
+from shardwise.cost.accuracy.scores import score, summary
 from shardwise.cost.accuracy.table import TableRow
 from shardwise.cost.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 
@@ -48,6 +49,27 @@ def test_the_first_time_that_a_row_has_is_taken(first: str, origin: str) -> None
                "rep_tflops_gpu": flops / 100e12, "rep_mfu_pct": flops / (0.4 * 312e12)}[first]  # fmt: skip
     assert run.reported_from == origin
     assert run.reported_seconds == pytest.approx(seconds)
+
+
+NO_TIME = dict.fromkeys(ALL_TIMES, "")
+
+
+def test_a_row_of_memory_alone_has_no_error_of_time() -> None:
+    one = score(run_like("simumax_llama3_70b_l12_tp1_pp2_dp4_mbc4_cef", **NO_TIME, rep_mem_gib=20))
+    assert one.reported_seconds is None and one.time_error is None
+    assert one.memory_error == pytest.approx(one.predicted_memory_bytes / (20 * 2**30) - 1)
+    assert summary([one]).time_mape is None and summary([one]).memory_mape == abs(one.memory_error or 0)
+    with pytest.raises(SpecError, match="no time and no memory"):
+        run_like("kor22_t5_22B_full", **NO_TIME)
+
+
+def test_a_figure_of_the_last_rank_is_compared_with_that_rank() -> None:
+    """Of a pipeline that fills its first stage most."""
+    row = "kor22_t5_175B_full"
+    fullest = score(run_like(row, rep_mem_gib=40, rep_mem_kind="max allocated")).predicted_memory_bytes
+    last = score(run_like(row, rep_mem_gib=40, rep_mem_kind="max allocated, last rank"))
+    memory = memory_of_rank(run_like(row).job, 7)
+    assert last.predicted_memory_bytes == memory.total - memory.allowance < fullest
 
 
 @pytest.mark.parametrize(

@@ -140,19 +140,21 @@ FIELDS = (
 
 
 def predicted_range(run: PublishedRun) -> Range | None:
-    """The range of a run's step time, None if its source prints everything.
+    """The range of a run's step time, None if its source prints everything or no time.
 
     A value that changes what the report means (tokens of a step) is compared with the report as it would then be,
     and the outcome scaled to the report as it is.
     """
     fields = [field for field in FIELDS if _is_open(run, field)]
-    if not fields and not run.row.assumed:
+    reported = run.reported_seconds
+    if reported is None or (not fields and not run.row.assumed):
         return None
-    ratios = [predict(one.job).step_seconds / one.reported_seconds for one in _alternatives(run, fields) if _fits(one)]
+    fitting = (one for one in _alternatives(run, fields) if _fits(one))
+    ratios = [predict(one.job).step_seconds / one.reported_seconds for one in fitting if one.reported_seconds]
     count = len(ratios)
-    ratios = ratios or [predict(run.job).step_seconds / run.reported_seconds]
+    ratios = ratios or [predict(run.job).step_seconds / reported]
     names = tuple(field.names[0] for field in fields)
-    return Range(names, min(ratios) * run.reported_seconds, max(ratios) * run.reported_seconds, count)
+    return Range(names, min(ratios) * reported, max(ratios) * reported, count)
 
 
 def _is_open(run: PublishedRun, field: Field) -> bool:

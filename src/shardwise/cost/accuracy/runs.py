@@ -27,10 +27,14 @@ TIME_COLUMNS = (
     "rep_tflops_gpu",
     "rep_mfu_pct",
 )
+MEMORY_COLUMN = "rep_mem_gib"
 
 
-def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float, str]:
-    """The step time and where it comes from; the first of ``TIME_COLUMNS`` that is filled in."""
+def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float | None, str]:
+    """The step time and where it comes from; the first of ``TIME_COLUMNS`` that is filled in.
+
+    A row may report memory alone.
+    """
     devices = job.cluster.devices
     for column in TIME_COLUMNS:
         value = row.number(column)
@@ -49,7 +53,13 @@ def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float, st
             return flops / devices / (value * 1e12), f"TFLOP/s, {words}"
         peak = counted(row.text("flops_convention")).peak or source.peak or job.cluster.device.peak_flops("bf16")
         return flops / devices / (value / 100 * peak), f"MFU, {words}"
-    raise SpecError("rep_iter_s", "the row reports no time", "give an iteration time, tokens/s, TFLOP/s or MFU")
+    if row.number(MEMORY_COLUMN):
+        return None, ""
+    raise SpecError(
+        "rep_iter_s",
+        "the row reports no time and no memory",
+        "give an iteration time, tokens/s, TFLOP/s, MFU or peak memory",
+    )
 
 
 def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]:
@@ -68,9 +78,16 @@ def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]
 
 def reported_memory(row: TableRow, source: Source) -> tuple[float | None, str]:
     """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so."""
-    value, kind = row.number("rep_mem_gib"), row.text("rep_mem_kind")
+    value, kind = row.number(MEMORY_COLUMN), row.text("rep_mem_kind")
     decimal = "GB" in kind and "GiB" not in kind and source.memory == "as printed"
     return (value * (1e9 if decimal else 2**30) if value else None), kind
+
+
+def reported_rank(kind: str, source: Source, stages: int) -> int | None:
+    """The pipeline rank whose memory a figure is, None for the fullest."""
+    if source.memory == "reserved, first rank":
+        return 0
+    return stages - 1 if "last rank" in kind else None
 
 
 def counts_reserved(kind: str, source: Source) -> bool:
@@ -88,12 +105,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One published run: the job as completed, and what was reported of it."""
+    """One published run: the job as completed, and what was reported of it: time, memory, or both."""
 
     row: TableRow
     source: Source
     job: Job
-    reported_seconds: float
+    reported_seconds: float | None
     reported_from: str
     reported_memory_bytes: float | None
     memory_kind: str
@@ -119,8 +136,9 @@ class PublishedRun:
 def read_runs(path: Path | str) -> Iterator[PublishedRun]:
     """Every row of a table in the layout of validation/training_runs.csv."""
     rows = read_table(path, COLUMNS, "runs")
-    if not any(column in rows[0].cells for column in TIME_COLUMNS):
-        raise SpecError("table", "no column reports a time", f"give one of {', '.join(TIME_COLUMNS)}")
+    reports = (*TIME_COLUMNS, MEMORY_COLUMN)
+    if not any(column in rows[0].cells for column in reports):
+        raise SpecError("table", "no column reports a time or memory", f"give one of {', '.join(reports)}")
     return map(run_from_row, rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.cost.accuracy.ranges import Range
-from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved
+from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved, reported_rank
 from shardwise.cost.memory.device import memory_of_rank, peak_memory, reserved_bytes
 from shardwise.cost.step.prediction import predict
 
@@ -43,9 +43,9 @@ class Score:
     model: str
     source: str
     reported_from: str
-    reported_seconds: float
+    reported_seconds: float | None
     predicted_seconds: float
-    time_error: float
+    time_error: float | None
     assumed: tuple[str, ...]
     predicted_seconds_low: float | None
     predicted_seconds_high: float | None
@@ -61,20 +61,20 @@ class Score:
 def score(run: PublishedRun, over: Range | None = None) -> Score:
     """The prediction for one run beside what was reported of it, and the range if it is given."""
     seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
-    predicted, reported = predicted_memory(run), run.reported_memory_bytes
+    predicted, reported, time = predicted_memory(run), run.reported_memory_bytes, run.reported_seconds
     return Score(
         row_id=run.row_id,
         device=run.device,
         model=run.model_name,
         source=run.source.name,
         reported_from=run.reported_from,
-        reported_seconds=run.reported_seconds,
+        reported_seconds=time,
         predicted_seconds=seconds,
-        time_error=seconds / run.reported_seconds - 1,
+        time_error=None if time is None else seconds / time - 1,
         assumed=over.fields if over else (),
         predicted_seconds_low=over.low if over else None,
         predicted_seconds_high=over.high if over else None,
-        in_range=over.low <= run.reported_seconds <= over.high if over else None,
+        in_range=over.low <= time <= over.high if over and time is not None else None,
         reported_memory_bytes=reported,
         predicted_memory_bytes=predicted,
         memory_error=None if reported is None else predicted / reported - 1,
@@ -89,7 +89,8 @@ def predicted_memory(run: PublishedRun) -> float:
 
     The framework's allowance is part of neither.
     """
-    memory = memory_of_rank(run.job, 0) if run.source.memory == "reserved, first rank" else peak_memory(run.job)
+    rank = reported_rank(run.memory_kind, run.source, run.job.strategy.pp)
+    memory = peak_memory(run.job) if rank is None else memory_of_rank(run.job, rank)
     if counts_reserved(run.memory_kind, run.source):
         return reserved_bytes(run.job, memory)
     return memory.total - memory.allowance
@@ -103,9 +104,9 @@ class Summary:
     """
 
     rows: int
-    time_mape: float
-    time_worst: float
-    time_bias: float
+    time_mape: float | None
+    time_worst: float | None
+    time_bias: float | None
     memory_mape: float | None
     memory_worst: float | None
     ranged_rows: int
@@ -122,14 +123,14 @@ def summarize(scores: Iterable[Score]) -> dict[str, Summary]:
 
 
 def summary(scores: list[Score]) -> Summary:
-    times = [one.time_error for one in scores]
+    times = [one.time_error for one in scores if one.time_error is not None]
     memories = [abs(one.memory_error) for one in scores if one.memory_error is not None]
     ranged = [one.in_range for one in scores if one.in_range is not None]
     return Summary(
         rows=len(scores),
-        time_mape=sum(map(abs, times)) / len(times),
-        time_worst=max(map(abs, times)),
-        time_bias=sum(times) / len(times),
+        time_mape=sum(map(abs, times)) / len(times) if times else None,
+        time_worst=max(map(abs, times)) if times else None,
+        time_bias=sum(times) / len(times) if times else None,
         memory_mape=sum(memories) / len(memories) if memories else None,
         memory_worst=max(memories) if memories else None,
         ranged_rows=len(ranged),
