@@ -27,8 +27,9 @@ class Stack(Spec):
     ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last matmul
     is not.
 
-    What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32
-    copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into their
+    What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same in compiled
+    "steps" that write new tensors, the same on an fp32 copy of the logits ("copied"), the plain one on such a copy
+    ("plain"), that one "compiled", so that it reads the 16-bit logits, one that turns the 16-bit logits into their
     gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
     ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
     are weighted after they have come back to their tokens. ``saved_activations`` in "8-bit" are those of an FP8 recipe
@@ -38,12 +39,16 @@ class Stack(Spec):
     ``gradients`` have memory from the start ("kept") or are made in the backward pass, so that those of a single
     microbatch never meet all its activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight
     shape stays allocated. ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass.
+    ``deferred_head_gradients``: microbatches whose gradient of the head waits for the end of the pipeline.
     ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
     that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
-    once for both passes and sums copies of shards after the last microbatch. ``allocator`` and ``layer_launches``
-    (kernels of a layer's forward pass, where tensors of collectives wait for the device) say what PyTorch reserves
-    beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side share the moves of tensor
-    parallelism ("joined"), or not ("apart").
+    once for both passes and sums copies of shards after the last microbatch. ``message_buffers`` of a pipeline: one for
+    each direction, or for each microbatch too, with all outputs of the stage beside them. ``allocator`` and
+    ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the device) say what
+    PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side share the moves
+    of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine has a workspace
+    of its own and keeps a copy of FlashAttention's output by sequences; Megatron's own ("local") keep a buffer of
+    scores. ``deterministic``: cuBLAS has larger workspaces.
     """
 
     name: str = "custom"
@@ -61,7 +66,7 @@ class Stack(Spec):
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
-    loss: Literal["parallel", "copied", "plain", "fused", "pieces"] = "parallel"
+    loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
     gated_activation: Literal["fused", "separate"] = "fused"
     casts: Literal["fused", "transposed", "separate"] = "transposed"
     dummy_gradients: bool = False
@@ -75,6 +80,10 @@ class Stack(Spec):
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
     per_parameter_shards: bool = False
+    layers: Literal["torch", "megatron", "transformer engine"] = "torch"
+    deterministic: bool = False
+    deferred_head_gradients: int = 0
+    message_buffers: Literal["one", "per microbatch"] = "one"
     source: str = ""
 
     @property

@@ -15,6 +15,7 @@ from shardwise.cost.accuracy.table import TableRow
 from shardwise.cost.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.reserved import allocated_bytes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 
@@ -68,8 +69,8 @@ def test_a_figure_of_the_last_rank_is_compared_with_that_rank() -> None:
     row = "kor22_t5_175B_full"
     fullest = score(run_like(row, rep_mem_gib=40, rep_mem_kind="max allocated")).predicted_memory_bytes
     last = score(run_like(row, rep_mem_gib=40, rep_mem_kind="max allocated, last rank"))
-    memory = memory_of_rank(run_like(row).job, 7)
-    assert last.predicted_memory_bytes == memory.total - memory.allowance < fullest
+    job = run_like(row).job
+    assert last.predicted_memory_bytes == allocated_bytes(job, memory_of_rank(job, 7)) < fullest
 
 
 @pytest.mark.parametrize(

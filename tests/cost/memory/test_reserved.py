@@ -6,23 +6,24 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from cost.builders import LLAMA, job
 from shardwise.cost.accuracy.runs import read_runs
-from shardwise.cost.memory.device import (
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.reserved import (
     FRAGMENTATION,
     LAUNCH_QUEUE,
     late_gradient_bytes,
-    memory_of_rank,
-    peak_memory,
     reserved_bytes,
     waiting_bytes,
+    workspace_bytes,
 )
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
-from shardwise.spec.stack import stack_from
+from shardwise.spec.stack import Stack, stack_from
 
 VALIDATION = Path(__file__).parents[3] / "validation"
 JOBS = {run.row_id: run.job for run in read_runs(VALIDATION / "training_runs.csv")}
@@ -105,3 +106,26 @@ def test_plain_segments_only_fragment() -> None:
     case = job(LLAMA, dp=1)
     memory = peak_memory(case)
     assert reserved_bytes(case, memory) == pytest.approx((memory.total - memory.allowance) * (1 + FRAGMENTATION))
+
+
+def test_workspaces_by_device_and_software() -> None:
+    """Two of cuBLAS, for forward and backward; one of Transformer Engine."""
+
+    def mebibytes(cluster: str, **stack: Any) -> float:
+        return workspace_bytes(replace(job(LLAMA, cluster, dp=8), stack=Stack(**stack))) / 2**20
+
+    assert mebibytes("dgx-a100") == 2 * 8.125
+    assert mebibytes("dgx-a100", deterministic=True, layers="transformer engine") == 2 * 32 + 4
+    assert mebibytes("dgx-h100", layers="transformer engine") == 3 * 32
+    assert mebibytes("mi300x-node") == 0
+
+
+def test_shards_of_whole_gradients_lie_in_a_pool_of_their_own() -> None:
+    local, sharded = (
+        on("torchtitan", job(LLAMA, "dgx-h100", dp=8, zero=3, accumulate=how)) for how in ("local", "sharded")
+    )
+    pools = [
+        reserved_bytes(case, memory := peak_memory(case)) - (memory.total - memory.allowance)
+        for case in (local, sharded)
+    ]
+    assert pools[0] - pools[1] == pytest.approx(4 * rank_contents(local, 0).total / 8)

@@ -10,12 +10,14 @@ import pytest
 from cost.builders import GPT, LLAMA, MOE, job
 from shardwise.cost.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import (
+    SavedRole,
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
 )
 from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
-from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
+from shardwise.cost.memory.transient import communication_buffer_bytes, logits_temporary_bytes, temporary_bytes
+from shardwise.cost.traffic.traffic import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
@@ -64,7 +66,7 @@ def test_sharded_fp32_parameters_are_gathered_in_16_bit() -> None:
 
 
 # Bytes per logit: kept for backward, and besides while the loss is computed.
-LOGITS = {"parallel": (4, 2), "copied": (4, 4), "plain": (4, 8), "fused": (2, 0)}
+LOGITS = {"parallel": (4, 2), "steps": (4, 6), "copied": (4, 4), "plain": (4, 8), "compiled": (2, 2), "fused": (2, 0)}
 
 
 @pytest.mark.parametrize("loss", LOGITS)
@@ -99,9 +101,12 @@ def test_transformer_engine_keeps_one_empty_gradient_of_every_shape() -> None:
     empty = 2 * (h * (h + 2 * kv) + h * h + 2 * f * h + f * h) / 2
     inputs = 2 * 2 * case.microbatch_tokens * f / 2
     assert temporary_bytes(case, has_head=False) == empty + inputs
-    head = 2 * (LLAMA.vocab * h / 2 + case.microbatch_tokens * h)
-    assert temporary_bytes(case, has_head=True) == empty + max(inputs, head + logits_temporary_bytes(case))
+    assert temporary_bytes(case, has_head=True) == empty + max(inputs, logits_temporary_bytes(case))
     assert temporary_bytes(plain, has_head=False) == 0
+    # A fused loss keeps the gradient of the logits; those of head and input come beside it.
+    fused = on(Stack(dummy_gradients=True, loss="fused"), plain)
+    head = 2 * (LLAMA.vocab * h / 2 + case.microbatch_tokens * h)
+    assert temporary_bytes(fused, has_head=True) == empty + max(inputs, head)
 
 
 def test_equal_shapes_of_experts_and_shared_expert_count_once() -> None:
@@ -122,6 +127,56 @@ def test_only_an_eager_layer_keeps_the_output_of_down() -> None:
         for kind in ("compiled", "eager")
     )
     assert eager - compiled == 2 * LLAMA.hidden * job(LLAMA, dp=1).microbatch_tokens
+
+
+def test_transformer_engine_keeps_flash_attentions_output_by_sequences() -> None:
+    """Of one sequence it is the same tensor; a kernel that takes both orders keeps one."""
+
+    def kept(attention: Any, microbatch: int) -> float:
+        stack = Stack(attention=attention, layers="transformer engine")
+        return layer_activation_bytes(on(stack, job(LLAMA, dp=1, microbatch=microbatch)), moe=False)
+
+    output = 2 * LLAMA.hidden * 2 * 128
+    assert kept("flash-2", 2) == kept("fused", 2) + output
+    assert kept("flash-2", 1) == kept("fused", 1)
+
+
+def test_megatrons_own_layers_keep_a_buffer_of_scores() -> None:
+    case = job(LLAMA, tp=2, dp=1, training={"attention": "unfused"})
+    more = temporary_bytes(on(Stack(layers="megatron"), case), has_head=True)
+    scores = LLAMA.heads / 2 * case.microbatch_tokens * 128
+    assert more - temporary_bytes(on(Stack(), case), has_head=True) == 2 * scores
+
+
+def test_plain_kernels_keep_the_softmax_in_fp32() -> None:
+    case = job(LLAMA, dp=1, training={"attention": "unfused"})
+    fused, plain = (layer_activation_bytes(on(Stack(elementwise=kind), case), moe=False) for kind in ("fused", "eager"))
+    assert plain - fused == 2 * LLAMA.heads * case.microbatch_tokens * 128
+
+
+def test_weights_of_experts_that_are_not_gated_are_applied_apart() -> None:
+    model = replace(MOE, activation="gelu")
+    case = job(model, dp=1)
+    saved = layer_saved_tensors(on(Stack(), case), moe=True)
+    of_experts = {tensor.role: tensor.bytes for tensor in saved if tensor.share is Share.EXPERTS}
+    apart = SavedRole.ACTIVATION_BEFORE_ITS_WEIGHT
+    assert of_experts[apart] == of_experts[SavedRole.ACTIVATION_OUTPUT]
+    gated = layer_saved_tensors(on(Stack(), job(MOE, dp=1)), moe=True)
+    assert apart not in {tensor.role for tensor in gated}
+
+
+def test_deferred_gradients_of_the_head_keep_logits_and_inputs() -> None:
+    case = job(LLAMA, dp=1)
+    later, at_once = (temporary_bytes(on(Stack(deferred_head_gradients=n), case), has_head=True) for n in (2, 0))
+    assert later - at_once == 2 * 2 * case.microbatch_tokens * (LLAMA.vocab + LLAMA.hidden)
+
+
+def test_buffers_for_the_messages_of_every_microbatch() -> None:
+    case = job(LLAMA, "dgx-h100", pp=8, training={"global_batch": 16})
+    message = 2 * LLAMA.hidden * case.microbatch_tokens
+    each = on(Stack(message_buffers="per microbatch"), case)
+    assert communication_buffer_bytes(on(Stack(), case)) == 2 * message
+    assert communication_buffer_bytes(each) == 3 * case.microbatches * message
 
 
 def test_ulysses_keeps_the_attention_output_twice() -> None:

@@ -30,6 +30,7 @@ class Variant:
     fill: Cells = field(default_factory=dict)  # what the source leaves empty, as if it had printed it
     model: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
     stack: Mapping[str, Any] = field(default_factory=dict)
 
     def applies(self, row: TableRow) -> bool:

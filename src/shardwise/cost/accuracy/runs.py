@@ -155,16 +155,18 @@ def run_from_row(row: TableRow) -> PublishedRun:
 
 def _job(row: TableRow, source: Source) -> Job:
     stack = stack_from(source.stack)
-    for variant in source.variants:
-        if variant.applies(row):
-            stack = variant.on(stack)
-    training = {
+    variants = [variant for variant in source.variants if variant.applies(row)]
+    for variant in variants:
+        stack = variant.on(stack)
+    training: dict[str, Any] = {
         "global_batch": _global_batch(row),
         "seq": row.whole("seq"),
         "precision": vocabulary.precision(row.text("precision"), fp32_gradients=source.fp32_gradients),
         "attention": "unfused" if stack.attention == "unfused" else "flash",
         "dropout": stack.name == "megatron-2022",
     }
+    for variant in variants:
+        training |= variant.training
     name, devices = machine_name(row.text("gpu"), "gpu"), row.whole("gpus")
     node_devices = row.whole("gpus_per_node", devices)
     return Job.from_dict(
@@ -207,12 +209,11 @@ def _model(row: TableRow, source: Source) -> Model:
             "experts": row.whole("n_experts"),
             "top_k": row.whole("topk"),
             "ffn": width,
-            "shared_ffn": row.whole("n_shared", 0, minimum=0) * width,
+            "shared_ffn": int((row.number("n_shared") or 0) * width),
             "dense_layers": row.whole("n_dense_layers", 0, minimum=0),
         }
     if "mla" in row.text("arch").lower():
-        # DeepSeek-V2 and V3 have the same latent attention (arXiv 2405.04434, 2412.19437).
-        fields["mla"] = {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+        fields["mla"] = vocabulary.latent_attention(row.text("notes"))
     for variant in source.variants:
         fields |= variant.model if variant.applies(row) else {}
     return Model.from_dict(fields)
@@ -232,7 +233,7 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
     if group and group < _data_parallel(row):
         fields["shard_group"] = group
     if row.number("n_experts"):
-        fields["expert_tp"] = 1
+        fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"))
     if pp > 1:
         fields |= _pipeline(row, source, pp)
     for variant in source.variants:

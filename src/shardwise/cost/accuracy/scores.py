@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.cost.accuracy.ranges import Range
 from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved, reported_rank
-from shardwise.cost.memory.device import memory_of_rank, peak_memory, reserved_bytes
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.reserved import allocated_bytes, reserved_bytes
 from shardwise.cost.step.prediction import predict
 
 
@@ -87,13 +88,13 @@ def score(run: PublishedRun, over: Range | None = None) -> Score:
 def predicted_memory(run: PublishedRun) -> float:
     """What the figure of a run counts: tensors, or what the allocator reserves for them.
 
-    The framework's allowance is part of neither.
+    Of the framework's allowance only workspaces are a part of it.
     """
     rank = reported_rank(run.memory_kind, run.source, run.job.strategy.pp)
     memory = peak_memory(run.job) if rank is None else memory_of_rank(run.job, rank)
     if counts_reserved(run.memory_kind, run.source):
         return reserved_bytes(run.job, memory)
-    return memory.total - memory.allowance
+    return allocated_bytes(run.job, memory)
 
 
 @dataclass(frozen=True)

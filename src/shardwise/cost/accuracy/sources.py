@@ -6,6 +6,7 @@ Chosen per source, never by the error it gives. `docs/accuracy.md` lists this ta
 from __future__ import annotations
 
 from shardwise.cost.accuracy.bridge import MEGATRON_BRIDGE
+from shardwise.cost.accuracy.megatron_tests import MEGATRON_TESTS
 from shardwise.cost.accuracy.recipe import Source, Variant
 from shardwise.cost.accuracy.table import TableRow
 
@@ -15,6 +16,22 @@ _GPT3 = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "
 
 _TORCHTITAN = (
     Variant("rows marked eager", "no torch.compile", {"precision": "eager"}, stack={"elementwise": "eager"}),
+    Variant(
+        "pipelines",
+        "weights stay gathered and gradients whole until the last microbatch; as many microbatches as "
+        "stages (parallelize_llama.py, pipelining_utils.py at 9dec370)",
+        {"pp": "^8$"},
+        fill={"microbatches": "8"},
+        strategy={"keep_parameters": True, "accumulate": "local"},
+    ),
+    Variant("interleaved pipelines", "two stages on each rank", {"schedule": "interleaved"}, fill={"vpp": "2"}),
+    Variant(
+        "H200, June 2025",
+        "compiled loss (components/loss.py since April 2025); torchrun without run_train.sh, so "
+        "without expandable segments",
+        {"source": "h200"},
+        stack={"loss": "compiled", "allocator": "segments"},
+    ),
     Variant("rows of async TP", "TP overlap on", {"locator": "async.?TP"}, stack={"overlap": {"tp": True}}),
 )
 
@@ -157,21 +174,6 @@ _MINDSPEED = (
         stack={"elementwise": "eager", "gated_activation": "separate"},
     ),
 )
-_TESTS = (
-    Variant(
-        "fine-grained offloading",
-        "gradients reduced after the backward pass",
-        {"row_id": "offloading"},
-        stack={"overlap": {"dp": False}},
-    ),
-    Variant(
-        "mixtures of hidden size 1024",
-        "scores stored, fused permutation",
-        {"row_id": "^mlm_moe"},
-        stack={"attention": "unfused", "fused_permute": True},
-    ),
-    Variant("Mixtral", "expert TP 2", {"model": "Mixtral"}, strategy={"expert_tp": 2}),
-)
 _PRIMUS = (
     Variant("Llama2-7B", "32 microbatches of 4 (pp_simulation.yaml, llama2_7B's configuration)", {"model": "Llama2-7B"},
             fill={"mbs": "4", "microbatches": "32"}),
@@ -236,7 +238,8 @@ SOURCES = (
     ),
     Source(
         "NVIDIA/Megatron-LM functional tests", "functional_tests", "megatron-tests",
-        "model_config.yaml of each test and argument defaults", vocab=50_257, variants=_TESTS, fp32_gradients=True,
+        "model_config.yaml of each test and argument defaults", vocab=50_257, fp32_gradients=True,
+        variants=MEGATRON_TESTS,
     ),
     Source(
         "DeepSpeed ZeRO-3 in Narayanan et al. 2021", "narayanan|2104.04473", "deepspeed-2021",
@@ -299,6 +302,7 @@ SOURCES = (
 # Rows that are scored apart, with the reason (another measurement of the same line contradicts them, or another
 # algorithm ran).
 SET_ASIDE = {
+    "mlm_gpt_gpt3_mcore_te_tp2_pp1_modelopt_distill_resume_dev_dgx_gb200": "distillation: a teacher runs too",
     "mbridge_26.02_DGX-H100_Qwen3-30B-A3B_16_FP8_1": "118 TFLOP/s where 26.02.01 prints 208 for the same line",
     "mbridge_25.11_DGX-H100_Qwen3-30B-A3B_16_FP8-CS_1": "121 TFLOP/s where 25.09 prints 241 for the same degrees",
     "mbridge_25.09_DGX-H100_Qwen3-30B-A3B_16_FP8_1": "token-drop routing, another algorithm",

@@ -59,7 +59,7 @@ def recompute(text: str, precision_text: str) -> dict[str, Any] | None:
     if re.search(r"full|^(all|yes|on|true|1)\b|checkpoint", words) and "selective" not in words:
         block = re.search(r"block\D*(\d+)", words)
         return {"recompute": "full", **({"recompute_layers": int(block[1])} if block else {})}
-    if re.search(r"per-?op|\bsac\b|alternate|every other", words):
+    if re.search(r"per-?op|\bsac\b|alternate|every other|torchtitan", words):
         return {"recompute": "selective", "recompute_operators": ["alternate-products"]}
     named = [name for name, pattern in _OPERATORS if re.search(pattern, words)]
     if named or "selective" in words:
@@ -104,6 +104,22 @@ def context_method(text: str) -> str | None:
     words = (found[1] or found[2]) if found else ""
     methods = {"a": "ulysses", "u": "ulysses", "r": "ring", "p": "ring"}
     return "all-gather" if re.match(r"all-?gather", words) else methods.get(words[:1])
+
+
+def latent_attention(text: str) -> dict[str, int]:
+    """Its sizes, by a note like "MLA q-lora 192 kv-lora 64 qk 16+8 v 16"; else DeepSeek-V2's and V3's.
+
+    Both have the same (arXiv 2405.04434, 2412.19437).
+    """
+    found = re.search(r"q-lora (\d+) kv-lora (\d+) qk (\d+)\+(\d+) v (\d+)", text)
+    sizes = map(int, found.groups()) if found else (1536, 512, 128, 64, 128)
+    return dict(zip(("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"), sizes))
+
+
+def expert_tp(text: str) -> int:
+    """Over how many ranks a note says that an expert is split; 1 if it says nothing."""
+    found = re.search(r"expert tp (\d+)", text.lower())
+    return int(found[1]) if found else 1
 
 
 _CONVENTIONS = (

@@ -33,11 +33,13 @@ class SavedRole(Enum):
     LATENT_VECTORS = "latent vectors"
     ATTENTION_OUTPUT = "attention output"
     ATTENTION_OUTPUT_BY_HEADS = "attention output by heads"
+    ATTENTION_OUTPUT_BY_SEQUENCES = "attention output by sequences"
     LOG_SUM_EXP = "log-sum-exp"
     ATTENTION_SCORES = "attention scores"
     ACTIVATION_INPUTS = "activation inputs"
     ACTIVATION_OUTPUT = "activation output"
     GATE_AFTER_ITS_ACTIVATION = "gate after its activation"
+    ACTIVATION_BEFORE_ITS_WEIGHT = "activation before its weight"
     ROUTER_SCORES = "router scores"
     DISPATCHED_TOKENS = "dispatched tokens"
     EXPERT_OUTPUTS = "expert outputs"
@@ -133,6 +135,9 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         # FlashAttention keeps its output by heads, the projection after the all-to-all the same output by tokens.
         by_heads = tokens * heads * model.value_dim * sizes.element
         tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_HEADS, by_heads))
+    if _keeps_output_by_sequences(job):
+        by_sequences = tokens * heads * model.value_dim * sizes.element
+        tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES, by_sequences))
     if model.qk_norm:
         before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
         tensors.append(SavedTensor(SavedRole.QUERIES_AND_KEYS_BEFORE_THEIR_NORM, before))
@@ -147,6 +152,16 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     return tensors
 
 
+def _keeps_output_by_sequences(job: Job) -> bool:
+    """Megatron's tensors have the tokens of all sequences in turn, FlashAttention's one sequence after the other.
+
+    Transformer Engine (pytorch/attention/dot_product_attention/backends.py, FlashAttention) copies the output, which
+    FlashAttention itself keeps, for the projection. Of one sequence both are the same; cuDNN's kernel takes either.
+    """
+    flash = job.training.attention == "flash" and job.stack.attention == "flash-2"
+    return flash and job.stack.layers == "transformer engine" and job.strategy.microbatch > 1
+
+
 def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
     """What attention keeps of its scores: the matrix itself, or with FlashAttention a row sum each."""
     if job.training.attention == "flash":
@@ -158,7 +173,8 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
             extra = sizes.full_tokens * heads * job.model.value_dim * own[0]
         return [SavedTensor(SavedRole.LOG_SUM_EXP, 4 * sizes.full_tokens * heads + extra)]
     scores = heads * sizes.full_tokens * sizes.key_tokens
-    kept = scores * sizes.element  # softmax output
+    # Softmax output, which plain kernels keep as they compute it, in fp32.
+    kept = scores * (4.0 if job.stack.elementwise == "eager" else sizes.element)
     if job.training.dropout:
         kept += scores * 1 + scores * sizes.element  # dropout mask and dropped-out softmax
     return [SavedTensor(SavedRole.ATTENTION_SCORES, kept, "attention")]
@@ -191,6 +207,11 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         ),
         *_mlp_tensors(model, sizes, routed * moe.ffn, Share.EXPERTS),
     ]
+    if job.stack.expert_outputs == "weighted" and not model.gated:
+        # Megatron-Core multiplies by the router's weight inside the activation, but fuses both for gated ones only
+        # (transformer/moe/experts.py, bias_act_func).
+        role = SavedRole.ACTIVATION_BEFORE_ITS_WEIGHT
+        tensors.append(SavedTensor(role, routed * moe.ffn * sizes.element, "activation", Share.EXPERTS))
     if job.stack.expert_outputs == "kept":
         tensors.append(SavedTensor(SavedRole.EXPERT_OUTPUTS, routed * model.hidden * sizes.element))
     if moe.shared_ffn:
@@ -251,9 +272,15 @@ def head_activation_bytes(job: Job) -> float:
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
-    per_logit = {"fused": sizes.element, "pieces": 0.0}.get(job.stack.loss, 4.0)
+    per_logit = kept_per_logit(job)
     made = 4 * head_weights(job) if job.stack.loss == "pieces" else 0.0
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + made
+
+
+def kept_per_logit(job: Job) -> float:
+    """Bytes of every logit that the loss keeps for its backward pass."""
+    element = job.training.recipe.activation
+    return {"fused": element, "compiled": element, "pieces": 0.0}.get(job.stack.loss, 4.0)
 
 
 def logits_bytes(job: Job, per_logit: float) -> float:

@@ -1,8 +1,4 @@
-"""The memory of one device, split into its parts, for every kind of pipeline rank; and what PyTorch's caching allocator
-holds around them, where that is reported instead of what tensors take.
-
-`torch.cuda.max_memory_reserved` counts the segments taken from the device, freed blocks inside them included.
-"""
+"""The memory of one device, split into its parts, for every kind of pipeline rank."""
 
 from __future__ import annotations
 
@@ -17,11 +13,9 @@ from shardwise.cost.compute.operators import (
     recomputed_layer_bytes,
 )
 from shardwise.cost.memory.activations import (
-    chunks_in_flight,
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
-    logits_bytes,
     microbatches_in_flight,
 )
 from shardwise.cost.memory.offload import OffloadedActivations
@@ -200,64 +194,3 @@ def per_gpu_memory_bytes(
         if value not in known:
             raise SpecError(field, f"unknown {field} {shown(value)}", nearest_name(value, known))
     return state_bytes(parameters / (tp * pp), precision=precision, optimizer=optimizer, zero=zero, shards=dp)
-
-
-# Reserved over allocated, less one: the mean of the steps in validation/reserved.csv that wait for no collective.
-FRAGMENTATION = 0.042
-# Kernels that CUDA takes from the host before a launch blocks; the steps of the same table that wait confirm it.
-LAUNCH_QUEUE = 1024
-
-
-def reserved_bytes(job: Job, memory: DeviceMemory) -> float:
-    """Bytes reserved at the peak that ``memory`` describes.
-
-    Blocks of one size in segments of their own leave holes; expandable segments leave those that are named here.
-    """
-    tensors = memory.total - memory.allowance
-    contents = rank_contents(job, memory.pipeline_rank)
-    if job.stack.allocator == "expandable":
-        return tensors + _logits_hole(job, contents) + _gather_pool(job, contents)
-    held = tensors + late_gradient_bytes(job, memory) + waiting_bytes(job, contents)
-    return held * (1 + FRAGMENTATION)
-
-
-def waiting_bytes(job: Job, contents: RankContents) -> float:
-    """Freed tensors that cannot be used again yet, because a collective's stream may still read them.
-
-    The host runs ahead of the device by a queue of launches. Of the layers in between, the whole outputs of the two
-    row-parallel matmuls wait for their reduce-scatter (ProcessGroupNCCL records streams unless told otherwise). A
-    message to the next stage waits for the device, so no more layers than a stage has.
-    """
-    strategy = job.strategy
-    if not job.stack.layer_launches or strategy.tp == 1 or not strategy.sequence_parallel:
-        return 0.0
-    layers = min(contents.layers, LAUNCH_QUEUE / job.stack.layer_launches)
-    return 2 * layers * job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
-
-
-def late_gradient_bytes(job: Job, memory: DeviceMemory) -> float:
-    """16-bit gradients that are added to the fp32 ones only when a backward pass is over.
-
-    By then the activations of its microbatch are gone. Without ZeRO the buckets of DistributedDataParallel stay too.
-    """
-    if not job.stack.late_gradients:
-        return 0.0
-    gradients = 2 * rank_contents(job, memory.pipeline_rank).total
-    of_one_microbatch = memory.activations * job.strategy.chunks_per_rank / chunks_in_flight(job, memory.pipeline_rank)
-    in_buckets = job.strategy.zero == 0 and job.strategy.data_parallel > 1
-    return max(0.0, gradients - of_one_microbatch) + (gradients if in_buckets else 0.0)
-
-
-def _logits_hole(job: Job, contents: RankContents) -> float:
-    """The place of the 16-bit logits, freed before backward: too short for a gradient in fp32, and never filled."""
-    plain = contents.has_head and job.stack.loss == "plain"
-    return logits_bytes(job, job.training.recipe.activation) if plain else 0.0
-
-
-def _gather_pool(job: Job, contents: RankContents) -> float:
-    """Blocks of the gathers' own stream: FSDP2 gathers embedding and head, or a layer, there and copies them out."""
-    sharding = sharding_of(job.strategy)
-    if sharding.zero != 3 or sharding.shards == 1:
-        return 0.0
-    one = contents.layer_matrices / max(1, contents.layers)
-    return (contents.others + one) * job.recipe.gathered

@@ -14,6 +14,7 @@ from shardwise.cost.compute.operators import layer_operators
 from shardwise.cost.memory.activations import (
     SavedRole,
     head_weights,
+    kept_per_logit,
     key_value_features,
     layer_saved_tensors,
     logits_bytes,
@@ -53,11 +54,13 @@ def kinds_of(contents: RankContents) -> tuple[bool, ...]:
 
 def temporary_bytes(job: Job, *, has_head: bool) -> float:
     """Logits while the loss is computed; where it is known of the stack, what gradients hold on their way as well."""
-    logits = logits_temporary_bytes(job) if has_head else 0.0
+    logits = logits_temporary_bytes(job) + _deferred_bytes(job) if has_head else 0.0
     if job.stack.dummy_gradients:
-        at_the_head = logits + _head_gradient_bytes(job) if has_head else 0.0
+        at_the_head = max(logits, _head_backward_bytes(job)) if has_head else 0.0
         return _dummy_gradient_bytes(job) + max(at_the_head, _activation_gradient_bytes(job))
-    if job.stack.gradients == "made":
+    if job.stack.layers == "megatron":
+        return logits + _score_buffer_bytes(job)
+    if job.stack.gradients == "made" or job.stack.sharded_parameters == "fp32":
         return max(logits, layer_moment_bytes(job, _kinds(job)))
     if job.stack.gated_activation == "separate":
         return max(logits, _activation_gradient_bytes(job))
@@ -78,9 +81,27 @@ def _dummy_gradient_bytes(job: Job) -> float:
     return 2 * sum(columns * inner for columns, inner in shapes)
 
 
-def _head_gradient_bytes(job: Job) -> float:
-    """Gradients of the head's weights (Megatron-Core, tensor_parallel/layers.py) and of its input, in 16 bit."""
-    return 2 * (head_weights(job) + job.model.hidden * job.microbatch_tokens)
+def _head_backward_bytes(job: Job) -> float:
+    """Gradients of logits, head (Megatron-Core, tensor_parallel/layers.py) and its input, less what is kept of logits.
+
+    In 16 bit; what is kept is their fp32 softmax, which is gone by then, or with a fused loss their gradient itself.
+    """
+    gradients = 2 * (head_weights(job) + job.model.hidden * job.microbatch_tokens)
+    return gradients + logits_bytes(job, 2 - kept_per_logit(job))
+
+
+def _deferred_bytes(job: Job) -> float:
+    """Of microbatches whose gradient of the head is computed later: gradients of their logits, and its inputs."""
+    of_one = logits_bytes(job, 2) + 2 * job.model.hidden * job.microbatch_tokens
+    return job.stack.deferred_head_gradients * of_one
+
+
+def _score_buffer_bytes(job: Job) -> float:
+    """The scores of one layer, in a buffer that stays (Megatron-Core, transformer/dot_product_attention.py, "mpu")."""
+    if job.training.attention != "unfused":
+        return 0.0
+    heads = job.model.heads / job.strategy.tp
+    return heads * job.microbatch_tokens * job.training.seq * job.training.recipe.activation
 
 
 def _activation_gradient_bytes(job: Job) -> float:
@@ -111,7 +132,10 @@ def communication_buffer_bytes(job: Job) -> float:
     if strategy.tp > 1 and strategy.sequence_parallel:
         buffers += hidden * tokens  # the gathered input of the linear layer in use
     if strategy.pp > 1:
-        buffers += 2 * hidden * region  # one activation received, one gradient
+        # An activation and a gradient received; torch.distributed.pipelining (stage.py) has buffers for all
+        # microbatches, and keeps their outputs for the end of the step.
+        messages = 3 * job.microbatches if job.stack.message_buffers == "per microbatch" else 2
+        buffers += messages * hidden * region
     if strategy.cp > 1:
         key_value_bytes = key_value_features(job) * tokens * recipe.communication
         buffers += 2 * key_value_bytes * (strategy.cp if strategy.context_method == "all-gather" else 1)
@@ -127,8 +151,10 @@ def logits_temporary_bytes(job: Job) -> float:
     element = job.training.recipe.activation
     per_logit = {
         "parallel": element,  # the 16-bit logits beside their fp32 softmax
+        "steps": element + 4.0,  # and the fp32 logits that a step before has written
         "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
         "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
+        "compiled": element,  # their gradient beside them, in 16 bit
         "fused": 0.0,  # their gradient is written over them
     }
     return logits_bytes(job, per_logit[job.stack.loss])
