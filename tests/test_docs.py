@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 # The two READMEs have the same examples: together each runs once.
 PAGES = ["README*.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 
-# Traces a model of eight billion parameters; searches a dozen times; scores all published runs.
-SLOW = ["docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
+# Search the largest published trainings and a dozen more, trace a model of eight billion parameters, score all runs.
+SLOW = ["docs/cases.md", "docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
 
 
 @cache

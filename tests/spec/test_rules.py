@@ -198,6 +198,26 @@ def test_balanced_stages_put_spare_layers_in_the_middle(layers: int, pp: int, ex
     assert max(counts) in counts[len(counts) // 2 - 1 : len(counts) // 2 + 1]
 
 
+@table(
+    ("layers", "mtp", "pp", "chunks", "expected"),
+    [
+        (61, 1, 16, 1, (*[4] * 14, 3, 2)),  # a prediction module is a layer of the last stage
+        (8, 1, 4, 1, (2, 3, 2, 1)),
+        (2, 3, 2, 1, (2, 0)),
+        (6, 0, 4, 2, (0, *[1] * 6, 0)),  # the ends hold embedding and loss alone
+        (7, 0, 4, 2, (*[1] * 7, 0)),
+        (6, 1, 4, 2, (0, *[1] * 6, 0)),
+    ],
+)
+def test_balanced_stages_weigh_what_is_beside_the_head(
+    layers: int, mtp: int, pp: int, chunks: int, expected: tuple[int, ...]
+) -> None:
+    model = {**DENSE, "layers": layers, "mtp_layers": mtp}
+    fields = {"schedule": "interleaved", "interleave": chunks} if chunks > 1 else {}
+    built = job(model, devices=pp, training={"global_batch": 4 * pp}, pp=pp, stage_layers="balanced", **fields)
+    assert stage_layer_counts(built.model, built.strategy) == expected
+
+
 @given(st.integers(1, 10**9), st.integers(1, 5000), st.integers(1, 8), st.integers(1, 64))
 def test_a_batch_in_tokens_rounds_to_the_nearest_the_layout_divides(
     tokens: int, seq: int, microbatch: int, dp: int

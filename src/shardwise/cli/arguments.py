@@ -70,7 +70,7 @@ _FIELD_FLAGS = (
     ("--batch", "training.global_batch", "the same as --global-batch"),
     ("--seq", "training.seq", "tokens per sequence"),
     ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4, int8"),
-    ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adam8bit, muon"),
+    ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adamw-bf16-moments, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),
 )
 # Flags that set one field to the value given here.

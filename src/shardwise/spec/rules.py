@@ -147,11 +147,11 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
     elif strategy.stage_layers == "even" and model.layers % stages:
         valid = [degree // chunks for degree in divisors(model.layers) if degree % chunks == 0]
         nearest = [_around(strategy.pp, valid)] if valid else []
-        balanced = ["stage_layers: balanced"] if stages <= model.layers else []
+        balanced = ["stage_layers: balanced"] if stages <= most_stages(model.layers, chunks) else []
         remedy = ", or ".join(nearest + balanced) or f"at most {model.layers // chunks}"
         raise SpecError("strategy.pp", f"{strategy.pp}{times} does not divide {model.layers} layers", f"use {remedy}")
-    elif stages > model.layers:
-        remedy = f"use at most {model.layers // chunks}"
+    elif stages > most_stages(model.layers, chunks):
+        remedy = f"use at most {most_stages(model.layers, chunks) // chunks}"
         raise SpecError("strategy.pp", f"{strategy.pp}{times} for {model.layers} layers", remedy)
 
 
@@ -212,13 +212,26 @@ def stage_layer_counts(model: Model, strategy: Strategy) -> tuple[int, ...]:
     stages = strategy.stages
     if isinstance(strategy.stage_layers, tuple):
         return strategy.stage_layers
-    if strategy.stage_layers == "balanced" and model.layers % stages:
-        return _balanced(model.layers, stages)
+    if strategy.stage_layers == "balanced":
+        return _balanced(model.layers, stages, model.mtp_layers)
     return (model.layers // stages,) * stages
 
 
-def _balanced(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as possible, the spare layers in the middle: the ends also hold embedding and loss."""
+def most_stages(layers: int, chunks: int) -> int:
+    """Stages that layers are divided over: of several on a rank, the first may hold the embedding alone, the last the
+    loss."""
+    return layers + 2 if chunks > 1 else layers
+
+
+def _balanced(layers: int, stages: int, beside_head: int = 0) -> tuple[int, ...]:
+    """As even as possible, the spare layers in the middle: the ends also hold embedding and loss.
+
+    Layers of prediction modules, ``beside_head``, are layers of the last stage. With a stage or two more than layers
+    the ends hold none, as in Llama 3 (arXiv 2407.21783, section 3.3.2: 126 layers, 128 chunks).
+    """
+    if beside_head and 1 < stages <= layers:
+        last = max(0, (layers + beside_head) // stages - beside_head)
+        return (*_balanced(layers - last, stages - 1), last)
     each, spare = divmod(layers, stages)
     first = (stages - spare) // 2
     return tuple(each + (first <= index < first + spare) for index in range(stages))

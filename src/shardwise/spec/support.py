@@ -170,6 +170,8 @@ MATRIX: tuple[Finding, ...] = (
            "precision: bf16", "training.precision"),
     *_each("mxfp8|nvfp4", "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
            "precision: bf16", "training.precision"),
+    *_each("adamw-bf16-moments", "priced only", "this engine keeps Adam's moments in fp32",
+           "optimizer: adamw", "training.optimizer"),
     *_each("adam8bit", "priced only", "this engine has no 8-bit kernels for optimizer states",
            "optimizer: adamw", "training.optimizer"),
     # DeepSpeed asks the same of offload_param (ZeRO-Infinity, arXiv 2104.07857).

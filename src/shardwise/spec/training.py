@@ -117,6 +117,7 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
     "sgd": OptimizerStates(0, 0, "no state"),
     "sgd-momentum": OptimizerStates(4, 4, "one fp32 momentum"),
     "adamw": OptimizerStates(8, 8, "two fp32 moments (arXiv 1711.05101)"),
+    "adamw-bf16-moments": OptimizerStates(4, 4, "two bf16 moments (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)"),
     "adam8bit": OptimizerStates(2 + 8 / 256, 2 + 8 / 256,
                                 "two 8-bit moments, an fp32 scale per 256 (arXiv 2110.02861; bitsandbytes 0.43+)"),
     "muon": OptimizerStates(4, 8, "one fp32 momentum for matrices, AdamW for the rest (Jordan et al. 2024)"),
@@ -134,7 +135,7 @@ class Training(Spec):
     global_batch: int | str | None = None
     seq: int = count(2048, maximum=LONGEST)
     precision: PrecisionName = "bf16"
-    optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
+    optimizer: Literal["sgd", "sgd-momentum", "adamw", "adamw-bf16-moments", "adam8bit", "muon"] = "adamw"
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
     compile: bool = False

@@ -19,7 +19,7 @@ from shardwise.planner.constraints import OFFLOADS, Constraints
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.rules import check_model_fits, divisors, most_stages
 from shardwise.spec.schedules import PLAIN, ScheduleRecord, schedule_record, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
 from shardwise.spec.training import Training
@@ -146,13 +146,13 @@ NARROWINGS = (
 def schedule_choices(
     constraints: Constraints, names: Iterable[str], interleaves: Iterable[int], pp: int, layers: int
 ) -> Iterator[tuple[ScheduleRecord, int, int]]:
-    """Schedules with their chunks per rank and their stages, of which there are no more than ``layers``."""
+    """Schedules with their chunks per rank and their stages, as many as the ``layers`` are divided over."""
     for name in constraints.candidates("schedule", names):
         record = schedule_record(name)
         for interleave in constraints.candidates("interleave", interleaves if record.chooses_chunks else (1,)):
-            stages = pp * record.chunks_per_rank(pp, interleave)
-            if (interleave > 1) == record.chooses_chunks and stages <= layers:
-                yield record, interleave, stages
+            chunks = record.chunks_per_rank(pp, interleave)
+            if (interleave > 1) == record.chooses_chunks and pp * chunks <= most_stages(layers, chunks):
+                yield record, interleave, pp * chunks
 
 
 def expert_choices(
