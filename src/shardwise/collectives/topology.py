@@ -99,12 +99,14 @@ class Topology:
 
     ``pipelined_levels`` says that the library overlaps the levels of a hierarchical collective, as NCCL
     does: "auto" then prices the levels' bandwidth as the maximum instead of the sum. ``library`` names the
-    communication library whose algorithms "auto" may choose from ("any": all of them).
+    communication library whose algorithms "auto" may choose from ("any": all of them). ``straddles``: the groups
+    whose network this is have unequal parts on its levels, and it is that of the worst (`place`).
     """
 
     levels: tuple[Level, ...]
     pipelined_levels: bool = field(default=False, kw_only=True)
     library: str = field(default="any", kw_only=True)
+    straddles: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.library not in LIBRARIES:

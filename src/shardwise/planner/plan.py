@@ -204,17 +204,26 @@ class StrategyFamily:
 def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
     """The plan, or the search if nothing that runs fits."""
     running = request.started()
-    space = request.space(offload=bool(request.offload))
-    result = _search(running, space, progress)
-    if not result.best and request.offload is None and request.job.cluster.host_link is not None:
-        space = request.space(offload=True)
-        result = _search(running, space, progress)
-    if not result.best:
+    result = Search()
+    for space in _spaces(request):
+        found = _search(running, space, progress)
+        result = found if found.best or not space.straddling or not result.wanted else result
+        if result.best:
+            break
+    else:
         return result
     candidates = _simulated(running, result)
     candidates += _with_own_stages(running, candidates)
-    found = ranked(candidates)
-    return Plan(found.candidates, found.noise, request, result, space.narrowing)
+    ranking = ranked(candidates)
+    return Plan(ranking.candidates, ranking.noise, request, result, space.narrowing)
+
+
+def _spaces(request: Request) -> Iterator[Space]:
+    """What to search until something fits: offload, and layouts that straddle the network, where nothing else does."""
+    may_offload = request.offload is None and request.job.cluster.host_link is not None
+    for straddling in (False, True):
+        for offload in (False, True) if may_offload else (bool(request.offload),):
+            yield request.space(offload=offload, straddling=straddling)
 
 
 def _search(request: Request, space: Space, progress: Callable[[int], None] | None) -> Search:

@@ -122,8 +122,10 @@ class Request:
         """Device memory that a plan may use, as predicted."""
         return self.room.planned_bytes
 
-    def space(self, *, offload: bool) -> Space:
-        space = Space(self.job, self.constraints, self.minimum_batch, offload, self.offers_priced)
+    def space(self, *, offload: bool, straddling: bool = False) -> Space:
+        space = Space(
+            self.job, self.constraints, self.minimum_batch, offload, self.offers_priced, straddling=straddling
+        )
         return space if self.thorough else space.within(MOST_GROUPS)
 
     def allows(self, strategy: Strategy) -> bool:

@@ -14,7 +14,6 @@ from shardwise.layout.groups import expert_data_runs, expert_runs, group_runs
 from shardwise.layout.mesh import rank_places
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
-from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
@@ -139,10 +138,23 @@ def test_a_torus_wraps_only_in_whole_multiples() -> None:
     assert [axis.wrap for axis in large.axes] == [True, True, True]
 
 
-def test_straddling_degrees_are_refused_with_a_remedy() -> None:
+def test_groups_that_straddle_nodes_are_priced_by_the_links_they_cross() -> None:
+    """tp 8 on nodes of 6 is 6 + 2, 4 + 4 or 2 + 6: two ports carry what enters the poorest node."""
     case = job(LLAMA, switched(6, 4), tp=8, dp=3)
-    with pytest.raises(SpecError, match="tp"):
-        seconds(case, "tp")
+    assert span(case, "tp") == "level 0 2 · level 1 4"
+    assert span(case, "dp") == "level 1 3"
+    inside, outside = job(LLAMA, switched(24), tp=8, dp=3), job(LLAMA, switched(1, 24), tp=8, dp=3)
+    assert seconds(inside, "tp") < seconds(case, "tp") < seconds(outside, "tp")
+
+
+def test_parts_of_a_group_are_ordered_by_level() -> None:
+    """cp inside nodes of 6 and dp around pp straddle alike; the levels of both go from the inside out."""
+    case = job(LLAMA, switched(6, 4), cp=2, pp=2, dp=6, order=["cp", "pp", "dp", "tp"], training={"seq": 128})
+    topology = spanned(case.cluster, group_runs(case.strategy, ("cp", "dp")), "strategy")
+    assert topology is not None
+    assert topology.straddles
+    assert [level.name for level in topology.levels] == sorted(level.name for level in topology.levels)
+    assert topology.size == 12
 
 
 def test_mixtures_on_several_levels_are_priced() -> None:

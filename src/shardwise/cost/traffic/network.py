@@ -46,15 +46,18 @@ def _shape(level: NetworkLevel) -> Shape:
 @functools.lru_cache(maxsize=4096)
 def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology | None:
     """The network of one group while all groups like it communicate at once; None for a group of one."""
-    levels: list[Level] = []
-    for run in runs:
-        try:
-            levels += place(network(cluster), run.stride, run.degree).levels
-        except SpecError as error:
-            raise SpecError(field, error.problem, error.remedy) from None
+    try:
+        parts = [place(network(cluster), run.stride, run.degree) for run in runs]
+    except SpecError as error:
+        raise SpecError(field, error.problem, error.remedy) from None
+    levels = [level for part in parts for level in part.levels]
     if not levels:
         return None
-    return Topology(levels=tuple(levels), pipelined_levels=cluster.pipelined_levels, library=cluster.library)
+    straddles = any(part.straddles for part in parts)
+    if straddles:  # a run that reaches out may come before one that has a level inside
+        names = [level.name for level in cluster.levels]
+        levels.sort(key=lambda level: names.index(level.name))
+    return replace(network(cluster), levels=tuple(levels), straddles=straddles)
 
 
 def exchanging(topology: Topology, cluster: Cluster) -> Topology:
@@ -71,8 +74,9 @@ def exchanging(topology: Topology, cluster: Cluster) -> Topology:
 
 
 def level_names(topology: Topology) -> str:
-    """The network levels of a group, for a table: "nvlink 8 · infiniband 4"."""
-    return " · ".join(f"{level.name} {_width(level)}" for level in topology.levels)
+    """The network levels of a group, for a table: "nvlink 8 · infiniband 4"; about, where its parts are unequal."""
+    names = " · ".join(f"{level.name} {_width(level)}" for level in topology.levels)
+    return f"~ {names}" if topology.straddles else names
 
 
 def _width(level: Level) -> str:

@@ -6,10 +6,12 @@ A group's rows are layer choices, schedules, recompute and batches; its columns 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
+from shardwise.collectives import Topology
 from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.traffic.network import spanned
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
@@ -85,8 +87,9 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
     """
     group = base.gradient_group
     sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
-    shardable = [size for size in sizes if _shardable(job, base, size)]
-    undivided = (None,) if not constraints.names("shard_group") or None in shardable else ()
+    asked = constraints.names("shard_group")
+    shardable = [size for size in sizes if _shardable(job, base, size, asked=asked)]
+    undivided = (None,) if not asked or None in shardable else ()
     stages = constraints.candidates("zero", (0, 1, 2, 3))
     kept = constraints.candidates("keep_parameters", (False, True))
     accumulated = constraints.candidates("accumulate", ("sharded", "local"))
@@ -114,19 +117,21 @@ def shard_groups(base: Strategy) -> tuple[int | None, ...]:
     return (None, *sizes)
 
 
-def _shardable(job: Job, base: Strategy, size: int | None) -> bool:
-    """Whether a shard group of this size can be placed on the network."""
+def _shardable(job: Job, base: Strategy, size: int | None, *, asked: bool) -> bool:
+    """Whether to shard over a group of this size: one that straddles a level of the network only if ``asked`` for."""
     shards = size or base.gradient_group
     if base.gradient_group % shards:
         return False
     try:
         held = [dense_ranks(base, shards), *([expert_ranks(base, shards)] if job.model.moe else [])]
-        for ranks in held:
-            spanned(job.cluster, ranks.sharded, "strategy.shard_group")
-            spanned(job.cluster, ranks.replicas, "strategy.shard_group")
+        parts = [spanned(job.cluster, runs, "strategy") for one in held for runs in (one.sharded, one.replicas)]
     except SpecError:
         return False
-    return True
+    return asked or shards == base.gradient_group or not _straddle(parts)
+
+
+def _straddle(networks: Iterable[Topology | None]) -> bool:
+    return any(one is not None and one.straddles for one in networks)
 
 
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
@@ -198,7 +203,8 @@ class Space:
     """The strategies for a job within constraints.
 
     ``minimum_batch`` asks for the smallest batch of at least so many sequences that divides; without it the batch is
-    the training's. ``any_priced`` adds strategies that are priced but not run.
+    the training's. ``any_priced`` adds strategies that are priced but not run. ``straddling`` has the layouts in which
+    a group straddles a level of the network, and only those; without it there are all others.
     """
 
     job: Job
@@ -207,6 +213,7 @@ class Space:
     offload: bool = True
     any_priced: bool = False
     narrowed: int = 0
+    straddling: bool = False
 
     @property
     def narrowing(self) -> tuple[str, ...]:
@@ -276,19 +283,29 @@ class Space:
             try:
                 networks = self._networks(base)
             except SpecError:
-                continue  # the degrees cut across the network
+                continue  # the experts' groups cut across the other dimensions
+            if _straddle(networks) != self.straddling:
+                continue
+            networks += self._shard_networks(base)
             if networks not in seen:
                 seen.append(networks)
                 yield base
 
-    def _networks(self, base: Strategy) -> list[Any]:
+    def _networks(self, base: Strategy) -> list[Topology | None]:
         """What every group spans of the network; raises SpecError if one cannot be placed."""
         runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
-        runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *shard_groups(base))]
         runs += [dense_ranks(base, 1).replicas]
         if self.job.model.moe:
             runs += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
         return [spanned(self.job.cluster, one, "strategy") for one in runs]
+
+    def _shard_networks(self, base: Strategy) -> list[Topology | None]:
+        """The same of the groups that states may be sharded over."""
+        found = []
+        for size in shard_groups(base)[1:]:
+            with suppress(SpecError):  # the size cuts across cp and dp
+                found.append(spanned(self.job.cluster, dense_ranks(base, size or 1).sharded, "strategy"))
+        return found
 
     # -- axes ----------------------------------------------------------------------------------------
 
