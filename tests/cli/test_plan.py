@@ -60,7 +60,7 @@ def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
         "The whole run",
         "Who can run 1: shardwise",
         "do not fit",
-        "Error bars hold 80%",
+        "Error bars: step time",
     ):
         assert part in result.out
 

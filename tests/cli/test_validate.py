@@ -15,13 +15,14 @@ from shardwise.cost.accuracy.table import SCORED
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "validation"
 LAYOUTS = ("training_runs", "collectives", "pipeline_bubble")
+SAME_LAYOUT = ("training_runs_2", "memory_runs")  # as training_runs
 # A row of each layout that is scored.
 FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    return run_json("validate")  # the table that comes with the package
+    return run_json("validate", "training_runs")  # a table that comes with the package
 
 
 def test_json_has_the_promised_fields(runs: Any) -> None:
@@ -45,6 +46,40 @@ def test_rows_with_something_assumed_have_a_range(runs: Any) -> None:
         assert row["predicted_seconds"] <= row["predicted_seconds_high"] * (1 + 1e-9)
         between = row["predicted_seconds_low"] <= row["reported_seconds"] <= row["predicted_seconds_high"]
         assert row["in_range"] == between
+
+
+def test_every_row_has_the_bar_of_a_plan_and_whether_the_report_is_in_it(runs: Any) -> None:
+    for row in runs["rows"]:
+        assert row["bar_low_seconds"] < row["predicted_seconds"] < row["bar_high_seconds"]
+        assert row["in_bar"] == (row["bar_low_seconds"] <= row["reported_seconds"] <= row["bar_high_seconds"])
+        if row["reported_memory_bytes"] is None:
+            assert row["memory_in_bar"] is None
+        else:
+            inside = row["bar_low_bytes"] <= row["reported_memory_bytes"] <= row["bar_high_bytes"]
+            assert row["memory_in_bar"] == inside
+    counted = [row["in_bar"] for row in runs["rows"] if not row["set_aside"]]
+    total = next(one for one in runs["coverage"] if (one["what"], one["of"]) == ("step time", "all"))
+    assert (total["rows"], total["in_bar"]) == (len(counted), sum(counted) / len(counted))
+    classes = [one for one in runs["coverage"] if one["what"] == "step time" and one["of"] != "all"]
+    assert sum(one["rows"] for one in classes) == total["rows"]
+
+
+def test_regret_of_every_job_with_several_layouts(runs: Any) -> None:
+    assert runs["choice"]["jobs"] == len(runs["choices"]) >= 15
+    assert runs["choice"]["worst_regret"] == max(one["regret"] for one in runs["choices"])
+    reported = {row["row_id"]: row["reported_seconds"] for row in runs["rows"]}
+    for one in runs["choices"]:
+        assert one["regret"] == pytest.approx(reported[one["chosen"]] / reported[one["fastest"]] - 1)
+
+
+def test_a_row_that_cannot_be_priced_is_listed_beside_the_others(tmp_path: Path) -> None:
+    path = Path(table(tmp_path, "training_runs", slice(0, 2)))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2].replace(",8,8,8,", ",8,8,3,")]))
+    data = run_json("validate", str(path))
+    assert len(data["rows"]) == len(data["not_scored"]) == 1
+    assert "3 does not divide 64 query heads" in data["not_scored"][0]["reason"]
+    assert "not scored: kor22_t5_22B_seqsel: " in run("validate", str(path)).out
 
 
 def test_the_share_in_range_is_printed_per_device_and_for_all(runs: Any) -> None:
@@ -168,7 +203,7 @@ def test_a_path_that_is_no_such_table(path: str) -> None:
 
 
 def test_tables_that_come_with_the_package_have_names() -> None:
-    assert set(LAYOUTS) == set(SCORED)
+    assert {*LAYOUTS, *SAME_LAYOUT} == set(SCORED)
     by_name, by_path = (run("validate", table) for table in ("pipeline_bubble", str(TABLES / "pipeline_bubble.csv")))
     assert (by_name.status, by_name.out) == (0, by_path.out)
 

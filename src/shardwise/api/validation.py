@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, Literal
@@ -12,11 +12,9 @@ from shardwise.api.results import Result, Rows
 from shardwise.cost.accuracy import bubbles, collectives, runs
 from shardwise.cost.accuracy.bubbles import ScoredBubble, score_bubbles
 from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
-from shardwise.cost.accuracy.ranges import predicted_range
-from shardwise.cost.accuracy.runs import read_runs
-from shardwise.cost.accuracy.scores import ErrorSummary, Score, Summary, score, summarize, summarize_errors
-from shardwise.cost.accuracy.scores import summary as summary_of
-from shardwise.cost.accuracy.table import FOLDER, SCORED, columns_of, table_path
+from shardwise.cost.accuracy.scored import ScoredRuns, score_runs
+from shardwise.cost.accuracy.scores import ErrorSummary, summarize_errors
+from shardwise.cost.accuracy.table import FOLDER, TRAINING_RUNS, columns_of, table_path
 from shardwise.report.page import Page
 from shardwise.report.validation import errors_data, errors_page, runs_data, runs_page
 from shardwise.spec.errors import SpecError
@@ -26,24 +24,22 @@ _COLUMNS: dict[Kind, Any] = {"runs": runs.COLUMNS, "bubbles": bubbles.COLUMNS, "
 
 
 @dataclass(frozen=True)
-class RunScores(Result):
-    """Training runs, scored: every row, and the errors of every device; ``total`` of all rows that count."""
+class RunScores(ScoredRuns, Result):
+    """Training runs, scored."""
 
-    rows: tuple[Score, ...]
-    by_device: Mapping[str, Summary]
-    total: Summary | None
     kind: Kind = "runs"
 
     @cached_property
     def page(self) -> Page:
-        return runs_page(self.rows, self.by_device, self.total)
+        return runs_page(self)
 
     def to_dict(self) -> dict[str, Any]:
-        return runs_data(self.rows, self.by_device, self.total)
+        return runs_data(self)
 
     def tables(self) -> Mapping[str, Rows]:
         by_device = [{"device": device, **asdict(one)} for device, one in self.by_device.items()]
-        return {"rows": [asdict(one) for one in self.rows], "by_device": by_device}
+        others = {name: [asdict(one) for one in getattr(self, name)] for name in ("coverage", "choices", "not_scored")}
+        return {"rows": [asdict(one) for one in self.rows], "by_device": by_device, **others}
 
 
 @dataclass(frozen=True)
@@ -66,19 +62,27 @@ class ErrorScores(Result):
         return {"rows": self.to_dict()["rows"], "summary": summary}
 
 
-def validate(table: str | PathLike[str] = SCORED[0]) -> RunScores | ErrorScores:
-    """Scores the cost model on a table: one of the package's (`SCORED`), or a CSV in the layout of one of them."""
+def validate(table: str | PathLike[str] | None = None) -> RunScores | ErrorScores:
+    """Scores the cost model on a table: one of the package's (`SCORED`), or a CSV in the layout of one of them.
+
+    Without a table, on all published training runs of the package.
+    """
+    if table is None:
+        return _runs(TRAINING_RUNS)
     path = str(table_path(fspath(table)))
     kind = _kind(path)
     if kind == "runs":
-        scores = [score(one, predicted_range(one)) for one in list(read_runs(path))]
-        counted = [one for one in scores if not one.set_aside]
-        return RunScores(tuple(scores), summarize(scores), summary_of(counted) if counted else None)
+        return _runs((path,))
     if kind == "collectives":
         reduced = tuple(score_all_reduces(path))
         return ErrorScores(kind, reduced, _summary((row.machine, row.error) for row in reduced))
     idle = tuple(score_bubbles(path))
     return ErrorScores(kind, idle, _summary((row.schedule, row.error) for row in idle))
+
+
+def _runs(tables: Iterable[str]) -> RunScores:
+    found = score_runs(tables)
+    return RunScores(**{one.name: getattr(found, one.name) for one in fields(found)})
 
 
 def _summary(errors: Any) -> dict[str, ErrorSummary]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from shardwise.api.validation import validate
 from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.cost.accuracy.table import SCORED
+from shardwise.cost.accuracy.table import SCORED, TRAINING_RUNS
+
+_DEFAULT = " and ".join(TRAINING_RUNS)
 
 
 def run(arguments: list[str]) -> int:
@@ -14,8 +16,8 @@ def run(arguments: list[str]) -> int:
         "Scores the cost model on a table of training runs, of collectives, or of pipeline bubbles.",
         "shardwise validate\nshardwise validate collectives\nshardwise validate my_runs.csv",
     )
-    names = f"{', '.join(SCORED)} (which come with the package; default: the first), or a CSV in the layout of one"
-    parser.add_argument("table", nargs="?", default=SCORED[0], help=names)
+    names = f"{', '.join(SCORED)} (which come with the package), or a CSV in the layout of one; default: {_DEFAULT}"
+    parser.add_argument("table", nargs="?", help=names)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     found = validate(parsed.table)

@@ -72,7 +72,7 @@ def analysis_page(found: Assessment) -> Iterator[Piece | str]:
         yield Line("\n".join(_rank_lines(found.ranks)), fixed=True)
     if found.memory_over_time is not None:
         yield memory_table(found.memory_over_time)
-    yield f"Error bars hold 80% of published runs. {found.error_bar.basis.capitalize()}."
+    yield f"Error bars: {found.error_bar.basis}."
 
 
 def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:

@@ -213,7 +213,7 @@ def _sentences(answer: PlanAnswer) -> Iterator[str]:
     )
     band = answer.error_bar
     low, high = map(readable_seconds, (answer.predicted_seconds_low, answer.predicted_seconds_high))
-    yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
+    yield f"The step of 1 takes {low} to {high}. Error bars: {band.basis}."
     yield _room_words(found.request, answer.memory_error_high)
     yield f"Noise: {found.noise.basis}."
     yield f"MFU is of {peak_words(found.best.job)}."

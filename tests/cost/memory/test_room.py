@@ -12,7 +12,7 @@ from cost.builders import GPT, job, switched
 from cost.jobs import valid_jobs
 from effort import examples
 from planner.cases import within
-from shardwise.cost.accuracy.residuals import error_bar, residuals
+from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of
@@ -60,8 +60,9 @@ def test_the_margin_is_what_the_error_bar_of_memory_asks() -> None:
     tensors = room.planned_bytes - 1.5 * GIB
     assert tensors * (1 + bar.memory_high) + 1.5 * GIB == pytest.approx(room.usable_bytes)
     known = replace(one, stack=presets.load("stack", Stack, "torchtitan"))
-    band = residuals()["memory", "torchtitan", "dense"].band
-    assert (room_of(known).planned_bytes - 1.5 * GIB) / (77.5 * GIB) == pytest.approx(1 - band)
+    of_known = error_bar(known)
+    assert of_known.memory_of == "torchtitan, dense" and of_known.memory_high != bar.memory_high
+    assert (room_of(known).planned_bytes - 1.5 * GIB) * (1 + of_known.memory_high) == pytest.approx(77.5 * GIB)
 
 
 def test_a_cap_takes_the_place_of_the_margin() -> None:

@@ -4,44 +4,53 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations, islice
 from pathlib import Path
-from typing import Any
 
+from shardwise.cost.accuracy.known_errors import KINDS, Band, KnownErrors, RunError, Standing, quantile, weighed
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 FILE = Path(__file__).with_name("residuals.csv")
-COVERAGE = 0.8  # share of the rows within a band
-ONE_JOB = "one job"  # key of "ratio" lines: two strategies of the same job, on any device
-_KINDS = {"dense": "dense models", "moe": "mixtures of experts"}
+COVERAGE = 0.8  # share of the rows within a bar
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Relative errors of the rows of one device (``what`` is time) or software stack (memory), or of two rows' ratio.
+    """One published row, of step time or of memory: predicted / reported − 1 as scored, and with something left out.
 
-    An error is predicted / reported − 1. A share of COVERAGE of them is at most ``band``, with the
-    row's own model left out of the fit where ``left_out_mape`` is given.
+    What is left out of the fit is the row's model, its source or its device. Nothing is fitted on memory: its error is
+    the same in all columns. ``fitted``: the device has constants of its own.
     """
 
     what: str
-    of: str
+    row_id: str
+    source: str
+    device: str
     kind: str
-    rows: int
-    models: int
-    mape: float
-    bias: float
-    left_out_mape: float | None
-    band: float
+    stack: str
+    devices: int
+    fitted: bool
+    job: str
+    in_sample: float
+    left_out_model: float
+    left_out_source: float
+    left_out_device: float
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.device, self.kind, self.stack, self.devices)
 
 
 @dataclass(frozen=True)
 class ErrorBar:
     """Where the truth lies beside a prediction, relative to it: −0.05 is 5% less. ``basis`` says how that is known.
 
-    The memory is that of tensors, without the framework's allowance.
+    The memory is that of tensors, without the framework's allowance. ``time_of`` and ``memory_of`` are the classes of
+    published runs that the bars are of.
     """
 
     time_low: float
@@ -49,17 +58,55 @@ class ErrorBar:
     memory_low: float
     memory_high: float
     basis: str
+    time_of: str
+    memory_of: str
 
 
 def error_bar(job: Job) -> ErrorBar:
-    """The bars of a predicted step time, by the job's device, and of a predicted memory, by its software stack.
+    """The bars of a predicted step time and of a predicted memory."""
+    return _bar(standing_of(job))
 
-    Bytes do not depend on the device, but on what a framework saves.
+
+@cache
+def _bar(standing: Standing) -> ErrorBar:
+    time, memory = known_errors().band(standing, COVERAGE), memory_band(standing)
+    basis = f"step time: {_runs(time)} from {_sources(time)} not used in the fit; memory: {_runs(memory)}"
+    return ErrorBar(*_truth(time), *_truth(memory), basis, time.of, memory.of)
+
+
+def memory_quantile(job: Job, risk: float) -> float:
+    """The factor on a predicted memory that the true one exceeds with probability ``risk`` at most."""
+    return _memory_quantile(standing_of(job), risk)
+
+
+@cache
+def _memory_quantile(standing: Standing, risk: float) -> float:
+    rows, _ = _memory_rows(standing, fewest=math.ceil((1 - risk) / risk - 1e-9) if risk > 0 else len(memory_errors()))
+    return math.exp(quantile([(-one.error, weight) for one, weight in rows], 1 - risk))
+
+
+def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) -> Band:
+    """Of memory goes by the framework: bytes do not depend on the device, but on what the software keeps."""
+    rows, of = _memory_rows(standing, math.ceil(COVERAGE / (1 - COVERAGE) - 1e-9), errors)
+    width = quantile([(abs(one.error), weight) for one, weight in rows], COVERAGE)
+    return Band(width, len(rows), len({one.source for one, _ in rows}), of)
+
+
+def _memory_rows(
+    standing: Standing, fewest: int, errors: Sequence[RunError] | None = None
+) -> tuple[list[tuple[RunError, float]], str]:
+    """Rows of the job's framework with their weights: of its kind of model, of both kinds, or of all frameworks.
+
+    Of ``fewest`` rows at least: with fewer the wanted quantile is beyond the largest of them.
     """
-    kind = kind_of(job.model)
-    time, time_basis = _band("time", job.cluster.device.name, kind, "on")
-    memory, memory_basis = _band("memory", job.stack.name, kind, "with")
-    return ErrorBar(*_truth(time.band), *_truth(memory.band), f"step time: {time_basis}; memory: {memory_basis}")
+    errors = memory_errors() if errors is None else errors
+    known = [one for one in errors if one.standing.stack == standing.stack]
+    kind = [one for one in known if one.standing.kind == standing.kind]
+    if len(kind) >= fewest:
+        return [(one, 1.0) for one in kind], f"{standing.stack}, {KINDS[standing.kind]}"
+    if len(known) >= fewest:
+        return [(one, 1.0) for one in known], f"{standing.stack}, all models"
+    return weighed(errors), "all frameworks"
 
 
 @dataclass(frozen=True)
@@ -75,45 +122,93 @@ def noise_of(job: Job) -> Noise:
 
     Narrower than two error bars: what a device's constants miss is missed in both.
     """
-    kind = kind_of(job.model)
-    known = residuals().get(("ratio", ONE_JOB, kind)) or residuals()["ratio", ONE_JOB, "dense"]
-    pairs = f"{known.rows} pairs of published runs of {_KINDS[known.kind]} ({known.models} models)"
-    missing = "" if known.kind == kind else f"no such pairs of {_KINDS[kind]}: "
-    return Noise(known.band, f"{missing}{COVERAGE:.0%} of {pairs} that differ in the strategy alone")
+    return _noise(kind_of(job.model))
+
+
+@cache
+def _noise(kind: str) -> Noise:
+    pairs = [
+        abs(one.error - other.error)
+        for one, other in pairs_of_one_job(known_errors().errors)
+        if one.standing.kind == kind
+    ]
+    if len(pairs) < 1 / (1 - COVERAGE) and kind != "dense":
+        dense = _noise("dense")
+        return Noise(dense.share, f"too few such pairs of {KINDS[kind]}: {dense.basis}")
+    share = math.expm1(quantile([(one, 1.0) for one in pairs], COVERAGE))
+    basis = f"{COVERAGE:.0%} of {len(pairs)} pairs of published runs ({KINDS[kind]}) that differ in the strategy alone"
+    return Noise(share, basis)
+
+
+def pairs_of_one_job(errors: Iterable[RunError]) -> list[tuple[RunError, RunError]]:
+    """Every two rows that differ in the strategy alone."""
+    jobs: dict[str, list[RunError]] = {}
+    for one in errors:
+        if one.job:
+            jobs.setdefault(one.job, []).append(one)
+    return [pair for own in jobs.values() for pair in combinations(own, 2)]
 
 
 def kind_of(model: Model) -> str:
     return "moe" if model.moe else "dense"
 
 
-def _truth(band: float) -> tuple[float, float]:
-    """|predicted / true − 1| ≤ band, solved for true / predicted − 1."""
-    return 1 / (1 + band) - 1, 1 / (1 - band) - 1 if band < 1 else math.inf
+def standing_of(job: Job) -> Standing:
+    return Standing(job.cluster.device.name, kind_of(job.model), job.stack.name, job.cluster.devices)
 
 
-def _band(what: str, of: str, kind: str, place: str) -> tuple[Residuals, str]:
-    """The rows of that device or stack and kind of model; where there are none, those that are off furthest."""
-    known = residuals().get((what, of, kind))
-    if known is not None:
-        return known, f"{_runs(known)} {place} {of}"
-    widest = max((one for one in residuals().values() if one.what == what), key=lambda one: one.band)
-    missing = f"no published runs of {_KINDS[kind]} {place} {of}"
-    return widest, f"{missing}: the widest of those known, {_runs(widest)} {place} {widest.of}"
+def _truth(band: Band) -> tuple[float, float]:
+    """|log(predicted / true)| ≤ width, solved for true / predicted − 1."""
+    return math.expm1(-band.width), math.expm1(band.width)
 
 
-def _runs(one: Residuals) -> str:
-    models, each = ("1 model", "") if one.models == 1 else (f"{one.models} models", " each")
-    fit = "" if one.left_out_mape is None else f",{each} left out of the fit"
-    return f"{COVERAGE:.0%} of {one.rows} published runs of {_KINDS[one.kind]} ({models}{fit})"
+def _runs(band: Band) -> str:
+    return f"{band.of}: {COVERAGE:.0%} of {band.rows} runs"
+
+
+def _sources(band: Band) -> str:
+    return "1 source" if band.sources == 1 else f"{band.sources} sources"
+
+
+# -- the file --------------------------------------------------------------------------------------------------
 
 
 @cache
-def residuals() -> dict[tuple[str, str, str], Residuals]:
-    """Every line of the table, by what, of and kind."""
+def residuals() -> tuple[Residuals, ...]:
+    """Every line of the file."""
     with FILE.open(newline="", encoding="utf-8") as file:
-        return {(row["what"], row["of"], row["kind"]): _read(**row) for row in csv.DictReader(file)}
+        return tuple(_read(*line) for line in islice(csv.reader(file), 1, None))
 
 
-def _read(what: str, of: str, kind: str, rows: str, models: str, **errors: str) -> Residuals:
-    read: dict[str, Any] = {name: float(error) if error else None for name, error in errors.items()}
-    return Residuals(what, of, kind, int(rows), int(models), **read)
+def _read(
+    what: str, row_id: str, source: str, device: str, kind: str, stack: str, devices: str, fitted: str, job: str,
+    *errors: str,
+) -> Residuals:  # fmt: skip
+    in_sample, model, own, other = map(float, errors)
+    is_fitted = fitted == str(True)
+    return Residuals(
+        what, row_id, source, device, kind, stack, int(devices), is_fitted, job, in_sample, model, own, other
+    )
+
+
+@cache
+def known_errors() -> KnownErrors:
+    """Errors of step time with each row's source left out of the fit."""
+    lines = [one for one in residuals() if one.what == "time"]
+    fitted = frozenset(one.device for one in lines if one.fitted)
+    return KnownErrors([run_error(one, one.left_out_source) for one in lines], fitted)
+
+
+@cache
+def left_out_errors() -> dict[str, float]:
+    """Errors of step time with a row's source left out of the fit, by the row's name."""
+    return {one.row_id: one.left_out_source for one in residuals() if one.what == "time"}
+
+
+@cache
+def memory_errors() -> tuple[RunError, ...]:
+    return tuple(run_error(one, one.left_out_source) for one in residuals() if one.what == "memory")
+
+
+def run_error(line: Residuals, error: float) -> RunError:
+    return RunError(line.row_id, line.source, line.standing, line.job, math.log1p(error))

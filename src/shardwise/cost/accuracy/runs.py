@@ -135,11 +135,16 @@ class PublishedRun:
 
 def read_runs(path: Path | str) -> Iterator[PublishedRun]:
     """Every row of a table in the layout of validation/training_runs.csv."""
+    return map(run_from_row, run_rows(path))
+
+
+def run_rows(path: Path | str) -> list[TableRow]:
+    """The rows of such a table, not yet read as runs."""
     rows = read_table(path, COLUMNS, "runs")
     reports = (*TIME_COLUMNS, MEMORY_COLUMN)
     if not any(column in rows[0].cells for column in reports):
         raise SpecError("table", "no column reports a time or memory", f"give one of {', '.join(reports)}")
-    return map(run_from_row, rows)
+    return rows
 
 
 def run_from_row(row: TableRow) -> PublishedRun:

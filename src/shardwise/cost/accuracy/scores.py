@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.cost.accuracy.ranges import Range
+from shardwise.cost.accuracy.residuals import error_bar, left_out_errors
 from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved, reported_rank
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import allocated_bytes, reserved_bytes
@@ -36,7 +37,9 @@ def summarize_errors(errors: Iterable[tuple[str, float]]) -> dict[str, ErrorSumm
 class Score:
     """One run, scored; errors are fractions of what was reported.
 
-    ``predicted_seconds_low`` and ``high`` span the plausible values of what the source does not print.
+    ``predicted_seconds_low`` and ``high`` span the plausible values of what the source does not print. ``bar_*`` are
+    the ends of the error bar that `plan` gives such a job; ``bar_of`` and ``memory_bar_of`` name the class it is of.
+    ``left_out_error`` is the error with the row's source left out of the fit, for rows that the fit may know.
     """
 
     row_id: str
@@ -47,14 +50,23 @@ class Score:
     reported_seconds: float | None
     predicted_seconds: float
     time_error: float | None
+    left_out_error: float | None
     assumed: tuple[str, ...]
     predicted_seconds_low: float | None
     predicted_seconds_high: float | None
     in_range: bool | None
+    bar_low_seconds: float
+    bar_high_seconds: float
+    in_bar: bool | None
+    bar_of: str
     reported_memory_bytes: float | None
     predicted_memory_bytes: float
     memory_error: float | None
     memory_kind: str
+    bar_low_bytes: float
+    bar_high_bytes: float
+    memory_in_bar: bool | None
+    memory_bar_of: str
     fits: bool
     set_aside: str
 
@@ -63,6 +75,9 @@ def score(run: PublishedRun, over: Range | None = None) -> Score:
     """The prediction for one run beside what was reported of it, and the range if it is given."""
     seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
     predicted, reported, time = predicted_memory(run), run.reported_memory_bytes, run.reported_seconds
+    bar = error_bar(run.job)
+    low, high = seconds * (1 + bar.time_low), seconds * (1 + bar.time_high)
+    least, most = predicted * (1 + bar.memory_low), predicted * (1 + bar.memory_high)
     return Score(
         row_id=run.row_id,
         device=run.device,
@@ -72,14 +87,23 @@ def score(run: PublishedRun, over: Range | None = None) -> Score:
         reported_seconds=time,
         predicted_seconds=seconds,
         time_error=None if time is None else seconds / time - 1,
+        left_out_error=left_out_errors().get(run.row_id),
         assumed=over.fields if over else (),
         predicted_seconds_low=over.low if over else None,
         predicted_seconds_high=over.high if over else None,
         in_range=over.low <= time <= over.high if over and time is not None else None,
+        bar_low_seconds=low,
+        bar_high_seconds=high,
+        in_bar=None if time is None else low <= time <= high,
+        bar_of=bar.time_of,
         reported_memory_bytes=reported,
         predicted_memory_bytes=predicted,
         memory_error=None if reported is None else predicted / reported - 1,
         memory_kind=run.memory_kind,
+        bar_low_bytes=least,
+        bar_high_bytes=most,
+        memory_in_bar=None if reported is None else least <= reported <= most,
+        memory_bar_of=bar.memory_of,
         fits=memory.total <= run.job.cluster.device.usable_memory,
         set_aside=run.set_aside,
     )
@@ -101,6 +125,7 @@ def predicted_memory(run: PublishedRun) -> float:
 class Summary:
     """Mean and worst absolute error and bias over the rows of one device that are not set aside.
 
+    ``left_out_mape`` is the mean with each row's source left out of the fit, of rows that the fit may know.
     Of ``ranged_rows`` rows with something assumed, ``in_range`` is the share whose range contains the report.
     """
 
@@ -108,6 +133,7 @@ class Summary:
     time_mape: float | None
     time_worst: float | None
     time_bias: float | None
+    left_out_mape: float | None
     memory_mape: float | None
     memory_worst: float | None
     ranged_rows: int
@@ -125,6 +151,7 @@ def summarize(scores: Iterable[Score]) -> dict[str, Summary]:
 
 def summary(scores: list[Score]) -> Summary:
     times = [one.time_error for one in scores if one.time_error is not None]
+    left_out = [one.left_out_error for one in scores if one.left_out_error is not None]
     memories = [abs(one.memory_error) for one in scores if one.memory_error is not None]
     ranged = [one.in_range for one in scores if one.in_range is not None]
     return Summary(
@@ -132,6 +159,7 @@ def summary(scores: list[Score]) -> Summary:
         time_mape=sum(map(abs, times)) / len(times) if times else None,
         time_worst=max(map(abs, times)) if times else None,
         time_bias=sum(times) / len(times) if times else None,
+        left_out_mape=sum(map(abs, left_out)) / len(left_out) if left_out else None,
         memory_mape=sum(memories) / len(memories) if memories else None,
         memory_worst=max(memories) if memories else None,
         ranged_rows=len(ranged),

@@ -305,7 +305,6 @@ SET_ASIDE = {
     "mlm_gpt_gpt3_mcore_te_tp2_pp1_modelopt_distill_resume_dev_dgx_gb200": "distillation: a teacher runs too",
     "mbridge_26.02_DGX-H100_Qwen3-30B-A3B_16_FP8_1": "118 TFLOP/s where 26.02.01 prints 208 for the same line",
     "mbridge_25.11_DGX-H100_Qwen3-30B-A3B_16_FP8-CS_1": "121 TFLOP/s where 25.09 prints 241 for the same degrees",
-    "mbridge_25.09_DGX-H100_Qwen3-30B-A3B_16_FP8_1": "token-drop routing, another algorithm",
     "nanotron_80.0B_4n": "2.3 times slower per GPU than its 16-node row at 66 GB: allocator thrash suspected",
     "titan_t2_2": "early ring attention: kernels at 185 instead of 285 TFLOP/s",
     "titan_t2_3": "early ring attention: kernels at 185 instead of 285 TFLOP/s",

@@ -15,7 +15,8 @@ from shardwise.spec.files import bounded_text
 
 # The tables that come with the package; the rest of the folder is read by tests and by the documents.
 FOLDER = Path(__file__).with_name("tables")
-SCORED = ("training_runs", "collectives", "pipeline_bubble")
+TRAINING_RUNS = ("training_runs", "training_runs_2")
+SCORED = (*TRAINING_RUNS, "memory_runs", "collectives", "pipeline_bubble")
 _MOST_CHARACTERS = 16 * 2**20
 # What people write into an empty cell.
 _BLANK = ("", "-", "—", "?", "na", "n/a", "nan", "none", "null", "unknown")

@@ -1,0 +1,114 @@
+"""Whether the prediction chooses well: published runs of one job in several layouts, as measured and predicted.
+
+Rows are comparable only within a source and a release of its software.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.cost.accuracy.runs import PublishedRun
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """One job in several layouts.
+
+    ``regret`` is how much slower than the fastest as measured the one is that is predicted to be the fastest;
+    ``rank_correlation`` is Spearman's, None where all are predicted or measured to take as long.
+    """
+
+    source: str
+    model: str
+    device: str
+    devices: int
+    sequences: int
+    layouts: int
+    fastest: str
+    chosen: str
+    regret: float
+    rank_correlation: float | None
+
+
+def same_job(run: PublishedRun) -> Hashable:
+    """What two rows share that differ in the strategy alone; the rows of another container ran other software."""
+    job, locator = run.job, run.row.text("locator")
+    release = (run.row.text("source"), locator if "container" in locator else "")
+    return (
+        job.cluster.device.name,
+        job.cluster.devices,
+        job.model,
+        job.training,
+        job.sequences,
+        job.stack.name,
+        release,
+    )
+
+
+def layouts_of_jobs(runs: Iterable[PublishedRun]) -> list[list[PublishedRun]]:
+    """Runs with a time that differ in the strategy alone, together; of equal strategies the first."""
+    jobs: dict[Hashable, list[PublishedRun]] = {}
+    for run in runs:
+        own = jobs.setdefault(same_job(run), [])
+        if run.reported_seconds and not run.set_aside and all(run.job.strategy != one.job.strategy for one in own):
+            own.append(run)
+    return [own for own in jobs.values() if len(own) > 1]
+
+
+def choices(runs: Iterable[PublishedRun], predicted_seconds: Mapping[str, float]) -> list[LayoutChoice]:
+    """Every job with several layouts, the largest regret first."""
+    found = [_choice(own, [predicted_seconds[run.row_id] for run in own]) for own in layouts_of_jobs(runs)]
+    return sorted(found, key=lambda one: -one.regret)
+
+
+def _choice(runs: Sequence[PublishedRun], predicted: Sequence[float]) -> LayoutChoice:
+    measured = [run.reported_seconds or 0.0 for run in runs]
+    chosen, fastest = (min(range(len(runs)), key=list(times).__getitem__) for times in (predicted, measured))
+    first = runs[chosen]
+    return LayoutChoice(
+        source=first.source.name,
+        model=first.model_name,
+        device=first.device,
+        devices=first.job.cluster.devices,
+        sequences=first.job.sequences,
+        layouts=len(runs),
+        fastest=runs[fastest].row_id,
+        chosen=first.row_id,
+        regret=measured[chosen] / measured[fastest] - 1,
+        rank_correlation=rank_correlation(predicted, measured),
+    )
+
+
+@dataclass(frozen=True)
+class ChoiceSummary:
+    """Over all jobs: mean and worst regret, and the mean rank correlation of those that have one."""
+
+    jobs: int
+    mean_regret: float
+    worst_regret: float
+    mean_rank_correlation: float | None
+
+
+def choice_summary(found: Sequence[LayoutChoice]) -> ChoiceSummary | None:
+    if not found:
+        return None
+    regrets = [one.regret for one in found]
+    correlations = [one.rank_correlation for one in found if one.rank_correlation is not None]
+    mean = sum(correlations) / len(correlations) if correlations else None
+    return ChoiceSummary(len(found), sum(regrets) / len(regrets), max(regrets), mean)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's: the correlation of the ranks, of equal values their mean rank; None if all of either are equal."""
+    one, other = _ranks(first), _ranks(second)
+    middle = (len(one) + 1) / 2
+    together = sum((a - middle) * (b - middle) for a, b in zip(one, other, strict=True))
+    spread, other_spread = (sum((rank - middle) ** 2 for rank in ranks) for ranks in (one, other))
+    return together / (spread * other_spread) ** 0.5 if spread and other_spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values
+    ]
