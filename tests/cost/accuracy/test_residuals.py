@@ -113,7 +113,7 @@ def test_memory_goes_by_the_software_not_by_the_device() -> None:
     assert error_bar(job(stack={"name": "my own"})).memory_of == "all frameworks"
 
 
-@pytest.mark.parametrize("stack", ["megatron-2022", "torchtitan", "my own"])
+@pytest.mark.parametrize("stack", ["megatron-2022", "torchtitan", "nanotron", "my own"])
 def test_less_risk_asks_for_more_memory(stack: str) -> None:
     own = job(stack=stack if stack != "my own" else {"name": stack})
     factors = [memory_quantile(own, risk) for risk in (0.5, 0.2, 0.1, 0.05, 0.01, 0.0)]

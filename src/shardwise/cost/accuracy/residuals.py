@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, islice
@@ -81,32 +81,30 @@ def memory_quantile(job: Job, risk: float) -> float:
 
 @cache
 def _memory_quantile(standing: Standing, risk: float) -> float:
-    rows, _ = _memory_rows(standing, fewest=math.ceil((1 - risk) / risk - 1e-9) if risk > 0 else len(memory_errors()))
-    return math.exp(quantile([(-one.error, weight) for one, weight in rows], 1 - risk))
+    return math.exp(_of_memory(standing, 1 - risk, lambda error: -error, memory_errors())[0])
 
 
 def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) -> Band:
     """Of memory goes by the framework: bytes do not depend on the device, but on what the software keeps."""
-    rows, of = _memory_rows(standing, math.ceil(COVERAGE / (1 - COVERAGE) - 1e-9), errors)
-    width = quantile([(abs(one.error), weight) for one, weight in rows], COVERAGE)
-    return Band(width, len(rows), len({one.source for one, _ in rows}), of)
+    width, rows, of = _of_memory(standing, COVERAGE, abs, memory_errors() if errors is None else errors)
+    return Band(width, len(rows), len({one.source for one in rows}), of)
 
 
-def _memory_rows(
-    standing: Standing, fewest: int, errors: Sequence[RunError] | None = None
-) -> tuple[list[tuple[RunError, float]], str]:
-    """Rows of the job's framework with their weights: of its kind of model, of both kinds, or of all frameworks.
+def _of_memory(
+    standing: Standing, share: float, size: Callable[[float], float], errors: Sequence[RunError]
+) -> tuple[float, Sequence[RunError], str]:
+    """What a ``share`` of the sizes of errors does not exceed, the rows it is of, and words for these.
 
-    Of ``fewest`` rows at least: with fewer the wanted quantile is beyond the largest of them.
+    Rows of the job's framework and kind of model, or of both kinds. Where these are so few that the quantile is beyond
+    the largest of them, rows of all frameworks, and no less than the largest of its own.
     """
-    errors = memory_errors() if errors is None else errors
     known = [one for one in errors if one.standing.stack == standing.stack]
     kind = [one for one in known if one.standing.kind == standing.kind]
-    if len(kind) >= fewest:
-        return [(one, 1.0) for one in kind], f"{standing.stack}, {KINDS[standing.kind]}"
-    if len(known) >= fewest:
-        return [(one, 1.0) for one in known], f"{standing.stack}, all models"
-    return weighed(errors), "all frameworks"
+    for rows, of in ((kind, KINDS[standing.kind]), (known, "all models")):
+        if share * (len(rows) + 1) <= len(rows) + 1e-9:
+            return quantile([(size(one.error), 1.0) for one in rows], share), rows, f"{standing.stack}, {of}"
+    of_all = quantile([(size(one.error), weight) for one, weight in weighed(errors)], share)
+    return max([of_all, *(size(one.error) for one in known)]), errors, "all frameworks"
 
 
 @dataclass(frozen=True)
