@@ -48,7 +48,8 @@ class Stack(Spec):
     PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side share the moves
     of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine has a workspace
     of its own and keeps a copy of FlashAttention's output by sequences; Megatron's own ("local") keep a buffer of
-    scores. ``deterministic``: cuBLAS has larger workspaces.
+    scores. ``experts`` of a device are one grouped matmul, which has workspaces, or run in turn. ``deterministic``:
+    cuBLAS has larger workspaces.
     """
 
     name: str = "custom"
@@ -81,6 +82,7 @@ class Stack(Spec):
     layer_launches: int = 0
     per_parameter_shards: bool = False
     layers: Literal["torch", "megatron", "transformer engine"] = "torch"
+    experts: Literal["grouped", "in turn"] = "grouped"
     deterministic: bool = False
     deferred_head_gradients: int = 0
     message_buffers: Literal["one", "per microbatch"] = "one"

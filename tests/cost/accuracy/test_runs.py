@@ -64,6 +64,29 @@ def test_a_row_of_memory_alone_has_no_error_of_time() -> None:
         run_like("kor22_t5_22B_full", **NO_TIME)
 
 
+def test_memory_is_not_scored_where_the_microbatch_is_assumed() -> None:
+    one = score(run_like("kor22_t5_22B_full", rep_mem_gib=40, assumed_fields="seq,mbs"))
+    assert one.reported_memory_bytes is None and one.memory_error is None
+
+
+@pytest.mark.parametrize(
+    ("notes", "layers"),
+    [
+        ("layout Et*3|(tt|)*6mL; expert TP 1", [3, 2, 2, 2, 2, 2, 2, 0]),
+        ("layout Et|tt|t*2,L", [1, 2, 2]),
+        ("no such word", None),
+    ],
+)
+def test_layouts_of_megatron(notes: str, layers: list[int] | None) -> None:
+    assert vocabulary.stage_layers(notes) == layers
+
+
+def test_a_v_shape_has_its_two_chunks_by_itself() -> None:
+    strategy = run_like("kor22_t5_175B_full", schedule="V-half", vpp=2).job.strategy
+    assert (strategy.schedule, strategy.chunks_per_rank, strategy.interleave) == ("v-half", 2, 1)
+    assert run_like("kor22_t5_175B_full", schedule="interleaved 1F1B", vpp=3).job.strategy.interleave == 3
+
+
 def test_a_figure_of_the_last_rank_is_compared_with_that_rank() -> None:
     """Of a pipeline that fills its first stage most."""
     row = "kor22_t5_175B_full"

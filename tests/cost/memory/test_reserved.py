@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cost.builders import LLAMA, job
+from cost.builders import LLAMA, MOE, job
 from shardwise.cost.accuracy.runs import read_runs
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import (
@@ -118,6 +118,9 @@ def test_workspaces_by_device_and_software() -> None:
     assert mebibytes("dgx-a100", deterministic=True, layers="transformer engine") == 2 * 32 + 4
     assert mebibytes("dgx-h100", layers="transformer engine") == 3 * 32
     assert mebibytes("mi300x-node") == 0
+    mixture = replace(job(MOE, "dgx-h100", dp=8), stack=Stack(layers="transformer engine"))
+    in_turn = replace(mixture, stack=replace(mixture.stack, experts="in turn"))
+    assert workspace_bytes(mixture) - workspace_bytes(in_turn) == 4 * 32 * 2**20
 
 
 def test_shards_of_whole_gradients_lie_in_a_pool_of_their_own() -> None:

@@ -50,8 +50,11 @@ MEGATRON_TESTS = (
             strategy={"stage_layers": [2, 4, 4, 2]}),
     Variant("groups of 5 microbatches on 4 stages", "read as 8 microbatches in groups of 4",
             {"row_id": "tunable_overlap"}, training={"global_batch": 64}),
-    Variant("fine-grained offloading", "gradients reduced after the backward pass", {"row_id": "offloading"},
-            stack={"overlap": {"dp": False}}),
+    Variant("fine-grained offloading", "gradients reduced after the backward pass; all activations but those of latent "
+            "vectors, router and shared expert offloaded, 95% of the bytes", {"row_id": "offloading"},
+            strategy={"offload": {"activations": 0.95}}, stack={"overlap": {"dp": False}}),
+    Variant("without --moe-grouped-gemm", "experts in turn",
+            {"row_id": "4experts2parallel|8experts2parallel_(dist|multi)"}, stack={"experts": "in turn"}),
     Variant("mixtures of hidden size 1024", "fused permutation", {"row_id": "^mlm_moe", "hidden": "1024"},
             stack={"fused_permute": True}),
 )  # fmt: skip

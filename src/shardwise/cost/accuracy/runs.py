@@ -77,8 +77,13 @@ def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]
 
 
 def reported_memory(row: TableRow, source: Source) -> tuple[float | None, str]:
-    """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so."""
+    """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so.
+
+    Activations grow with the microbatch: where that is assumed, the figure says nothing of a prediction.
+    """
     value, kind = row.number(MEMORY_COLUMN), row.text("rep_mem_kind")
+    if "mbs" in row.assumed:
+        return None, kind
     decimal = "GB" in kind and "GiB" not in kind and source.memory == "as printed"
     return (value * (1e9 if decimal else 2**30) if value else None), kind
 
@@ -276,12 +281,17 @@ def _pipeline(row: TableRow, source: Source, pp: int) -> dict[str, Any]:
     """Schedule, chunks per rank and layers per stage of a pipeline."""
     layers, schedule = row.whole("layers"), vocabulary.schedule(row.text("schedule")) or PLAIN
     chunks = row.whole("vpp", max(1, layers // pp) if source.layer_per_chunk else 1)
+    if chunks == schedule_record(schedule).chunks_per_rank(pp, 1):  # a V shape has two by itself
+        chunks = 1
     if chunks > 1:
         schedule = "interleaved"
     elif schedule_record(schedule).chooses_chunks:
         schedule = PLAIN
     fields: dict[str, Any] = {"schedule": schedule, "interleave": chunks}
     stages = pp * schedule_record(schedule).chunks_per_rank(pp, chunks)
+    layout = vocabulary.stage_layers(row.text("notes"))
+    if layout and len(layout) == stages:
+        return fields | {"stage_layers": layout}
     if source.stages_by_cost:
         from shardwise.interop.frameworks.nanotron import layers_by_cost
 

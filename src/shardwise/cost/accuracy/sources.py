@@ -175,8 +175,8 @@ _MINDSPEED = (
     ),
 )
 _PRIMUS = (
-    Variant("Llama2-7B", "32 microbatches of 4 (pp_simulation.yaml, llama2_7B's configuration)", {"model": "Llama2-7B"},
-            fill={"mbs": "4", "microbatches": "32"}),
+    Variant("Llama2-7B", "32 microbatches (pp_simulation.yaml) of one sequence: the 4 of llama2_7B's configuration "
+            "would take 43 GiB, where 16 are printed", {"model": "Llama2-7B"}, fill={"mbs": "1", "microbatches": "32"}),
     Variant("Llama3.1-8B", "8 microbatches on any number of nodes", {"model": r"Llama3\.1-8B"},
             fill={"microbatches": "8"}),
     Variant("Llama3.1-70B", "torch FSDP2, one microbatch, all layers recomputed", {"model": "70B"},

@@ -116,6 +116,16 @@ def latent_attention(text: str) -> dict[str, int]:
     return dict(zip(("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"), sizes))
 
 
+def stage_layers(text: str) -> list[int] | None:
+    """Layers of every stage by a note like "layout Et*3|(tt|)*6mL": Megatron's --pipeline-model-parallel-layout."""
+    found = re.search(r"layout (\S+)", text)
+    if not found:
+        return None
+    repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), found[1].rstrip(";"))
+    whole = re.sub(r"(\w)\*(\d+)", lambda part: part[1] * int(part[2]), repeated)
+    return [stage.count("t") for stage in whole.split("|")]
+
+
 def expert_tp(text: str) -> int:
     """Over how many ranks a note says that an expert is split; 1 if it says nothing."""
     found = re.search(r"expert tp (\d+)", text.lower())

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.memory.transient import Moment
 
-_LAYERS_HERE = {"loss": 1, "layer": 2}
+_LAYERS_HERE = {"loss": 1, "layer": 2, "together": 2}
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class OffloadedActivations:
         return self.saved * self.in_flight
 
     def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
-        """What remains on the device of all ``activations`` at a moment; without moments, nothing is offloaded."""
-        if moment == "together":
-            return activations * (1 - share)
+        """What remains on the device of all ``activations`` at a moment."""
         return activations - share * (self.away - self.here(moment))
 
     def here(self, moment: Moment) -> Any:

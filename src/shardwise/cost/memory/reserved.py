@@ -24,7 +24,8 @@ def workspace_bytes(job: Job) -> float:
 
     PyTorch has one for the cuBLAS handle of each of the two threads that run a pass (ATen/cuda/CublasHandlePool.cpp:
     32 MiB from Hopper on, 8.125 MiB before, 32 MiB with CUBLAS_WORKSPACE_CONFIG=:4096:8), Transformer Engine one of
-    32 or 4 MiB (pytorch/module/base.py, get_cublas_workspace_size_bytes).
+    32 or 4 MiB (pytorch/module/base.py, get_cublas_workspace_size_bytes) and four more of them for grouped matmuls
+    (get_multi_stream_cublas_workspace).
     """
     device, stack = job.cluster.device, job.stack
     if device.vendor != "nvidia":
@@ -32,7 +33,8 @@ def workspace_bytes(job: Job) -> float:
     large = "fp8" in device.peak  # from Hopper on
     of_torch = 32 * _MIB if large or stack.deterministic else 8.125 * _MIB
     of_engine = (32 if large else 4) * _MIB if stack.layers == "transformer engine" else 0.0
-    return 2 * of_torch + of_engine
+    grouped = job.model.moe is not None and stack.experts == "grouped"
+    return 2 * of_torch + (5 if grouped else 1) * of_engine
 
 
 # Reserved over allocated, less one: the mean of the steps in validation/reserved.csv that wait for no collective.

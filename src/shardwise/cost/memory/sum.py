@@ -120,12 +120,13 @@ def pass_memory(
     kept = kept_activations(layers, head, in_flight, forwards_first)
     # In the backward pass of a layer, the inputs of its microbatch's loss are already freed.
     activations = {moment: kept - head if moment == "layer" else kept for moment in transient}
+    of_layers = kept - head * select(forwards_first, in_flight, 1)
     return PassMemory(
         activations,
         transient,
         recomputed,
         recomputed * stay_whole,
-        activations.get("layer", kept) / in_flight,
+        activations.get("layer", of_layers) / in_flight,
         in_flight,
         1.0 * (microbatches <= in_flight),
         1.0 * in_turn,
