@@ -15,7 +15,6 @@ import io
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
 
 from fit_devices import FITS, fitted_runs
 from left_out import LeftOut
@@ -56,9 +55,7 @@ def _line(what: str, run: PublishedRun, job: str, *errors: float) -> Residuals:
 
 def text(found: Iterable[Residuals]) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(Residuals)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(line) for line in found)
+    csv.writer(out, lineterminator="\n").writerows((Residuals._fields, *found))
     return out.getvalue()
 
 
@@ -76,8 +73,7 @@ def differences(found: Iterable[Residuals], *, quick: bool) -> Iterator[str]:
 
 
 def _compared(quick: bool) -> list[str]:
-    names = [field.name for field in fields(Residuals)]
-    return [name for name in names if not (quick and name.startswith("left_out"))]
+    return [name for name in Residuals._fields if not (quick and name.startswith("left_out"))]
 
 
 def _same(kept: object, now: object) -> bool:

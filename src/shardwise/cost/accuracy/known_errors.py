@@ -13,16 +13,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
-MOST_OF_A_SOURCE = 6.0
+MOST_OF_A_SOURCE = 40.0
 ENOUGH_ROWS, ENOUGH_SOURCES = 15, 3
 KINDS = {"dense": "dense", "moe": "mixtures"}
-What = Literal["time", "memory"]
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """What of a job decides how well it is known."""
 
     device: str
@@ -31,8 +29,7 @@ class Standing:
     devices: int
 
 
-@dataclass(frozen=True)
-class RunError:
+class RunError(NamedTuple):
     """Predicted over reported, as a logarithm, of one row whose source is in no fit behind the prediction.
 
     ``job`` is the same for rows that differ in the strategy alone, empty for a row without such another.
@@ -95,16 +92,14 @@ class KnownErrors:
         return 0 < self.largest(standing.device, besides) < standing.devices
 
     @cached_property
-    def _seen_by_others(self) -> tuple[tuple[RunError, bool, bool], ...]:
+    def _seen_by_others(self) -> list[tuple[RunError, bool, bool]]:
         """Every row, and whether for the other sources its device is fitted and its framework known."""
-        return tuple(
-            (
-                one,
-                self.is_fitted(one.standing.device, one.source),
-                self.is_framework_known(one.standing.stack, one.source),
-            )
-            for one in self.errors
-        )
+        seen: dict[tuple[str, str, str], tuple[bool, bool]] = {}
+        for one in self.errors:
+            key = device, stack, source = one.standing.device, one.standing.stack, one.source
+            if key not in seen:
+                seen[key] = self.is_fitted(device, source), self.is_framework_known(stack, source)
+        return [(one, *seen[one.standing.device, one.standing.stack, one.source]) for one in self.errors]
 
     # -- bands ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.cost.accuracy.known_errors import KINDS, Band, KnownErrors, RunError, Standing, quantile, weighed
 from shardwise.spec.job import Job
@@ -18,8 +19,7 @@ FILE = Path(__file__).with_name("residuals.csv")
 COVERAGE = 0.8  # share of the rows within a bar
 
 
-@dataclass(frozen=True)
-class Residuals:
+class Residuals(NamedTuple):  # a thousand of them are read before the first bar is printed
     """One published row, of step time or of memory: predicted / reported − 1 as scored, and with something left out.
 
     What is left out of the fit is the row's model, its source or its device. Nothing is fitted on memory: its error is
@@ -175,18 +175,13 @@ def _sources(band: Band) -> str:
 def residuals() -> tuple[Residuals, ...]:
     """Every line of the file."""
     with FILE.open(newline="", encoding="utf-8") as file:
-        return tuple(_read(*line) for line in islice(csv.reader(file), 1, None))
-
-
-def _read(
-    what: str, row_id: str, source: str, device: str, kind: str, stack: str, devices: str, fitted: str, job: str,
-    *errors: str,
-) -> Residuals:  # fmt: skip
-    in_sample, model, own, other = map(float, errors)
-    is_fitted = fitted == str(True)
-    return Residuals(
-        what, row_id, source, device, kind, stack, int(devices), is_fitted, job, in_sample, model, own, other
-    )
+        lines = islice(csv.reader(file), 1, None)
+        return tuple(
+            Residuals(
+                what, row_id, source, device, kind, stack, int(devices), fitted == "True", job, *map(float, errors)
+            )
+            for what, row_id, source, device, kind, stack, devices, fitted, job, *errors in lines
+        )
 
 
 @cache
