@@ -6,6 +6,7 @@ python bench/residuals.py && python docs/make_accuracy.py
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -320,13 +321,33 @@ def _ranges(found: ScoredRuns) -> list[str]:
     ]
 
 
+# -- the figures of the README ---------------------------------------------------------------------------------
+
+HEADLINES = {
+    "README.md": r"(Against )\d+( published runs, each .*? is )[\d.]+%( \(dense\) and )[\d.]+%(\s\(mixtures\))",
+    "README.zh-CN.md": r"(预测以 )\d+( 个公开的训练结果检验.*?稠密模型 )[\d.]+%(、混合专家模型 )[\d.]+%(：)",
+}
+
+
+def headline(text: str, pattern: str) -> str:
+    """A README with the figures of today."""
+    kinds = [[one for one in _times() if one.kind == kind] for kind in KINDS]
+    dense, mixtures = (_percent(_median(own, "left_out_source")) for own in kinds)
+    found = re.search(pattern, text)
+    assert found is not None, "the README has no sentence about the accuracy"
+    start, of, and_, end = found.groups()
+    return text.replace(found[0], f"{start}{len(_times())}{of}{dense}{and_}{mixtures}{end}")
+
+
 def main() -> int:
-    target = ROOT / "docs" / "accuracy.md"
-    text = page()
+    wanted = {ROOT / "docs" / "accuracy.md": page()}
+    for name, pattern in HEADLINES.items():
+        wanted[ROOT / name] = headline((ROOT / name).read_text(encoding="utf-8"), pattern)
     if "--check" in sys.argv:
-        return int(target.read_text(encoding="utf-8") != text)
-    target.write_text(text, encoding="utf-8")
-    print(f"wrote {target.relative_to(ROOT)}")
+        return int(any(path.read_text(encoding="utf-8") != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
+    print("wrote", *(str(path.relative_to(ROOT)) for path in wanted))
     return 0
 
 
