@@ -16,7 +16,12 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
 # Keywords of strategy and training under other names, or of another part.
-_PATHS = {"batch": "training.global_batch", "expert_tp": "strategy.expert_tp", "stack": "stack"}
+_PATHS = {
+    "batch": "training.global_batch",
+    "expert_tp": "strategy.expert_tp",
+    "stack": "stack",
+    "memory_risk": "run.memory_risk",
+}
 _PARTS = ("strategy", "training", "run")
 
 
@@ -93,6 +98,7 @@ class JobKeywords(TypedDict, total=False):
     optimizer: str
     attention: str
     dropout: bool
+    memory_risk: float | str
     params: Size
     layers: int
     hidden: int

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import planning_job
-from shardwise.api.quantities import amount, whole_number
+from shardwise.api.quantities import amount, exclusive, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.planner import plan as planner
 from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
@@ -124,6 +124,8 @@ def plan(
     asked, bounds = bounded(job_arguments(job, keywords))
     if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
         raise SpecError("cluster", f"{shown(asked.cluster)} has several kinds of nodes", "use plan_mixed")
+    if max_memory is not None and "run.memory_risk" in asked.overrides:
+        raise exclusive("--max-memory", max_memory, "--memory-risk")
     chosen = None if framework is None else check_framework(framework)
     least = _minimum(min_global_batch)
     wanted, notes = planning_job(asked, None if chosen == "ddp" else chosen, batch_from=least)

@@ -72,6 +72,7 @@ _FIELD_FLAGS = (
     ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4, int8"),
     ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adamw-bf16-moments, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),
+    ("--memory-risk", "run.memory_risk", "accepted probability of running out of device memory (default 5%%)"),
 )
 # Flags that set one field to the value given here.
 _SWITCHES = (

@@ -71,7 +71,7 @@ def _parser() -> Parser:
     search.add_argument(
         "--max-memory",
         metavar="70GB",
-        help="device memory that a plan may use, or a share: 90%% (default: all but the error bar of memory)",
+        help="device memory that a plan may use, or a share: 90%% (default: what --memory-risk leaves)",
     )
     search.add_argument(
         "--min-global-batch", metavar="N", help="search the batch too: the smallest from N sequences on"

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, device_memories
-from shardwise.cost.memory.room import FITS, Fit, Room, room_of
+from shardwise.cost.memory.room import FITS, Fit, Room, fit_probability, room_of
 from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.step.prediction import predict
@@ -127,6 +127,11 @@ class Analysis:
     def fit(self) -> Fit:
         """Whether the fullest device fits, fits without the margin that plans keep ("tight"), or does not fit."""
         return max((self.room.fit(memory) for memory in self.memories), key=FITS.index)
+
+    @property
+    def fit_probability(self) -> float:
+        """How likely the fullest device does not run out of memory."""
+        return fit_probability(self.job, self.memory.total)
 
     @property
     def fits(self) -> bool:

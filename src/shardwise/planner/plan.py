@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.cost.accuracy.residuals import Noise, error_bar, noise_of
-from shardwise.cost.memory.room import fit_of
+from shardwise.cost.memory.room import fit_of, fit_probability
 from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, dimensions_used, job_with
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Found, Search, search
@@ -144,6 +144,7 @@ class Plan(Ranking):
     request: Request
     search: Search
     narrowing: tuple[str, ...]
+    tight: tuple[Candidate, ...] = ()  # faster than all candidates, but they may run out of memory
 
     @property
     def best(self) -> Candidate:
@@ -152,6 +153,10 @@ class Plan(Ranking):
     def left_bytes(self, one: Candidate) -> float:
         """What a strategy leaves of a device's memory, or of the cap on it."""
         return self.request.room.usable_bytes - one.memory.total
+
+    def fit_probability(self, one: Candidate) -> float:
+        """How likely a strategy does not run out of memory."""
+        return fit_probability(one.job, one.memory.total)
 
     def of(self, candidates: Iterable[Candidate]) -> Plan:
         """The same plan with these strategies, ranked."""
@@ -215,7 +220,9 @@ def plan(request: Request, progress: Callable[[int], None] | None = None) -> Pla
     candidates = _simulated(running, result)
     candidates += _with_own_stages(running, candidates)
     ranking = ranked(candidates)
-    return Plan(ranking.candidates, ranking.noise, request, result, space.narrowing)
+    tight = [candidate(_job(request.job, one)) for one in result.tight.values()]
+    faster = tuple(one for one in tight if one.seconds_per_token < ranking.fastest.seconds_per_token)
+    return Plan(ranking.candidates, ranking.noise, request, result, space.narrowing, faster)
 
 
 def _spaces(request: Request) -> Iterator[Space]:
@@ -230,6 +237,7 @@ def _search(request: Request, space: Space, progress: Callable[[int], None] | No
     return search(
         space,
         memory_bytes=request.capacity_bytes,
+        tight_bytes=request.room.usable_bytes,
         deadline=request.deadline.part(),
         any_priced=request.any_priced,
         progress=progress,

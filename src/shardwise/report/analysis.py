@@ -311,6 +311,8 @@ def _memory(analysis: Analysis) -> dict[str, Any]:
         "usable_bytes": room.usable_bytes,
         "plannable_bytes": room.planned_bytes,
         "fit": analysis.fit,
+        "fit_probability": analysis.fit_probability,
+        "memory_risk": analysis.job.run.memory_risk,
         "left_bytes": room.usable_bytes - analysis.memory.total,
         "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
     }

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.cost.accuracy.residuals import error_bar
+from shardwise.cost.memory.room import probability_words
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import PlanExplanation
 from shardwise.planner.advice.frameworks import FrameworkVerdict
@@ -32,6 +33,7 @@ from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import sending_less_words
+from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.support import verdict
 from shardwise.spec.units import (
@@ -70,6 +72,8 @@ def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> It
             yield _ranking(found, rows, group)
     if any(row.like for row in rows):
         yield _LIKE
+    if found.tight:
+        yield _tight(found)
     yield _batches([row.best for row in rows])
     yield _families(found)
     yield _where_time_goes(found.best)
@@ -112,11 +116,11 @@ def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTab
         "slower": "Slower than noise: by time",
     }
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
-               "tokens/s", "MFU", "memory", "left", "like it")  # fmt: skip
+               "tokens/s", "MFU", "memory", "left", "fits", "like it")  # fmt: skip
     own = [_row(number, row, found) for number, row in enumerate(rows, 1) if row.group == group]
     # The same with the strategy in words, which wrap.
     words = [strategy_words(row.best.job.strategy) for row in rows if row.group == group]
-    kept = [columns.index(name) for name in ("step", "time", "memory", "left")]
+    kept = [columns.index(name) for name in ("step", "time", "memory", "fits")]
     short = [(row[0], said, *(row[place] for place in kept)) for row, said in zip(own, words)]
     optional = ("tokens/s", "like it", "left", "MFU")
     narrower = table("", ("", "strategy", *(columns[place] for place in kept)), short, numbers_from=2)
@@ -144,8 +148,30 @@ def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
         readable_share(one.mfu),
         readable_bytes(one.memory.total),
         readable_bytes(found.left_bytes(one)),
+        probability_words(found.fit_probability(one)),
         f"+{len(row.like)}" if row.like else "",
     )
+
+
+def _tight(found: Plan) -> FittedTable:
+    """What would be faster if it fits."""
+    rows = [
+        (
+            strategy_words(one.job.strategy),
+            readable_seconds(one.step_seconds),
+            difference_words(one.loss_to(found.best)),
+            readable_bytes(one.memory.total),
+            readable_bytes(found.left_bytes(one)),
+            probability_words(found.fit_probability(one)),
+        )
+        for one in found.tight
+    ]
+    title = f"Faster, but tight: they may run out of memory more often than --memory-risk {_risk(found.request.job)}"
+    return table(title, ("strategy", "step", "time", "memory", "left", "fits"), rows, numbers_from=1)
+
+
+def _risk(job: Job) -> str:
+    return probability_words(job.run.memory_risk)
 
 
 def _batches(candidates: Sequence[Candidate]) -> FittedTable:
@@ -236,10 +262,10 @@ def _room_words(request: Request, more: float) -> str:
     usable = readable_bytes(room.usable_bytes)
     if room.is_capped:
         return f"Memory: up to {usable} of a device, as --max-memory says."
-    left = readable_bytes(room.margin_bytes)
+    left, risk = readable_bytes(room.margin_bytes), _risk(request.job)
     return (
-        f"Memory: of {usable} a plan leaves {left} free: tensors may take {more:.0%} more than predicted "
-        "(--max-memory overrides this)."
+        f"Memory: of {usable} a plan leaves {left} free: tensors may take {more:.0%} more than predicted with a "
+        f"probability of {risk} (--memory-risk; --max-memory overrides both)."
     )
 
 
@@ -348,6 +374,8 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
     result = found.search
     return {
         "job": found.best.job.to_dict(),
+        "memory_risk": found.request.job.run.memory_risk,
+        "tight": [ranked_data(found, one) for one in found.tight],
         "candidates": [ranked_data(found, one) for one in found.candidates],
         "layouts": [ranked_data(found, one) for one in found.layouts],
         "ranking": [_ranking_data(number, row) for number, row in enumerate(found.rows, 1)],
@@ -373,7 +401,12 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
 
 
 def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
-    return {"group": found.group_of(one), **candidate_data(one), "left_bytes": found.left_bytes(one)}
+    return {
+        "group": found.group_of(one),
+        **candidate_data(one),
+        "left_bytes": found.left_bytes(one),
+        "fit_probability": found.fit_probability(one),
+    }
 
 
 def _ranking_data(number: int, row: RankingRow) -> dict[str, Any]:

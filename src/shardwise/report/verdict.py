@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.cost.analysis import Analysis
+from shardwise.cost.memory.room import margin_words, probability_words
 from shardwise.cost.step.parts import COMMUNICATION
 from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, SendingLess, StepCause
 from shardwise.planner.advice.assessment import Assessment
@@ -60,11 +61,11 @@ def memory_words(analysis: Analysis) -> str:
     memory, room = analysis.memory, analysis.room
     free = room.usable_bytes - memory.total
     needed = f"{readable_bytes(memory.total)} of {readable_bytes(room.usable_bytes)}"
-    margin = f"plans leave {readable_bytes(room.margin_bytes)} free, for the error bar of memory"
+    likely = f"with {probability_words(analysis.fit_probability)} probability"
     if analysis.fit == "fits":
-        return f"fits: {needed}, {readable_bytes(free)} free"
+        return f"fits {likely}: {needed}, {readable_bytes(free)} free"
     if analysis.fit == "tight":
-        return f"fits, but tight: {needed}, {readable_bytes(free)} free; {margin}"
+        return f"tight, fits {likely}: {needed}, {readable_bytes(free)} free; {margin_words(analysis.job)}"
     missing = f"{readable_bytes(-free)} too much" if free < 0 else "too little host memory"
     return f"DOES NOT FIT: {needed}, {missing}"
 

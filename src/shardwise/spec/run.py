@@ -206,7 +206,8 @@ class Run(Spec):
     another run's folder whose weights are loaded at step 0. ``profile`` names steps whose phases and collectives are
     recorded on all ranks, for `shardwise compare`. The run stops at step ``stop_at``, if given, and can be resumed.
     ``seed`` is that of weights and data. At most ``restarts`` restarts are tried without a new checkpoint between
-    them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms".
+    them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the
+    probability of running out of device memory that whoever chooses a strategy accepts: one start in twenty.
     """
 
     steps: int = count(1000)
@@ -227,6 +228,7 @@ class Run(Spec):
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
     emulate: Emulation | None = reference(emulation_from, str, default=None)
+    memory_risk: float = field(default=0.05, metadata={"above": 0, "maximum": 0.5})
 
     def check(self) -> None:
         if self.schedule.warmup >= self.steps:

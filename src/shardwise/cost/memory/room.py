@@ -1,8 +1,8 @@
 """Whether a job fits its devices: the one answer that `analyze`, `plan`, `train` and `dryrun` give.
 
 A device has the memory that a process can have of it. A plan does not fill it to the last byte: the prediction of
-tensors is off by what published runs show (`error_bar`), and the memory that the upper end of that bar would take stays
-free. A job beyond that is tight; one whose prediction is larger than the device does not fit.
+tensors is off by what published runs show, and what they may take more with a probability of `memory_risk` stays free
+(`memory_quantile`). A job beyond that is tight; one whose prediction is larger than the device does not fit.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import error_bar
+from shardwise.cost.accuracy.residuals import memory_quantile
 from shardwise.cost.memory.device import DeviceMemory, device_memories, peak_memory
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 
 Fit = Literal["fits", "tight", "does not fit"]
 FITS: tuple[Fit, ...] = ("fits", "tight", "does not fit")  # from the best
+# Risks at which it is asked whether a job fits, to say with which probability it does.
+_RISKS = (0.01, 0.02, 0.03, 0.05, 0.07, *(step / 20 for step in range(2, 20)))
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,13 @@ def room_of(job: Job, cap_bytes: float | None = None) -> Room:
     host = float("inf") if job.strategy.offload.target == "nvme" else job.cluster.host_memory_per_device
     if cap_bytes is not None:
         return Room(usable, usable, host, is_capped=True)
-    tensors = max(0.0, usable - device.framework_memory)
-    planned = min(usable, device.framework_memory) + tensors / (1 + error_bar(job).memory_high)
-    return Room(usable, planned, host)
+    return Room(usable, min(usable, _planned(job, usable, job.run.memory_risk)), host)
+
+
+def _planned(job: Job, usable: float, risk: float) -> float:
+    """The largest prediction that stays below ``usable`` bytes but with probability ``risk``."""
+    allowance = job.cluster.device.framework_memory
+    return min(usable, allowance) + max(0.0, usable - allowance) / memory_quantile(job, risk)
 
 
 def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
@@ -60,9 +66,30 @@ def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
     return max((room.fit(memory) for memory in device_memories(job)), key=FITS.index)
 
 
+def fit_probability(job: Job, memory_bytes: float) -> float:
+    """How likely a device of the job has room for what was predicted as ``memory_bytes``.
+
+    A lower bound, in steps: published runs are counted. 0 is less than the last of them.
+    """
+    usable = job.cluster.device.usable_memory
+    risks = sorted((*_RISKS, job.run.memory_risk))
+    return 1 - next((risk for risk in risks if memory_bytes <= _planned(job, usable, risk)), 1.0)
+
+
+def probability_words(probability: float) -> str:
+    """ "95%"; of one that is less than the least that is told apart, that."""
+    return f"{100 * probability:.3g}%" if probability > 0 else f"less than {1 - _RISKS[-1]:.0%}"
+
+
 def tight_words(job: Job) -> str:
     """The note on a job that fits only without the margin that plans keep."""
-    room = room_of(job)
-    needed, usable = readable_bytes(peak_memory(job).total), readable_bytes(room.usable_bytes)
-    kept = f"plans leave {readable_bytes(room.margin_bytes)} free, for the error bar of memory"
-    return f"tight: a device needs {needed} of {usable}; {kept}"
+    room, needed = room_of(job), peak_memory(job).total
+    likely = probability_words(fit_probability(job, needed))
+    size = f"a device needs {readable_bytes(needed)} of {readable_bytes(room.usable_bytes)}"
+    return f"tight: {size}, which fits with {likely} probability; {margin_words(job)}"
+
+
+def margin_words(job: Job) -> str:
+    """What plans keep free, and for what."""
+    likely = probability_words(1 - job.run.memory_risk)
+    return f"plans leave {readable_bytes(room_of(job).margin_bytes)} free, to fit with {likely}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
+from shardwise.cost.accuracy.residuals import ErrorBar, error_bar, memory_quantile
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.step.verdict import SendingLess, sending_less
@@ -101,7 +101,7 @@ def answer(
         sizes=sized,
         not_run=lacking,
         error_bar=error_bar(best.job),
-        memory_error_high=error_bar(found.request.job).memory_high,
+        memory_error_high=memory_quantile(found.request.job, found.request.job.run.memory_risk) - 1,
         gradient_times=tuple(gradient_times(analyze(best.job))),
         sending_less=sending_less(best.job),
         campaign=campaign(best),

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from shardwise.cost.memory.device import peak_memory
-from shardwise.cost.memory.room import fit_of, room_of
+from shardwise.cost.memory.room import fit_of, fit_probability, margin_words, room_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.verdict import fitting_change, neighbours
 from shardwise.planner.automatic import KINDS, smallest_offload
@@ -29,6 +29,7 @@ from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes
 
 _MOST_TIMES = 1024  # as many devices are tried
+MOST_RISK = 0.5  # that a job may ask for
 
 
 def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
@@ -56,7 +57,7 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
     if room.is_capped:
         usable += " as capped"
     elif least.memory_bytes <= room.usable_bytes:
-        usable += f", of which a plan leaves {readable_bytes(room.margin_bytes)} free for the error bar of memory"
+        usable += f", of which {margin_words(request.job)}"
     need = readable_bytes(least.memory_bytes)
     problem = f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, {usable}"
     return problem, ", or ".join(_remedies(request, least.memory_bytes))
@@ -74,7 +75,10 @@ def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
     if room.is_capped:
         return
     if least_bytes <= room.usable_bytes:
-        yield "plan without that margin (--max-memory 100%)"
+        risk = 1 - fit_probability(request.job, least_bytes)
+        yield (
+            f"accept --memory-risk {risk:.0%}" if risk <= MOST_RISK else "plan without that margin (--max-memory 100%)"
+        )
     tensors = (room.planned_bytes - device.framework_memory) / (room.usable_bytes - device.framework_memory)
     whole = device.driver_memory + device.framework_memory + (least_bytes - device.framework_memory) / tensors
     yield f"use devices with {math.ceil(whole / 2**30):,} GiB"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEPT = 100
 MEMORY_STEPS = 64  # of the front of time against memory
 GROUPS_AT_ONCE = 512
+TIGHT = 3  # layouts that are shown although they may run out of memory
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Search:
     of_degrees: dict[Degrees, Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
     best_not_run: Found | None = None  # the fastest that fits but is only priced
+    tight: dict[Degrees, Found] = field(default_factory=dict)  # faster than all that fit, but may run out of memory
     least_memory: Found | None = None
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
 
@@ -83,6 +85,7 @@ def search(
     space: Space,
     *,
     memory_bytes: float | None = None,
+    tight_bytes: float = 0.0,
     any_priced: bool = False,
     kept: int = KEPT,
     progress: Callable[[int], None] | None = None,
@@ -90,12 +93,13 @@ def search(
 ) -> Search:
     """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
 
-    At the ``deadline`` it stops with what it has.
+    Of those that need more, but no more than ``tight_bytes``, it keeps some that are faster. At the ``deadline`` it
+    stops with what it has.
     """
     deadline = deadline or Deadline(None)
     cluster = space.job.cluster
     capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
-    keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)
+    keeper = _Keeper(Search(), capacity, tight_bytes, cluster.host_memory_per_device, kept)
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
@@ -133,10 +137,11 @@ def _layouts(piece: TablePiece) -> Layouts:
 class _Keeper:
     """The best of all pieces so far."""
 
-    def __init__(self, result: Search, capacity: float, host: float, kept: int) -> None:
+    def __init__(self, result: Search, capacity: float, tight: float, host: float, kept: int) -> None:
         import numpy as np
 
-        self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
+        self.result, self.capacity, self.tight, self.host, self.kept = result, capacity, tight, host, kept
+        self.fastest = np.inf  # of those that fit
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
         self.front: list[Found | None] = [None] * MEMORY_STEPS
@@ -185,9 +190,12 @@ class _Keeper:
             result.too_large += int(fits.size - np.count_nonzero(fits))
         layouts = _layouts(piece)
         self._least_memory(piece, memory, layouts)
+        seconds = piece.step_seconds / piece.sequences
+        if self.tight > self.capacity and not piece.offload.any and seconds.min() < self.fastest:
+            self._tight(piece, memory, seconds)
         if not fits.any():
             return
-        score = np.where(fits, piece.step_seconds / piece.sequences, np.inf)
+        score = np.where(fits, seconds, np.inf)
         self._best(piece, score)
         self._of_degrees(piece, score, layouts)
         self._front(piece, score)
@@ -220,6 +228,19 @@ class _Keeper:
             score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
             self.result.least_memory = self._found(piece, score, flat)
 
+    def _tight(self, piece: TablePiece, memory: Array, seconds: Array) -> None:
+        """Keeps the fastest cell that fits as predicted, but not with the margin."""
+        import numpy as np
+
+        score = np.where((memory > self.capacity) & (memory <= self.tight), seconds, np.inf)
+        flat = int(score.argmin())
+        if score.flat[flat] < self.fastest:
+            found = self._found(piece, score, flat)
+            key = degrees_of(found.block.group.base)
+            known = self.result.tight.get(key)
+            if known is None or found.seconds_per_sequence < known.seconds_per_sequence:
+                self.result.tight[key] = found
+
     def _best(self, piece: TablePiece, score: Array) -> None:
         import numpy as np
 
@@ -231,6 +252,7 @@ class _Keeper:
         best = [*self.result.best, *(self._found(piece, score, flat) for flat in better.tolist())]
         best.sort(key=lambda one: one.seconds_per_sequence)
         self.result.best = best[: self.kept]
+        self.fastest = best[0].seconds_per_sequence
         if len(self.result.best) == self.kept:
             self.threshold = self.result.best[-1].seconds_per_sequence
 
@@ -270,4 +292,6 @@ class _Keeper:
             if not front or one.seconds_per_sequence < front[-1].seconds_per_sequence:
                 front.append(one)
         self.result.front = front
+        tight = sorted(self.result.tight.items(), key=lambda item: item[1].seconds_per_sequence)
+        self.result.tight = {key: one for key, one in tight[:TIGHT] if one.seconds_per_sequence < self.fastest}
         return self.result
