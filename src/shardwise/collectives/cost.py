@@ -235,9 +235,11 @@ def collective_latency_and_volume(
 
 
 def p2p_latency(size_bytes: Any, link: Level | Link) -> LatencyAndVolume:
-    """latency + size/bandwidth of one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
+    """latency + size/bandwidth reached by one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
     size = checked_size(size_bytes)
-    level = link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency)
+    level = (
+        link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency, efficiency=link.efficiency)
+    )
     cost = level_cost(0, level, Work(hops=1, bytes=size))
     seconds = cost.latency_seconds + cost.bandwidth_seconds
     return LatencyAndVolume(seconds, Volume(size, size, size), 1, "direct")

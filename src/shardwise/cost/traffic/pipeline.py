@@ -58,7 +58,7 @@ def message_traffic(job: Job, payload: Payload) -> Traffic | None:
 
 def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCost:
     summed = {name: getattr(first, name) + getattr(second, name) for name in (*COST_FIGURES, "levels")}
-    return replace(first, **summed)
+    return replace(first, algorithm=f"{first.algorithm}, then all-gather, {second.algorithm}", **summed)
 
 
 def tied_bytes(job: Job, shards: float) -> float:

@@ -50,20 +50,20 @@ def explain_collective(kind: CollectiveKind, size_bytes: float, topology: Topolo
 def explain_message(size_bytes: float | str, link: Link) -> Explanation:
     """One message over one link."""
     cost = p2p_latency(size_bytes, link)
-    sent = float(cost.volume.sent_bytes)
+    sent, reached = float(cost.volume.sent_bytes), link.bandwidth * link.efficiency
     return Explanation(
         title=f"One message of {readable_bytes(sent)} over {link.name}",
         formula=("seconds = a + m·b",),
         numbers=(
             ("m", "bytes of the message", Quantity(sent, "bytes", f"{sent:,.0f}")),
             ("a", "latency, end to end in software", seconds(link.latency)),
-            ("1/b", "bandwidth, one direction, after line coding", rate(link.bandwidth)),
+            ("1/b", f"bandwidth, one direction: {link.efficiency:.0%} of the link's is reached", rate(reached)),
         ),
         result=(
             ("latency part", seconds(link.latency)),
-            ("bandwidth part", seconds(sent / link.bandwidth)),
+            ("bandwidth part", seconds(sent / reached)),
             ("total", seconds(float(cost.latency))),
-            ("half of the bandwidth is reached at", size(link.latency * link.bandwidth)),
+            ("half of the bandwidth is reached at", size(link.latency * reached)),
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )
