@@ -32,12 +32,13 @@ class Held:
 
 @dataclass(frozen=True)
 class ClassCoverage:
-    """A class of jobs: rows, sources, the share of rows in their bars, and the mean width of these."""
+    """A class of jobs: rows, sources, the share of rows in their bars, its mean over sources, and the mean width."""
 
     of: str
     rows: int
     sources: int
     share: float
+    share_of_sources: float
     width: float
 
 
@@ -95,7 +96,11 @@ def by_class(held: Iterable[Held], key: str = "of") -> list[ClassCoverage]:
 
 def class_coverage(of: str, held: Sequence[Held]) -> ClassCoverage:
     share, width = (sum(values) / len(held) for values in ([one.inside for one in held], [one.width for one in held]))
-    return ClassCoverage(of, len(held), len({one.source for one in held}), share, width)
+    sources: dict[str, list[bool]] = {}
+    for one in held:
+        sources.setdefault(one.source, []).append(one.inside)
+    of_sources = sum(sum(own) / len(own) for own in sources.values()) / len(sources)
+    return ClassCoverage(of, len(held), len(sources), share, of_sources, width)
 
 
 def main() -> int:
@@ -104,7 +109,8 @@ def main() -> int:
     for title, held, key in parts:
         print(title)
         for one in [*by_class(held, key), class_coverage("all", held)]:
-            print(f"  {one.of:40} {one.rows:4} rows {one.sources:3} sources  in bar {one.share:4.0%}  ±{one.width:.0%}")
+            shares = f"{one.share:4.0%}, {one.share_of_sources:4.0%} by source"
+            print(f"  {one.of:52} {one.rows:4} rows {one.sources:3} sources  in bar {shares}  ±{one.width:.0%}")
     return 0
 
 

@@ -180,11 +180,12 @@ def _bars(found: ScoredRuns) -> list[str]:
 
 
 def _coverage_table(first: str, classes: Iterable[ClassCoverage]) -> Iterable[str]:
-    yield f"| {first} | rows | sources | in the bar | mean width |"
-    yield "|---|---|---|---|---|"
+    yield f"| {first} | rows | sources | rows in the bar | mean over sources | mean width |"
+    yield "|---|---|---|---|---|---|"
     for one in classes:
         if one.rows >= FEWEST_ROWS:
-            yield f"| {one.of} | {one.rows} | {one.sources} | {one.share:.0%} | ±{math.expm1(one.width):.0%} |"
+            shares = f"{one.share:.0%} | {one.share_of_sources:.0%}"
+            yield f"| {one.of} | {one.rows} | {one.sources} | {shares} | ±{math.expm1(one.width):.0%} |"
 
 
 def _assumed_words(found: ScoredRuns) -> Iterable[str]:

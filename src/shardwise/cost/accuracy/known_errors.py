@@ -144,12 +144,12 @@ def _band(rows: Sequence[RunError], share: float, of: str) -> Band:
     return Band(width, len(rows), len({one.source for one in rows}), of)
 
 
-def weighed(rows: Sequence[RunError]) -> list[tuple[RunError, float]]:
-    """The rows with their weights: a source of many counts as `MOST_OF_A_SOURCE`."""
+def weighed(rows: Sequence[RunError], most: float = MOST_OF_A_SOURCE) -> list[tuple[RunError, float]]:
+    """The rows with their weights: a source of many counts as ``most``."""
     count: dict[str, int] = {}
     for one in rows:
         count[one.source] = count.get(one.source, 0) + 1
-    return [(one, min(1.0, MOST_OF_A_SOURCE / count[one.source])) for one in rows]
+    return [(one, min(1.0, most / count[one.source])) for one in rows]
 
 
 def quantile(values: Iterable[tuple[float, float]], share: float) -> float:
