@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
-from shardwise.cost.memory.room import Room, room_of
+from shardwise.cost.memory.room import Room, fit_probability, probability_words, room_of
 from shardwise.planner.constraints import Constraints, has
 from shardwise.planner.search.space import Space
 from shardwise.planner.search.supported import offers_priced, require_offered
@@ -18,6 +18,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes
 
 T = TypeVar("T")
 USUAL_SECONDS = 60.0
@@ -121,6 +122,15 @@ class Request:
     def capacity_bytes(self) -> float:
         """Device memory that a plan may use, as predicted."""
         return self.room.planned_bytes
+
+    def short_words(self, needed_bytes: float) -> str:
+        """Why a strategy that needs so many bytes is not planned."""
+        needs, there = readable_bytes(needed_bytes), readable_bytes(self.capacity_bytes)
+        words = f"needs at least {needs} per device, a plan may use up to {there}"
+        if needed_bytes > self.room.usable_bytes:
+            return words
+        likely = probability_words(fit_probability(self.job, needed_bytes))
+        return f"{words}: tight, it fits with {likely} probability"
 
     def space(self, *, offload: bool, straddling: bool = False) -> Space:
         space = Space(

@@ -193,12 +193,10 @@ def _batches(candidates: Sequence[Candidate]) -> FittedTable:
 def _families(found: Plan) -> FittedTable:
     """Each set of dimensions against the winner: what it would gain and lose."""
     rows = []
-    capacity = readable_bytes(found.request.capacity_bytes)
     for one in found.families[:_MOST_FAMILIES]:
         name = " + ".join(one.dimensions) or "dp alone"
         if one.best is None:
-            need = readable_bytes(one.least_memory_bytes)
-            rows.append((name, f"does not fit: needs at least {need}, a plan may use up to {capacity}", "", ""))
+            rows.append((name, f"does not fit: {found.request.short_words(one.least_memory_bytes)}", "", ""))
             continue
         words = strategy_words(one.best.job.strategy)
         if one.best is found.best:

@@ -177,6 +177,14 @@ def test_what_is_faster_but_tight_is_shown_beside_the_plan() -> None:
     assert not planned(30e9).tight
 
 
+def test_what_is_not_planned_is_called_tight_if_it_may_fit() -> None:
+    request = Request(Job.from_dict(FIELDS))
+    room = request.room
+    between = (room.planned_bytes + room.usable_bytes) / 2
+    assert "tight, it fits with " in request.short_words(between)
+    assert "tight" not in request.short_words(room.usable_bytes + GIB)
+
+
 def test_accepting_more_risk_takes_them() -> None:
     likely = half_the_margin()[0].fit_probability(half_the_margin()[0].tight[0])
     found, fastest = half_the_margin(memory_risk=1 - likely)

@@ -16,7 +16,6 @@ from shardwise.planner.search.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import schedule_records
 from shardwise.spec.support import Finding
-from shardwise.spec.units import readable_bytes
 
 TIE = 0.0005  # what prints as 0.0%
 
@@ -90,8 +89,7 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
         reason = findings[0].reason if findings else "this project's engine does not run it"
         return WhyNot(words, "not supported", reason, example)
     least = other.least_memory
-    need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
-    reason = f"needs at least {need} per device ({strategy_words(least.strategy())}), a plan may use up to {there}"
+    reason = f"{strategy_words(least.strategy())} {request.short_words(least.memory_bytes)}"
     return WhyNot(words, "does not fit", reason)
 
 
