@@ -16,7 +16,7 @@ from shardwise.cost.memory.activations import (
     layer_saved_tensors,
 )
 from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
-from shardwise.cost.memory.transient import communication_buffer_bytes, logits_temporary_bytes, temporary_bytes
+from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.cost.traffic.traffic import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
@@ -175,8 +175,8 @@ def test_buffers_for_the_messages_of_every_microbatch() -> None:
     case = job(LLAMA, "dgx-h100", pp=8, training={"global_batch": 16})
     message = 2 * LLAMA.hidden * case.microbatch_tokens
     each = on(Stack(message_buffers="per microbatch"), case)
-    assert communication_buffer_bytes(on(Stack(), case)) == 2 * message
-    assert communication_buffer_bytes(each) == 3 * case.microbatches * message
+    assert memory_of_rank(on(Stack(), case), 1).communication == 2 * message
+    assert memory_of_rank(each, 1).communication == 3 * case.microbatches * message
 
 
 def test_ulysses_keeps_the_attention_output_twice() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies
 
 from cost.jobs import valid_jobs
 from effort import examples
@@ -16,6 +16,7 @@ from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, Sche
 from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds
 from shardwise.spec.job import Job
+from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Offload
 
 
@@ -64,3 +65,11 @@ def test_a_table_of_one_equals_the_job(job: Job) -> None:
     assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
     assert memory == pytest.approx(peak_memory(job).total, rel=1e-14)  # one sum: only the order of its terms differs
     assert host == pytest.approx(max(one.host for one in device_memories(job)), rel=1e-14)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(valid_jobs(), strategies.sampled_from(("torchtitan", "megatron-core", "nanotron", "megatron-tests")))
+def test_memory_of_other_software_too(job: Job, stack: str) -> None:
+    """Message buffers for each microbatch, whole gradients, workspaces: what other frameworks keep."""
+    job = replace(job, stack=stack_from(stack))
+    assert table_of(job)[1] == pytest.approx(peak_memory(job).total, rel=1e-14)

@@ -21,7 +21,7 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.memory.offload import OffloadedActivations
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, transient_bytes
+from shardwise.cost.memory.transient import Moment, kinds_of, message_buffer_bytes, moments_of, transient_bytes
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
@@ -101,8 +101,9 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
 
 def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, float]]:
     moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
-    kinds = kinds_of(contents)
-    return {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
+    kinds, messages = kinds_of(contents), job.microbatches * message_buffer_bytes(job)
+    each = {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
+    return {moment: (communication + messages, temporary) for moment, (communication, temporary) in each.items()}
 
 
 def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) -> PassMemory:

@@ -132,16 +132,24 @@ def communication_buffer_bytes(job: Job) -> float:
     if strategy.tp > 1 and strategy.sequence_parallel:
         buffers += hidden * tokens  # the gathered input of the linear layer in use
     if strategy.pp > 1:
-        # An activation and a gradient received; torch.distributed.pipelining (stage.py) has buffers for all
-        # microbatches, and keeps their outputs for the end of the step.
-        messages = 3 * job.microbatches if job.stack.message_buffers == "per microbatch" else 2
-        buffers += messages * hidden * region
+        buffers += 2 * hidden * region * (job.stack.message_buffers == "one")  # one activation received, one gradient
     if strategy.cp > 1:
         key_value_bytes = key_value_features(job) * tokens * recipe.communication
         buffers += 2 * key_value_bytes * (strategy.cp if strategy.context_method == "all-gather" else 1)
     if strategy.ep > 1 and model.moe:
         buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
     return buffers
+
+
+def message_buffer_bytes(job: Job) -> float:
+    """Of every microbatch, where each has buffers of its own: an activation and a gradient received, and the output.
+
+    torch.distributed.pipelining (stage.py) keeps the outputs of all microbatches for the end of the step.
+    """
+    if job.strategy.pp == 1 or job.stack.message_buffers == "one":
+        return 0.0
+    tokens = job.microbatch_tokens / (job.strategy.tp if job.strategy.sequence_parallel else 1)
+    return 3 * tokens * job.model.hidden * job.training.recipe.communication
 
 
 def logits_temporary_bytes(job: Job) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.states import Sharding
-from shardwise.cost.memory.transient import Moment, moments_of, transient_bytes
+from shardwise.cost.memory.transient import Moment, message_buffer_bytes, moments_of, transient_bytes
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.traffic.context import context_traffic
@@ -101,6 +101,7 @@ class Parts:
     figures: Array
     lines: Mapping[LineKey, PartLine]
     transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, with a head or not
+    message_bytes: float  # buffers that each microbatch has
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class PartBook:
                 for has_head in (False, True)
             },
         )
-        return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers)
+        return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers, message_buffer_bytes(jobs("none")))
 
     def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Piece]) -> Piece:
         if (name, *key) not in self._pieces:

@@ -303,7 +303,7 @@ class _RowBuilder:
         return in_flight
 
     def _transient(self, moment: Moment) -> Array:
-        """Kind × layer × 1 × 1; there is no loss on ranks without a head."""
+        """Kind × layer × 1 or schedule × 1; there is no loss on ranks without a head."""
         import numpy as np
 
         held: Array = np.array(
@@ -314,7 +314,11 @@ class _RowBuilder:
         )
         if moment == "loss":
             held[[not one.has_head for one in self.group.ranks]] = -np.inf
-        return held[:, :, None, None]
+        messages = np.array([parts.message_bytes for parts in self.parts])
+        if not messages.any():
+            return held[:, :, None, None]
+        of_all: Array = held[:, :, None, None] + messages[:, None, None] * self.m
+        return of_all
 
     def _restored(self) -> Array:
         """Kind × layer × 1 × recompute."""
