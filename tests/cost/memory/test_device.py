@@ -9,7 +9,7 @@ import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
 from shardwise.cost.memory.activations import chunks_in_flight, head_activation_bytes, layer_activation_bytes
-from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_memory
+from shardwise.cost.memory.device import activation_bytes, memory_at_moments, memory_of_rank, peak_memory
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
@@ -100,7 +100,8 @@ def test_some_layers_recomputed() -> None:
 
 def test_a_layer_is_brought_back_when_whole_ones_have_gone() -> None:
     def recomputed(**strategy: Any) -> float:
-        return peak_memory(job(LLAMA, dp=1, recompute="full", **strategy)).recomputed
+        case = job(LLAMA, dp=1, recompute="full", **strategy)
+        return memory_at_moments(case, rank_contents(case, 0))["layer"].recomputed
 
     assert recomputed(recompute_layers=7) == 0
     assert recomputed(recompute_layers=8) == recomputed() > 0
@@ -113,8 +114,10 @@ def test_a_layer_is_brought_back_when_whole_ones_have_gone() -> None:
 def test_recompute_brings_one_layer_back() -> None:
     case = job(LLAMA, dp=1, recompute="full")
     whole, checkpoint = (layer_activation_bytes(case, moe=False, recompute=mode) for mode in ("none", "full"))
-    memory = memory_of_rank(case, 0)
-    assert memory.recomputed == whole - checkpoint
+    moments = memory_at_moments(case, rank_contents(case, 0))
+    assert moments["layer"].recomputed == whole - checkpoint
+    assert moments["loss"].recomputed == 0  # the layers' backward passes come later
+    assert memory_of_rank(case, 0).total == max(one.total for one in moments.values())
     assert memory_of_rank(job(LLAMA, dp=1), 0).recomputed == 0
 
 

@@ -18,10 +18,10 @@ from shardwise.cost.memory.activations import (
     layer_activation_bytes,
     microbatches_in_flight,
 )
-from shardwise.cost.memory.offload import OffloadedActivations
+from shardwise.cost.memory.offload import OffloadedActivations, layers_at_loss
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import Moment, kinds_of, message_buffer_bytes, moments_of, transient_bytes
+from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of, message_buffer_bytes, transient_bytes
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
@@ -72,7 +72,7 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 
 def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMemory]:
-    """One by itself, or at each of the moments that a rank has."""
+    """At each of the moments that a rank has."""
     transient = _transient(job, contents)
     passes = _passes(job, contents, {moment: sum(both) for moment, both in transient.items()})
     replicated = job.strategy.gradient_group > 1
@@ -100,7 +100,7 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
 
 
 def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, float]]:
-    moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
+    moments = [one for one in MOMENTS if one != "loss" or contents.has_head]
     kinds, messages = kinds_of(contents), job.microbatches * message_buffer_bytes(job)
     each = {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
     return {moment: (communication + messages, temporary) for moment, (communication, temporary) in each.items()}
@@ -123,8 +123,8 @@ def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) ->
 
 
 def offloaded_activations(job: Job, contents: RankContents) -> OffloadedActivations:
-    passes = _passes(job, contents, dict.fromkeys(moments_of(job.stack), 0.0))
-    return OffloadedActivations(passes.saved, passes.in_flight, contents.layers)
+    passes = _passes(job, contents, dict.fromkeys(MOMENTS, 0.0))
+    return OffloadedActivations(passes.saved, passes.in_flight, contents.layers, layers_at_loss(job.stack))
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:

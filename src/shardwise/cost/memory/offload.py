@@ -1,7 +1,8 @@
 """Offloaded activations that are on the device all the same: those that leave it, and those that are back.
 
 As this project's engine moves them (`engine/offload/activations.py`): when a layer has run its forward pass, the one
-before it has left; when a layer runs its backward pass, the one before it is coming.
+before it has left; when a layer runs its backward pass, the one before it is coming. Megatron-Core
+(pipeline_parallel/fine_grained_activation_offload.py) keeps the last layer too, whose backward pass follows at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.memory.transient import Moment
+from shardwise.spec.stack import Stack
 
-_LAYERS_HERE = {"loss": 1, "layer": 2, "together": 2}
+
+def layers_at_loss(stack: Stack) -> int:
+    """How many layers are on the device when the loss is computed."""
+    return 1 if stack.is_own else 2
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class OffloadedActivations:
     saved: Any
     in_flight: Any
     layers: Any
+    at_loss: int  # layers that are on the device then
 
     @property
     def away(self) -> Any:
@@ -35,4 +41,4 @@ class OffloadedActivations:
     def here(self, moment: Moment) -> Any:
         """Bytes of the layers that leave or are back."""
         whole = maximum(1, self.layers)
-        return self.saved / whole * minimum(_LAYERS_HERE[moment], whole)
+        return self.saved / whole * minimum(self.at_loss if moment == "loss" else 2, whole)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.offload import OffloadedActivations
+from shardwise.cost.memory.offload import OffloadedActivations, layers_at_loss
 from shardwise.cost.memory.states import Sharding, StateBytes, rank_state_bytes
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
 from shardwise.layout.stages import RankContents
@@ -120,13 +120,12 @@ def pass_memory(
     kept = kept_activations(layers, head, in_flight, forwards_first)
     # In the backward pass of a layer, the inputs of its microbatch's loss are already freed.
     activations = {moment: kept - head if moment == "layer" else kept for moment in transient}
-    of_layers = kept - head * select(forwards_first, in_flight, 1)
     return PassMemory(
         activations,
         transient,
         recomputed,
         recomputed * stay_whole,
-        activations.get("layer", of_layers) / in_flight,
+        activations["layer"] / in_flight,
         in_flight,
         1.0 * (microbatches <= in_flight),
         1.0 * in_turn,
@@ -196,7 +195,9 @@ class MomentMemory:
 
     @property
     def offloaded(self) -> OffloadedActivations:
-        return OffloadedActivations(self.passes.saved, self.passes.in_flight, self.spread(self.held.contents.layers))
+        passes, held = self.passes, self.held
+        layers, at_loss = self.spread(held.contents.layers), layers_at_loss(held.job.stack)
+        return OffloadedActivations(passes.saved, passes.in_flight, layers, at_loss)
 
     @cached_property
     def absent(self) -> Absent:
@@ -205,7 +206,7 @@ class MomentMemory:
         reduced: Any = 0.0
         growing: Any = 0.0
         not_yet: Any = 0.0
-        if self.moment != "together" and some(passes.alone):
+        if held.job.stack.gradients == "made" and some(passes.alone):
             if some(held.left_over):
                 left = passes.alone * spread(held.left_over)
             later: Any = spread(held.unreplicated)

@@ -1,9 +1,9 @@
 """What lies in the memory of a device over a step, for the pipeline ranks whose figures differ.
 
 The parts are those of `memory.device`, each while it exists: model states, buffers and the framework always;
-activations from the start of a forward to the end of its backward; the transient memory of a pass during that pass. So
-the peak is at most that of `memory.device`, which adds up all parts, and less where they never meet. Where a stack
-makes gradients as they come (`memory.transient`), a pass is what it is at its fuller moment: at the loss or in a layer.
+activations from the start of a forward to the end of its backward; the transient memory of a pass during that pass,
+which is what it is at its fuller moment: at the loss or in a layer (`memory.transient`). So the peak is at most that of
+`memory.device`, and less where parts never meet.
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ from shardwise.cost.memory.device import (
     DeviceMemory,
     activation_bytes,
     memory_at_moments,
-    memory_of_rank,
     offloaded_activations,
 )
 from shardwise.cost.memory.states import sharding_of
-from shardwise.cost.memory.transient import (
-    TOGETHER,
-    Moment,
-    gathered_bytes,
-    logits_temporary_bytes,
-    moments_of,
-    temporary_bytes,
-)
+from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
@@ -88,8 +80,7 @@ def memory_over_time(job: Job) -> MemoryOverTime:
 
 
 def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[float], tail_seconds: float) -> RankMemory:
-    kind = _Parts if moments_of(job.stack) == TOGETHER else _PartsAtMoments
-    parts = kind(job, rank, timeline.schedule.stages)
+    parts = _Parts(job, rank, timeline.schedule.stages)
     spans: list[MemorySpan] = []
     now, chunks, heads = 0.0, 0.0, 0
     actions = zip(timeline.schedule.actions[rank], timeline.starts[rank], timeline.ends[rank], held_chunks)
@@ -111,14 +102,19 @@ class _Parts:
 
     def __init__(self, job: Job, rank: int, stages: int) -> None:
         self.contents, self.last_stage = rank_contents(job, rank), stages - 1
-        self.whole = memory_of_rank(job, rank)
+        self.moments = memory_at_moments(job, self.contents)
+        self.in_layer = self.moments["layer"]
         microbatch, self.head = _kept_per_microbatch(job, self.contents)
         # As in `cost.memory.device`, the chunks of a rank count alike; they differ where layers or experts are uneven.
         self.chunk = microbatch * job.strategy.pp / stages
+        self.all_heads = job.strategy.schedule_record.forwards_first
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents)
         self.keeps_parameters = job.strategy.keep_parameters
-        self.logits = logits_temporary_bytes(job) if self.contents.has_head else 0.0
-        self.weight_gradient = temporary_bytes(job, has_head=False)
+        least = min(one.gradients for one in self.moments.values())
+        self.idle = replace(self.in_layer, gradients=least, recomputed=0.0, communication=0.0, temporary=0.0)
+        share = job.strategy.offload.activations
+        self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
+        self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
     def has_head(self, action: Action) -> bool:
         """Whether the action is on the stage with the loss, as far as this rank is said to hold it."""
@@ -127,45 +123,7 @@ class _Parts:
     def between(self, chunks: float, heads: int) -> DeviceMemory:
         """No pass runs: what is kept for later ones, and parameters that stay gathered."""
         gathered = self.whole_parameters if self.keeps_parameters and chunks else 0.0
-        return self._holding(chunks, heads, gathered=gathered)
-
-    def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
-        """A full backward passes through the loss, its layers' recompute and their gradients."""
-        goes_back = action.kind in (ActionKind.B, ActionKind.I)
-        makes_gradients = action.kind in (ActionKind.B, ActionKind.W)
-        logits = self.logits if self.has_head(action) and action.kind is not ActionKind.W else 0.0
-        return self._holding(
-            chunks,
-            heads,
-            recomputed=self.whole.recomputed if goes_back else 0.0,
-            gathered=self.whole_parameters + (self.whole_gradient if makes_gradients else 0.0),
-            temporary=max(logits, self.weight_gradient if makes_gradients else 0.0),
-        )
-
-    def _holding(
-        self, chunks: float, heads: int, recomputed: float = 0.0, gathered: float = 0.0, temporary: float = 0.0
-    ) -> DeviceMemory:
-        kept = self._kept(chunks, heads)
-        return replace(self.whole, activations=kept, recomputed=recomputed, gathered=gathered, temporary=temporary)
-
-    def _kept(self, chunks: float, heads: int) -> float:
-        return chunks * self.chunk + heads * self.head
-
-
-class _PartsAtMoments(_Parts):
-    """For a stack that allocates gradients during the backward pass."""
-
-    def __init__(self, job: Job, rank: int, stages: int) -> None:
-        super().__init__(job, rank, stages)
-        self.moments = memory_at_moments(job, self.contents)
-        self.in_layer = self.moments["layer"]
-        self.all_heads = job.strategy.schedule_record.forwards_first
-        self.whole_gradient, self.whole_parameters = _gathered(job, self.contents, "layer")
-        least = min(one.gradients for one in self.moments.values())
-        self.whole = replace(self.in_layer, gradients=least, communication=0.0)
-        share = job.strategy.offload.activations
-        self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
-        self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
+        return replace(self.idle, activations=self._kept(chunks, heads), gathered=gathered)
 
     def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
         """At the loss, where there is one in the pass, or in one of its layers."""
@@ -188,6 +146,9 @@ class _PartsAtMoments(_Parts):
             temporary=self.in_layer.temporary if action.kind is not ActionKind.F else 0.0,
         )
 
+    def _kept(self, chunks: float, heads: int) -> float:
+        return chunks * self.chunk + heads * self.head
+
 
 def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float]:
     """Activations of one microbatch on all chunks of a rank, and those of one loss, that stay on the device."""
@@ -200,11 +161,11 @@ def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float
     return (kept - losses * head) / in_flight, head
 
 
-def _gathered(job: Job, contents: RankContents, moment: Moment = "together") -> tuple[float, float]:
+def _gathered(job: Job, contents: RankContents) -> tuple[float, float]:
     """Whole layers that sharded data parallelism holds: gradients before they are reduced, parameters in use."""
     sharding, recipe = sharding_of(job.strategy), job.recipe
     tied = job.model.tied_embeddings
-    both = float(gathered_bytes(contents, sharding, recipe, moment, tied=tied))
+    both = float(gathered_bytes(contents, sharding, recipe, tied=tied))
     sharding = replace(sharding, zero=min(2, sharding.zero))
-    gradient = float(gathered_bytes(contents, sharding, recipe, moment, tied=tied))
+    gradient = float(gathered_bytes(contents, sharding, recipe, tied=tied))
     return gradient, both - gradient

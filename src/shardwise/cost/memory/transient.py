@@ -1,7 +1,7 @@
 """Transient memory of a pass: logits, gradients in flight, communication buffers, gathered layers.
 
-Where a stack makes gradients as they come, a pass has two moments, at the loss and inside a layer; they never coincide,
-so the larger of them counts. Those terms are what this project's engine holds, operator by operator; `shardwise dryrun`
+A pass has two moments, at the loss and inside a layer; they never coincide, so the larger of them counts. Where a stack
+makes gradients as they come, the terms are what this project's engine holds, operator by operator; `shardwise dryrun`
 traces it and compares.
 """
 
@@ -23,25 +23,19 @@ from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
-from shardwise.spec.stack import Stack
 from shardwise.spec.training import Recipe
 
-# Either all parts of a rank's memory are added up, or they are at each of two moments.
-Moment = Literal["together", "loss", "layer"]
-TOGETHER: tuple[Moment, ...] = ("together",)
-APART: tuple[Moment, ...] = ("loss", "layer")
+# A pass has its loss, and its layers; what one has in memory the other has not.
+Moment = Literal["loss", "layer"]
+MOMENTS: tuple[Moment, ...] = ("loss", "layer")
 
 LOGITS_AT_ONCE = 2**27  # models/loss.py
 
 
-def moments_of(stack: Stack) -> tuple[Moment, ...]:
-    return APART if stack.gradients == "made" else TOGETHER
-
-
 def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
     """Buffers of communication, and temporary tensors, at a moment; ``kinds`` of layer that the rank has."""
-    if moment == "together":
-        return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head)
+    if job.stack.gradients == "kept":
+        return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
         return 0.0, loss_moment_bytes(job) if has_head else 0.0
     return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
@@ -209,7 +203,7 @@ def _layer_bytes(job: Job, moe: bool) -> float:
 
 
 def gathered_bytes(
-    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "together", *, tied: bool = False
+    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "layer", *, tied: bool = False
 ) -> Any:
     """Transient memory of whole layers under sharded data parallelism.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.states import Sharding
-from shardwise.cost.memory.transient import Moment, message_buffer_bytes, moments_of, transient_bytes
+from shardwise.cost.memory.transient import MOMENTS, Moment, message_buffer_bytes, transient_bytes
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.traffic.context import context_traffic
@@ -226,7 +226,7 @@ class PartBook:
             (*common, base.cp, base.ep, base.pp > 1, method),
             lambda: {
                 (moment, kinds, has_head): sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
-                for moment in moments_of(self.job.stack)
+                for moment in MOMENTS
                 for kinds in KINDS
                 for has_head in (False, True)
             },

@@ -10,7 +10,7 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
-from shardwise.cost.memory.transient import Moment, moments_of
+from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
@@ -61,8 +61,7 @@ class Offloaded:
         self.offload, self.overlapped = offload, base.overlap.offload
         self.contents, self.recipe = contents, job.recipe
         self.sharding = replace(sharding, offload=offload)
-        moments = moments_of(job.stack)
-        held = held_at(job, contents, self.sharding, moments, replicated=base.gradient_group > 1)
+        held = held_at(job, contents, self.sharding, MOMENTS, replicated=base.gradient_group > 1)
         self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
@@ -241,7 +240,6 @@ class _Batch:
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
         self.rows = joined_rows([block.rows for block in blocks])
-        self.moments = moments_of(self.job.stack)
         self.offloads = [
             Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in blocks[0].group.offloads
         ]
@@ -276,7 +274,7 @@ class _Batch:
         rows, block = self.rows, self.block_of_row[part]
         lengths = np.bincount(block, minlength=len(self.blocks))
         tail, left = self._without_offload(part, lengths)
-        moments = [self._at_moment(moment, part, lengths) for moment in self.moments]
+        moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for one in self.offloads:
             memory, host = one.memory_bytes([moment for moment in moments if moment])
             seconds, together = one.waiting(rows, part, lengths, tail, left)

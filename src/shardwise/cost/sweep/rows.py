@@ -16,7 +16,7 @@ from shardwise.cost.compute.operators import (
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.activations import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
+from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of
 from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.sweep.group import Group, groups_alike
 from shardwise.cost.sweep.parts import (
@@ -263,7 +263,7 @@ class _RowBuilder:
         pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
         stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
         passes = pass_memory(
-            {moment: self._transient(moment) for moment in moments_of(self.book.job.stack)},
+            {moment: self._transient(moment) for moment in MOMENTS},
             saved_figures - head,
             head,
             self._restored(),
