@@ -28,7 +28,7 @@ from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.measure.compare.comparison import profiled_run
 from shardwise.measure.recut import recut
-from shardwise.models.decoder import Layer
+from shardwise.models.layer import Layer
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.training.attempt import Reporter, WorldPlace

@@ -94,7 +94,7 @@ def slow_layers(times: float) -> Iterator[None]:
     """Every pass of every layer takes this many times as much of the processor, whoever else wants it."""
     import torch
 
-    from shardwise.models.decoder import Layer
+    from shardwise.models.layer import Layer
 
     forward = Layer.forward
 

@@ -103,10 +103,35 @@ def test_the_published_gpt2_without_prefix_and_with_masks_is_read(folder: Path) 
 
 
 @pytest.mark.parametrize("folder", ["deepseek-v3"], indirect=True)
-def test_the_modules_of_multi_token_prediction_are_passed_over(folder: Path) -> None:
-    change(folder, lambda files: files.update({"model.layers.3.eh_proj.weight": torch.ones(32, 64)}))
-    with pytest.raises(SpecError, match=r"^model\.layers\.3\.eh_proj\.weight: .* belongs to no part"):
+def test_the_modules_of_multi_token_prediction_are_read_where_they_are_stored(folder: Path) -> None:
+    """`model.layers.61` of deepseek-ai/DeepSeek-V3: a layer, what joins it, and copies of embedding and head."""
+
+    def publish(files: Files) -> None:
+        for name in [one for one in files if one.startswith("model.layers.2.")]:
+            files[name.replace("layers.2.", "layers.3.")] = files[name].clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            files[f"model.layers.3.{name}.weight"] = torch.rand(32)
+        files["model.layers.3.eh_proj.weight"] = torch.rand(32, 64)
+        for name in ("embed_tokens", "shared_head.head"):
+            files[f"model.layers.3.{name}.weight"] = files["model.embed_tokens.weight"].clone()
+
+    change(folder, publish)
+    with pytest.raises(SpecError, match=r"^model\.layers\.3\..* belongs to no part"):
         open_folder(folder).tensors()
+    configure(folder, num_nextn_predict_layers=1)
+    found = open_folder(folder)
+    assert found.model.mtp_layers == 1
+    decoder = Decoder(found.model)
+    assert dict(found.tensors()).keys() == dict(decoder.named_tensors()).keys()
+    assert found.slice("layers.3.joined.weight", ()).shape == (32, 64)
+    change(folder, lambda files: files.pop("model.layers.3.enorm.weight"))
+    with pytest.raises(SpecError, match=r"enorm\.weight: is missing"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("folder", ["deepseek-v3"], indirect=True)
+def test_promised_modules_that_are_not_stored_are_passed_over(folder: Path) -> None:
+    change(folder, lambda files: files.update({"model.layers.3.hnorm.weight": torch.ones(32)}))
     configure(folder, num_nextn_predict_layers=1)
     assert open_folder(folder).model.mtp_layers == 0
     assert len(dict(open_folder(folder).tensors())) > 0

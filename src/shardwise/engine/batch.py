@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shardwise.models.loss import IGNORED
+from shardwise.models.prediction import Ahead, ahead_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Batch:
     """``tokens`` and ``labels`` [sequences, seq]; the label of a token is the one after it, -100 where none counts.
 
     ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row, at
-    most ``most_documents``, where that is known.
+    most ``most_documents``, where that is known. ``ahead`` is for prediction modules (`with_ahead`).
     """
 
     tokens: Tensor
@@ -24,6 +25,7 @@ class Batch:
     positions: Tensor
     documents: Tensor | None = None
     most_documents: int | None = None
+    ahead: Ahead | None = None
 
     @classmethod
     def of(
@@ -37,7 +39,14 @@ class Batch:
         """``change`` applied to every tensor."""
         documents = None if self.documents is None else change(self.documents)
         changed = change(self.tokens), change(self.labels), change(self.positions)
-        return Batch(*changed, documents, self.most_documents)
+        ahead = None if self.ahead is None else Ahead(change(self.ahead.tokens), change(self.ahead.labels))
+        return Batch(*changed, documents, self.most_documents, ahead)
+
+    def with_ahead(self, modules: int) -> Batch:
+        """With what so many prediction modules read and predict; of whole sequences, before they are cut."""
+        if modules == 0:
+            return self
+        return replace(self, ahead=ahead_of(self.tokens, self.labels, self.documents, modules))
 
     def share(self, rank: int, size: int) -> Batch:
         """The sequences of one of ``size`` data-parallel ranks, of a global batch."""

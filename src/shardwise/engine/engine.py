@@ -24,14 +24,14 @@ from shardwise.engine.parameters import initialise_parts, materialise
 from shardwise.engine.patterns import DECODER, Patterns, decoder_patterns, matching
 from shardwise.engine.pipeline.runner import call_decoder
 from shardwise.engine.pipeline.stage import keep_stage
-from shardwise.engine.pipeline.tied import tie_ends
+from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.layout.ranks import node_of
-from shardwise.layout.stages import placement, stage_layers, stages_of_rank
+from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
@@ -50,8 +50,7 @@ class Engine(Trainer[Batch]):
         precision = precision_of(job.training)
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
         stages = _cut_stages(job, mesh)
-        ties = job.model.tied_embeddings and job.strategy.pp > 1
-        tied = tie_ends(stages, placement(job), mesh.group("pp")) if ties else None
+        tied = _tied_ends(job, mesh, stages)
         data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=job)
         for stage in stages.values():
             materialise(stage, place)
@@ -66,7 +65,7 @@ class Engine(Trainer[Batch]):
         balance = self.job.model.numerics.balance_loss / self.job.sequences
         for mixture in self.mixtures:  # its loss is not divided as the other is
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
-        mine = self.own_tokens(batch)
+        mine = self.own_tokens(batch.with_ahead(self.job.model.mtp_layers))
         return mine.microbatches(self.job.microbatches), mine.counted.float()
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -82,7 +81,8 @@ class Engine(Trainer[Batch]):
 
 def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     """The stages of this rank, without values, cut by everything but data parallelism."""
-    layers, last = stage_layers(job), len(stage_layers(job)) - 1
+    layers = built_layers(job)
+    last = len(layers) - 1
     stages: dict[int, nn.Module] = {}
     for stage in stages_of_rank(job, mesh.rank("pp")):
         with torch.device("meta"):
@@ -97,6 +97,14 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     if job.training.compile:
         apply_compile(list(stages.values()), job.strategy, DECODER)
     return stages
+
+
+def _tied_ends(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
+    """The last stage's head is the first one's embedding, or its prediction modules read that."""
+    if job.strategy.pp == 1 or not embedding_on_both_ends(job):
+        return None
+    reader = "embedding" if job.model.mtp_layers else "head"
+    return tie_ends(stages, placement(job), mesh.group("pp"), head=reader)
 
 
 __all__ = ["Engine", "StepResult"]

@@ -67,6 +67,12 @@ def stage_layers(job: Job) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts)))
 
 
+def built_layers(job: Job) -> tuple[range, ...]:
+    """The same with the layers of prediction modules, which follow the last layer, in the last stage."""
+    *others, last = stage_layers(job)
+    return (*others, range(last.start, last.stop + job.model.mtp_layers))
+
+
 def rank_contents(job: Job, rank: int) -> RankContents:
     """What pipeline rank ``rank`` holds."""
     return _rank_contents(job, rank, _layers_of_stages(job))

@@ -8,64 +8,28 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.attention import attention_of, attention_scale
+from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments, document_bounds
+from shardwise.models.layer import Layer, window_of
 from shardwise.models.loss import cross_entropy_sum, softly_capped
-from shardwise.models.mlp import MLP
-from shardwise.models.moe import MoELayer
 from shardwise.models.norms import norm_of
+from shardwise.models.prediction import Ahead, PredictionLayer, ahead_of
 from shardwise.models.rope import Rotation, rotation_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.spec.support import not_built
 
-
-class Layer(nn.Module):
-    """``attention`` is `Attention` or `MultiHeadLatentAttention`, ``mlp`` an `MLP` or a `MoELayer`.
-
-    ``attention_norm`` and ``mlp_norm`` come before them, ``attention_out_norm`` and ``mlp_out_norm`` after; what the
-    model does not have is None. In a ``parallel`` layer both read the layer's input.
-    """
-
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__()
-        before, behind = not model.norm_after, model.norm_after or model.norms_per_layer == 4
-        self.parallel = model.parallel_block
-        self.attention_norm = norm_of(model) if before else None
-        self.attention = attention_of(model)
-        self.attention_out_norm = norm_of(model) if behind else None
-        self.mlp_norm = norm_of(model) if before and model.norms_per_layer > 1 else None
-        self.mlp = MoELayer(model) if model.is_moe_layer(index) else MLP(model, model.ffn)
-        self.mlp_out_norm = norm_of(model) if behind else None
-
-    def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        read = _normed(self.attention_norm, hidden)
-        mixed = _normed(self.attention_out_norm, self.attention(read, rotation, arguments))
-        if self.parallel and self.mlp_norm is not None:
-            read = self.mlp_norm(hidden)
-        hidden = hidden + mixed
-        if not self.parallel:
-            read = _normed(self.mlp_norm, hidden)
-        result: Tensor = hidden + _normed(self.mlp_out_norm, self.mlp(read))
-        return result
-
-
-def _normed(norm: nn.Module | None, states: Tensor) -> Tensor:
-    if norm is None:
-        return states
-    normed: Tensor = norm(states)
-    return normed
-
-
-LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
 
 class Decoder(nn.Module):
     """A decoder-only language model by its description.
 
     ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None and any of ``layers``, which are
-    keyed by their index, deleted: what is left maps hidden states to hidden states. ``loss_function`` takes hidden
-    states, the head's weight and bias, and labels, so that it never has to hold all logits; it may be replaced.
+    keyed by their index, deleted: what is left maps hidden states to hidden states. Those from ``model.layers`` on are
+    prediction modules: they add to the loss, and read the embedding wherever they are. ``loss_function`` takes hidden
+    states, the head's weight and bias, labels and what each counts, so that it never has to hold all logits; it may be
+    replaced.
     """
 
     def __init__(self, model: Model) -> None:
@@ -76,7 +40,9 @@ class Decoder(nn.Module):
         learned = model.positions == "learned"
         self.embedding: nn.Embedding | None = nn.Embedding(model.vocab, model.hidden)
         self.position_embedding = nn.Embedding(model.max_seq, model.hidden) if learned else None
-        self.layers = nn.ModuleDict({str(index): Layer(model, index) for index in range(model.layers)})
+        layers = [Layer(model, moe=model.is_moe_layer(index)) for index in range(model.layers)]
+        layers += [PredictionLayer(model) for _ in range(model.mtp_layers)]
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm = norm_of(model) if model.final_norm else None
         self.head: nn.Linear | None = nn.Linear(model.hidden, model.vocab, bias=model.lm_head_bias)
         if model.tied_embeddings:
@@ -91,6 +57,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         most_documents: int | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """The summed loss, logits or hidden states, whatever the last remaining part produces.
 
@@ -98,29 +65,49 @@ class Decoder(nn.Module):
         ``labels`` [batch, seq] stand where they are predicted (the caller has shifted them); those equal to
         -100 do not count. ``positions`` [batch or 1, seq] count from 0 along the row unless given, and
         ``documents`` [batch, seq] keep packed documents from seeing each other; no row has more than
-        ``most_documents`` (unless given, a GPU takes a slower way).
+        ``most_documents`` (unless given, a GPU takes a slower way). ``ahead`` is what prediction modules read and
+        predict; it follows from whole sequences of tokens, and is given where there are none.
         """
         places = positions
         if places is None:
             places = torch.arange(inputs.shape[1], device=inputs.device)[None]
-        hidden = self._embed(inputs, places)
+        layers = {int(index): layer for index, layer in self.layers.items()}
+        modules = sum(index >= self.model.layers for index in layers)
+        if labels is None or modules == 0:
+            ahead = None
+        elif ahead is None:
+            ahead = ahead_of(inputs, labels, documents, modules)
+        hidden, embedded = self._embed(inputs, places, ahead)
         rotation, windowed_rotation = self._rotations(places)
         bounds = None
         if documents is not None and most_documents is not None and documents.is_cuda:
             bounds = document_bounds(documents, most_documents)
         softcap, scale = self.model.numerics.attention_softcap, attention_scale(self.model)
-        for index, layer in self.layers.items():
-            window = window_of(self.model, int(index))
+
+        def run(index: int, layer: nn.Module, states: Tensor, *more: Tensor) -> Tensor:
+            window = window_of(self.model, index)
             arguments = AttentionArguments(self.model.causal, window, scale, documents, positions, bounds, softcap)
-            hidden = layer(hidden, rotation if window is None else windowed_rotation, arguments)
+            result: Tensor = layer(states, rotation if window is None else windowed_rotation, arguments, *more)
+            return result
+
+        for index, layer in layers.items():
+            if index < self.model.layers:
+                hidden = run(index, layer, hidden)
         if self.norm is not None:
             hidden = self.norm(hidden)
         if self.head is None:
             return hidden
-        if labels is not None:
-            return self.loss_function(hidden, self.head.weight, self.head.bias, labels)
-        logits: Tensor = self.head(hidden)
-        return softly_capped(logits, self.model.numerics.logit_softcap)
+        if labels is None:
+            logits: Tensor = self.head(hidden)
+            return softly_capped(logits, self.model.numerics.logit_softcap)
+        if ahead is None:
+            return self.loss_function(hidden, self.head.weight, self.head.bias, labels, None)
+        predicted = [hidden]
+        for number, token in enumerate(embedded):
+            index = self.model.layers + number
+            predicted.append(run(index, layers[index], predicted[-1], token))
+        every, shares = ahead.with_labels(labels, self.model.numerics.prediction_loss)
+        return self.loss_function(torch.cat(predicted), self.head.weight, self.head.bias, every, shares)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters, each once, and its persistent buffers."""
@@ -128,15 +115,21 @@ class Decoder(nn.Module):
         kept = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in kept)
 
-    def _embed(self, inputs: Tensor, places: Tensor) -> Tensor:
-        hidden: Tensor = inputs if self.embedding is None else self._scaled(self.embedding(inputs))
+    def _embed(self, inputs: Tensor, places: Tensor, ahead: Ahead | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden states of the inputs, and embeddings of the tokens ahead: one lookup for all of them."""
+        ids = [] if inputs.is_floating_point() else [inputs]
+        ids += [] if ahead is None else ahead.tokens.unbind(-1)
+        embedded: tuple[Tensor, ...] = ()
+        if ids and self.embedding is not None:
+            found = self._scaled(self.embedding(ids[0] if len(ids) == 1 else torch.cat(ids)))
+            embedded = found.chunk(len(ids))
+        hidden, others = (inputs, embedded) if inputs.is_floating_point() else (embedded[0], embedded[1:])
         if self.position_embedding is None:
-            return hidden
+            return hidden, others
         if places.shape[1] > self.model.max_seq:
             problem = f"{places.shape[1]} tokens are more than the {self.model.max_seq} positions {self.model.name} has"
             raise SpecError("training.seq", problem, "use shorter sequences")
-        embedded: Tensor = hidden + self.position_embedding(places)
-        return embedded
+        return hidden + self.position_embedding(places), others
 
     def _scaled(self, embedded: Tensor) -> Tensor:
         scale = self.model.numerics.embedding_scale
@@ -150,9 +143,3 @@ class Decoder(nn.Module):
         if self.model.numerics.windowed_rope_theta is None:
             return everywhere, everywhere
         return everywhere, rotation_of(self.model, places, windowed=True)
-
-
-def window_of(model: Model, index: int) -> int | None:
-    """The sliding window of a layer; every n-th layer has none if the model says so."""
-    everywhere = model.sliding_window_every == 1
-    return model.sliding_window if everywhere or (index + 1) % model.sliding_window_every else None

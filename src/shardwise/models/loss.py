@@ -18,27 +18,40 @@ LOGITS_AT_ONCE = 2**27  # half a GiB in fp32
 
 
 def cross_entropy_sum(
-    hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor, *, softcap: float | None = None
+    hidden: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    labels: Tensor,
+    shares: Tensor | None = None,
+    *,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The sum of the cross-entropy over all labels that count, in fp32.
+    """The sum of the cross-entropy over all labels that count, in fp32; each times its share, where they are given.
 
-    ``hidden`` [..., features] and ``labels`` [...] agree in their leading dimensions. Logits are bounded to
+    ``hidden`` [..., features], ``labels`` [...] and ``shares`` agree in their leading dimensions. Logits are bounded to
     ``softcap``, where it is given.
     """
-    return summed_loss(hidden, head_weight, head_bias, labels, softcap, _entropy)
+    return summed_loss(hidden, head_weight, head_bias, labels, shares, softcap, _entropy)
 
 
-# Of the logits of some tokens (fp32 if they are capped) and their labels: the summed cross entropy of those that count,
-# and a function that gives the gradient of each token's by its logits, whether it counts or not.
+# Of the logits of some tokens (fp32 if they are capped) and their labels: the cross entropy of each, zero where it does
+# not count, and a function that gives the gradient of each token's by its logits, whether it counts or not.
 Entropy = Callable[[Tensor, Tensor], tuple[Tensor, Callable[[], Tensor]]]
 
 
 def summed_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None, entropy: Entropy
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    shares: Tensor | None,
+    softcap: float | None,
+    entropy: Entropy,
 ) -> Tensor:
     """`cross_entropy_sum` by any ``entropy``."""
+    shares = None if shares is None else shares.flatten()
     total: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight, bias, labels.flatten(), torch.is_grad_enabled(), softcap, entropy
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), shares, torch.is_grad_enabled(), softcap, entropy
     )
     return total
 
@@ -46,7 +59,7 @@ def summed_loss(
 def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     scores = logits.log_softmax(-1, dtype=torch.float32)
     row = labels.clamp(min=0)[:, None]
-    lost = -torch.where(labels != IGNORED, scores.gather(1, row)[:, 0], 0.0).sum()
+    lost = -torch.where(labels != IGNORED, scores.gather(1, row)[:, 0], 0.0)
     # The probabilities, less one at the label.
     return lost, lambda: scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
 
@@ -71,6 +84,7 @@ class _CrossEntropySum(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        shares: Tensor | None,
         differentiated: bool,
         softcap: float | None,
         entropy: Entropy,
@@ -90,11 +104,13 @@ class _CrossEntropySum(torch.autograd.Function):
             slopes = cap_slopes(logits, softcap)
             lost, gradient_by_logits = entropy(logits, labels[part])
             del logits
-            total += lost
+            total += lost.sum() if shares is None else lost @ shares[part]
             if of_hidden is None and of_weight is None and of_bias is None:
                 continue
             # What counts is masked on the narrow side of each matmul, not on the wide logits.
             of_logits, counts = gradient_by_logits(), labels[part] != IGNORED
+            if shares is not None:
+                counts = counts * shares[part]
             del gradient_by_logits  # it holds the largest tensors of the step: none stays beside those of the next part
             if slopes is not None:
                 of_logits.mul_(slopes)
@@ -104,7 +120,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[part]).mul_(counts[:, None])
             if of_weight is not None:
-                add_product(of_weight, of_logits.T, hidden[part] * counts[:, None])
+                add_product(of_weight, of_logits.T, (hidden[part] * counts[:, None]).to(hidden.dtype))
             del of_logits
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -115,7 +131,7 @@ class _CrossEntropySum(torch.autograd.Function):
         scaled_ones = (
             None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
-        return (*scaled_ones, None, None, None, None)
+        return (*scaled_ones, None, None, None, None, None)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -73,7 +73,8 @@ class Numerics(Spec):
     in layers with a sliding window by ``windowed_rope_theta`` where it is given (Gemma 3).
 
     ``balance_loss`` is the coefficient of the sequence-wise balance loss and ``bias_rate`` the step of the
-    bias that balances without a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+    bias that balances without a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2). ``prediction_loss`` is the weight
+    of the loss of prediction modules, of which each has an equal share (section 4.2: 0.3, and 0.1 after 10T tokens).
     """
 
     norm_epsilon: float = _positive(1e-5)
@@ -92,6 +93,7 @@ class Numerics(Spec):
     router_scale: float = _positive(1.0)
     balance_loss: float = _not_negative(1e-3)
     bias_rate: float = _not_negative(1e-3)
+    prediction_loss: float = _not_negative(0.3)
 
 
 Split = Literal["column", "row", "none"]

@@ -88,7 +88,7 @@ MATRIX: tuple[Finding, ...] = (
     # Stock FSDP2 is silently wrong with any split backward pass and reshard_after_forward=True (reproduced: gradients
     # None or 1.4e-2 off; pytorch#144530 is the same for DDP). Ours is not: weight gradients need no gathered weights.
     *_each("zero-3 + tied-ends-on-one-rank", "needs",
-           "the head of the last stage reads the embedding that the first stage gathered and freed",
+           "the last stage reads the embedding that the first stage gathered and freed",
            "keep_parameters: true, or zero: 2", "strategy.keep_parameters", True),
     *_of_schedules(schedules.own_schedules()),
     # The ring merges blocks that are causal or whole by the log-sum-exp that a fused kernel returns.
@@ -207,7 +207,9 @@ MATRIX: tuple[Finding, ...] = (
     *_each("repeated-up-projection + plain-attention", "needs",
            "only latent attention has up-projections that can be recomputed on their own", *_FEWER_OPERATORS),
     # What our decoder does not build; a user's own module, under `parallelize`, may have it.
-    *_each("mtp", "priced only", "multi-token prediction is not trained", "mtp_layers: 0", "model.mtp_layers"),
+    *_each("mtp + tied-embeddings", "priced only",
+           "prediction modules beside a head that is tied to the embedding are not built",
+           "mtp_layers: 0", "model.mtp_layers"),
     *_each("other-norms", "priced only",
            "layers are built with two norms (before or after attention and MLP) or four, parallel ones with 1 or 2",
            "norms_per_layer: 2", "model.norms_per_layer"),

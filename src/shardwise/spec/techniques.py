@@ -138,7 +138,7 @@ TECHNIQUES: dict[str, Uses] = {
     "pp": lambda s, t, m: s.pp > 1,
     **{one.name: _schedule(one.name) for one in own_schedules()},
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
-    "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & m.tied_embeddings & _ends_meet(s),
+    "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & (m.tied_embeddings or m.mtp_layers > 0) & _ends_meet(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
     "pp-overlap": lambda s, t, m: (s.pp > 1) & (s.overlap.pp == 1),
     # memory

@@ -47,8 +47,8 @@ def test_a_plan_for_our_engine_hides_nothing_that_it_does_not_hide() -> None:
 def test_a_model_that_is_not_built_is_priced_with_a_note() -> None:
     one = job()
     assert model_note(one) is None
-    other = one.unchecked(model=replace(one.model, mtp_layers=1, published_parameters=None))
-    assert "multi-token prediction is not trained (mtp_layers: 0 would run)" in (model_note(other) or "")
+    other = one.unchecked(model=replace(one.model, norms_per_layer=3, published_parameters=None))
+    assert "(norms_per_layer: 2 would run)" in (model_note(other) or "")
     assert model_note(other.unchecked(stack=stack_from("megatron-core"))) is None
     assert isinstance(plan(Request(other, NARROW)), Plan)
 

@@ -182,6 +182,11 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
 
 
+def ends_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+    """What follows the layers of the last stage: the head, and what prediction modules add to their own layers."""
+    return head_operators(model, shape) + model.mtp_layers * prediction_operators(model, shape)
+
+
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """A multi-token-prediction module apart from its layer: a projection of two states, and the head once more."""
     projection = Operator(OperatorRole.PREDICTION, "product", shape.region_tokens, model.hidden, 2 * model.hidden)

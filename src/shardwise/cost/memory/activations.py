@@ -268,13 +268,14 @@ def head_activation_bytes(job: Job) -> float:
     4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
     keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none,
     but makes the fp32 gradient of the head's weights on the way. Every multi-token-prediction module has a loss of its
-    own.
+    own, keeps the inputs of its two norms, and of the projection that reads both.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
     per_logit = kept_per_logit(job)
     made = 4 * head_weights(job) if job.stack.loss == "pieces" else 0.0
-    return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + made
+    joined = 2 * inputs * job.model.mtp_layers
+    return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + joined + made
 
 
 def kept_per_logit(job: Job) -> float:

@@ -166,9 +166,11 @@ def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, the gradients of the head and of its input.
 
     The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
-    end, when no logits are left. With tensor parallelism the whole head input is beside its gradient.
+    end, when no logits are left. With tensor parallelism the whole head input is beside its gradient. Tokens that
+    prediction modules predict are of the same pieces.
     """
-    weights, tokens, element = head_weights(job), job.microbatch_tokens, job.training.recipe.activation
+    weights, element = head_weights(job), job.training.recipe.activation
+    tokens = job.microbatch_tokens * (1 + job.model.mtp_layers)
     rows = job.model.vocab / job.strategy.tp
     logits = min(tokens, max(1, LOGITS_AT_ONCE // rows)) * rows
     states = tokens * job.model.hidden * element

@@ -11,10 +11,9 @@ from shardwise.cost.compute.operators import (
     LayerShape,
     Operator,
     OperatorKind,
+    ends_operators,
     fully_recomputed_share,
-    head_operators,
     layer_operators,
-    prediction_operators,
     share_run_again,
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
@@ -84,9 +83,7 @@ def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Second
 
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
-        shape = layer_shape(job)
-        after = head_operators(job.model, shape) + job.model.mtp_layers * prediction_operators(job.model, shape)
-        for operator in after:
+        for operator in ends_operators(job.model, layer_shape(job)):
             yield operator, _seconds(job, operator)
 
 

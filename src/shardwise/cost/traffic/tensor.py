@@ -236,10 +236,12 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
         return priced("tp", payload, kind, size, count, topology, strategy.collective)
 
     traffics = []
-    if contents.has_embedding:
-        traffics.append(line(sent_forward(Role.EMBEDDING), reduce, m))
+    # Prediction modules look up tokens of their own, beside the head.
+    lookups = m * (contents.has_embedding + job.model.mtp_layers * contents.has_head)
+    if lookups:
+        traffics.append(line(sent_forward(Role.EMBEDDING), reduce, lookups))
         if strategy.sequence_parallel:
-            traffics.append(line(sent_backward(Role.EMBEDDING_GRADIENT), gather, m))
+            traffics.append(line(sent_backward(Role.EMBEDDING_GRADIENT), gather, lookups))
     if contents.has_head:
         losses = m * (1 + job.model.mtp_layers)
         if strategy.sequence_parallel and job.stack.loss == "pieces":

@@ -188,10 +188,10 @@ def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
         return
     assert head is not None
 
-    def summed_loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        total: Tensor = loss(hidden, head.weight, head.bias, labels)
+    def summed_loss(hidden: Tensor, labels: Tensor, shares: Tensor | None) -> Tensor:
+        total: Tensor = loss(hidden, head.weight, head.bias, labels, shares)
         return total
 
     head.summed_loss = summed_loss
     register_fsdp_forward_method(head, "summed_loss")
-    root.loss_function = lambda hidden, weight, bias, labels: head.summed_loss(hidden, labels)  # type: ignore[assignment]
+    root.loss_function = lambda hidden, weight, bias, labels, shares: head.summed_loss(hidden, labels, shares)  # type: ignore[assignment]

@@ -312,5 +312,5 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon is for the matrices inside the layers; embedding, head and vectors take AdamW."""
-    return parameter.dim() > 1 and "layers." in name and not name.endswith((".bias", "_bias"))
+    """Muon is for the matrices inside the layers; embedding, head, vectors and what joins embeddings take AdamW."""
+    return parameter.dim() > 1 and "layers." in name and not name.endswith((".bias", "_bias", ".joined.weight"))

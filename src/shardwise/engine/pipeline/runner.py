@@ -72,7 +72,10 @@ def splits_backward(schedule: PipelineSchedule) -> bool:
 def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
     """A stage of a `Decoder`: hidden states, or the sum of the loss over the labels that count."""
     labels = batch.labels if last else None
-    known = {"positions": batch.positions, "documents": batch.documents, "most_documents": batch.most_documents}
+    known: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents}
+    known["most_documents"] = batch.most_documents
+    if last and batch.ahead is not None:
+        known["ahead"] = batch.ahead
     output: Tensor = module(inputs, labels, **known)
     return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,13 +20,18 @@ from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, defe
 from shardwise.models import Decoder
 
 
-def keep_stage(decoder: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:
-    """Takes away what belongs to other stages; works without values too (on the meta device)."""
+def keep_stage(decoder: Decoder, layers: Sequence[int], *, first: bool, last: bool) -> Decoder:
+    """Takes away what belongs to other stages; works without values too (on the meta device).
+
+    Prediction modules read the token embedding: their stage keeps one.
+    """
     for index in list(decoder.layers):
         if int(index) not in layers:
             del decoder.layers[index]
     if not first:
-        decoder.embedding = decoder.position_embedding = None
+        decoder.position_embedding = None
+    if not first and max(layers, default=-1) < decoder.model.layers:
+        decoder.embedding = None
     if not last:
         decoder.norm = decoder.head = None
     return decoder

@@ -192,8 +192,11 @@ Place = tuple[nn.Module, str]  # an attribute of a module that holds a function
 
 
 def _norms(layer: nn.Module) -> Iterator[Place]:
-    """Norms of the layer itself: their outputs are what its matmuls read."""
-    return ((one, "forward") for one in layer.children() if "norm" in type(one).__name__.lower())
+    """Norms of the layer itself: their outputs are what its matmuls read. (A prediction module has more around it.)"""
+    children = (
+        (name, one) for name, one in layer.named_children() if name not in ("token_norm", "hidden_norm", "norm")
+    )
+    return ((one, "forward") for _, one in children if "norm" in type(one).__name__.lower())
 
 
 def _attributes(name: str, layer: nn.Module) -> Iterator[Place]:

@@ -89,7 +89,7 @@ class CutHead(nn.Module):
         return join(logits, self.group)[..., : self.slice.vocabulary]
 
 
-Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def cut_loss(
@@ -98,8 +98,10 @@ def cut_loss(
     """The loss function of a model whose head is cut: the same sum on every rank."""
     own, enter = Slice.of(vocabulary, rank, group.size()), gather if sequence_parallel else copy
 
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        return summed_loss(enter(hidden, group), weight, bias, labels, softcap, partial(_entropy, own, group))
+    def loss(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shares: Tensor | None = None
+    ) -> Tensor:
+        return summed_loss(enter(hidden, group), weight, bias, labels, shares, softcap, partial(_entropy, own, group))
 
     return loss
 
@@ -126,6 +128,6 @@ def _entropy(
     sums = torch.stack([exponentials.sum(-1), right])
     with sent("tp", Called.EXPONENTIALS, sums):
         dist.all_reduce(sums, group=group)
-    lost = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
+    lost = (sums[0].log() - sums[1]).where(counts, 0.0)
     gradient = exponentials.div_(sums[0][:, None])
     return lost, lambda: gradient.scatter_add_(1, row[:, None], -inside.to(gradient.dtype)[:, None])

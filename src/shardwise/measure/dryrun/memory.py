@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.engine.torch_private import current_autograd_node, tree_iter
 from shardwise.measure.dryrun.result import PARTS, Bytes, Holder
-from shardwise.models.decoder import Decoder, Layer
+from shardwise.models.decoder import Decoder
+from shardwise.models.layer import Layer
 from shardwise.training.metrics.memory import TensorBytes
 
 # -- Where in a step a rank is: which pass, which stage, which layer ---------------------------------
@@ -29,10 +30,12 @@ class LayerKind(NamedTuple):
     experts: bool = False
     window: bool = False
     recomputed: bool = False
+    predicts: bool = False
 
     @property
     def words(self) -> str:
-        words = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed")
+        words = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed",
+                 self.predicts and "prediction")  # fmt: skip
         return " ".join(word for word in words if word)
 
 

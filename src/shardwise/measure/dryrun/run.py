@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.compute.operators import fully_recomputed_share, head_operators, layer_operators, share_run_again
+from shardwise.cost.compute.operators import ends_operators, fully_recomputed_share, layer_operators, share_run_again
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
@@ -107,7 +107,7 @@ def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, 
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         for one in layer_operators(job.model, shape, moe=moe):
             flops[one.kind] += count * one.flops * one.attended * (3 + share_run_again(job, one, share))
-    for one in head_operators(job.model, shape) if contents.has_head else ():
+    for one in ends_operators(job.model, shape) if contents.has_head else ():
         flops[one.kind] += 3 * one.flops
     return {"products": flops["product"] * job.microbatches, "attention": flops["attention"] * job.microbatches}
 

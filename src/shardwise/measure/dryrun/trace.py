@@ -23,13 +23,13 @@ from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.ranks import coordinate
-from shardwise.layout.stages import stage_layers, stages_of_rank
+from shardwise.layout.stages import built_layers, stages_of_rank
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
 from shardwise.measure.dryrun.extend import Moments, TracedShape
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import Holder, TracedCollective
 from shardwise.measure.dryrun.world import block_kernel, fake_tensors, nothing_moves, posing_as, replaced
-from shardwise.models.decoder import window_of
+from shardwise.models.layer import window_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
@@ -51,21 +51,23 @@ class Trace:
 
 def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
     """All layers of a rank's stages, by kind, and all microbatches."""
-    kinds, layers = layer_kinds(job, pipeline_rank), stage_layers(job)
+    kinds, layers = layer_kinds(job, pipeline_rank), built_layers(job)
     numbers = Counter((stage, kinds[index]) for stage in stages_of_rank(job, pipeline_rank) for index in layers[stage])
     return TracedShape(tuple(numbers.items()), job.microbatches)
 
 
 def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
     """Of the layers of a rank."""
-    stages = [stage_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
+    stages = [built_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
     some = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
     recomputed = recomputed_layers([len(layers) for layers in stages], 0 if some is None else some)
     kinds = {}
     for layers, first in zip(stages, recomputed):
         for number, index in enumerate(layers):
             windowed = window_of(job.model, index) is not None
-            kinds[index] = LayerKind(job.model.is_moe_layer(index), windowed, number < first)
+            predicts = index >= job.model.layers
+            experts = job.model.moe is not None if predicts else job.model.is_moe_layer(index)
+            kinds[index] = LayerKind(experts, windowed, number < first, predicts)
     return kinds
 
 
@@ -149,9 +151,9 @@ def _only_layers(shape: TracedShape, kinds: Mapping[int, LayerKind]) -> Abstract
     """The engine builds only the first layers of every kind."""
 
     def first_layers(job: Job) -> tuple[list[int], ...]:
-        return tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(stage_layers(job)))
+        return tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(built_layers(job)))
 
-    return replaced((engine_module, "stage_layers", first_layers))
+    return replaced((engine_module, "built_layers", first_layers))
 
 
 def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:

@@ -27,15 +27,15 @@ _TO_BF16 = "convert the checkpoint to bf16 first"
 
 
 class Folder:
-    """``model`` is what its config.json describes, without multi-token-prediction modules."""
+    """``model`` is what its config.json describes, with multi-token-prediction modules if they are stored."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         described = model_from_hf_config(self.path)
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        self.naming = Naming.of_config(config, described)
-        self.model: Model = self.naming.model
         self.files = _files_of(self.path)
+        self.naming = Naming.of_config(config, described, self.files)
+        self.model: Model = self.naming.model
         self._opened: dict[str, Any] = {}
         self.naming.check(self.files, str(self.path))
 

@@ -71,6 +71,8 @@ _BOTH_NORMS = {**_OUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"}
 _QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
 
 _DEEPSEEK = {**_ATTENTION, **_LATENT, **_MLP, **_EXPERTS, **_shared("shared_experts")}
+# Beside copies of embedding and head, which are not read.
+_PREDICTION = {"token_norm": "enorm", "hidden_norm": "hnorm", "joined": "eh_proj", "norm": "shared_head.norm"}
 _INTERLEAVED = frozenset({"attention.query", "attention.query_up", "attention.key_value_down"})
 _FREQUENCIES = ("rotary_emb.inv_freq",)
 
@@ -160,7 +162,7 @@ LAYOUTS: dict[str, FamilyLayout] = {
     "deepseek_v2": _layout("DeepseekV2ForCausalLM", _DEEPSEEK, interleaved=_INTERLEAVED),
     "deepseek_v3": _layout(
         "DeepseekV3ForCausalLM",
-        _DEEPSEEK, {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}, interleaved=_INTERLEAVED,
+        _DEEPSEEK, {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}, _PREDICTION, interleaved=_INTERLEAVED,
     ),
     "gpt2": _GPT_2,
     "gpt_neox": _GPT_NEOX,

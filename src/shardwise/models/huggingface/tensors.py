@@ -160,7 +160,7 @@ _OTHER_CONFIG = "use the config.json that belongs to these weights"
 class Naming:
     """What a Hugging Face family calls the tensors of one model; ``config`` is the content of its config.json.
 
-    ``model`` is without multi-token-prediction modules.
+    ``model`` has multi-token-prediction modules where a folder stores them; none are written.
     """
 
     model: Model
@@ -168,10 +168,12 @@ class Naming:
     config: Mapping[str, Any]
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], model: Model | None = None) -> Naming:
-        """Of a config.json; raises SpecError for a family whose weights are not read."""
-        described = model or model_from_hf_config(config)
-        return cls(replace(described, mtp_layers=0), _layout_of(config), config)
+    def of_config(cls, config: Mapping[str, Any], model: Model | None = None, present: Collection[str] = ()) -> Naming:
+        """Of a config.json and the tensors beside it; raises SpecError for a family whose weights are not read."""
+        described, layout = model or model_from_hf_config(config), _layout_of(config)
+        first = layout.layer.format(described.layers) + layout.inside.get("joined", "")
+        modules = described.mtp_layers if f"{first}.weight" in present else 0
+        return cls(replace(described, mtp_layers=modules), layout, config)
 
     @classmethod
     def of_model(cls, model: Model, source: Path | None = None) -> Naming:

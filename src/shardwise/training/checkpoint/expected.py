@@ -15,6 +15,7 @@ from shardwise.engine.optim.updates import STATES
 from shardwise.interop.companions import CONFIG, has_companions
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
+from shardwise.models.prediction import is_of_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -51,6 +52,11 @@ def require_weights(model: Model, source: Path) -> None:
 def _require_huggingface(model: Model, path: Path) -> None:
     folder = open_folder(path)
     theirs: Shapes = {name: place.shape for name, place in folder.naming.places.items()}
+    if model.mtp_layers == 0:  # stored modules may stay behind
+        theirs = {name: shape for name, shape in theirs.items() if not is_of_prediction(name, model)}
+    elif folder.model.mtp_layers != model.mtp_layers:
+        problem = f"{path} stores {folder.model.mtp_layers} prediction modules, the job's model has {model.mtp_layers}"
+        raise SpecError("run.start_from", problem, f"model.mtp_layers: {folder.model.mtp_layers}")
     mine = {key.partition("/")[2]: shape for key, shape in weights_of(model).items()}
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.models import Decoder
 from shardwise.models.huggingface.tensors import Naming, TensorPlace
+from shardwise.models.prediction import is_of_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.full_tensors import LazyTensor
@@ -50,7 +51,11 @@ class Weights:
 
 
 def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
-    """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError."""
+    """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError.
+
+    Prediction modules stay behind: other tools leave them out of the model.
+    """
+    found = {name: one for name, one in found.items() if not is_of_prediction(name, model)}
     model = replace(model, mtp_layers=0)
     with torch.device("meta"):
         decoder = Decoder(model)

@@ -33,7 +33,7 @@ from shardwise.engine.torch_private import (
 )
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
-from shardwise.layout.stages import stage_layers
+from shardwise.layout.stages import built_layers
 from shardwise.spec.run import Profile
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
@@ -186,7 +186,7 @@ class Profiler:
 
     def _record(self, ranges: list[NamedRange], backend: tuple[Flight, ...]) -> RankRecord:
         trainer, job, rank = self.trainer, self.trainer.job, dist.get_rank()
-        layers = stage_layers(job)
+        layers = built_layers(job)
         ranks_per_node = job.cluster.node_devices if job.run.emulate is None else job.run.emulate.ranks_per_node
         return RankRecord(
             rank=rank,
