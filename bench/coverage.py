@@ -46,7 +46,7 @@ def held_times() -> list[Held]:
     """Every row with a time, under a bar that its source had no part in."""
     runs = fitted_runs()
     apart = LeftOut(runs, FITS)
-    fitted = frozenset(fit.device for fit in FITS)
+    fitted = frozenset(device for fit in FITS for device in fit.devices)
     lines = {one.row_id: one for one in residuals() if one.what == "time"}
     names = sorted({run.source.name for run in runs})
     found = []

@@ -48,7 +48,7 @@ def lines(*, quick: bool = False) -> Iterator[Residuals]:
 
 def _line(what: str, run: PublishedRun, job: str, *errors: float) -> Residuals:
     standing = standing_of(run.job)
-    fitted = standing.device in {fit.device for fit in FITS}
+    fitted = standing.device in {device for fit in FITS for device in fit.devices}
     where = (standing.device, standing.kind, standing.stack, standing.devices)
     return Residuals(what, run.row_id, run.source.name, *where, fitted, job, *(round(error, 4) for error in errors))
 

@@ -18,7 +18,7 @@ _GROUPS = {
     **{name: (name,) for name in ("tp", "cp", "ep")},
     "bubble": ("bubble", "pp"),
     **{name: (name,) for name in ("dp", "offload")},
-    "optimizer": ("optimizer", "overhead"),
+    "optimizer": ("optimizer", "overhead", "stragglers"),
 }
 PARTS = tuple(_GROUPS)
 Degrees = tuple[int, int, int, int, int]

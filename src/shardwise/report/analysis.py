@@ -45,6 +45,7 @@ _STEP_WORDS = {
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
     "overhead": "fixed cost of a step",
+    "stragglers": "waiting for the slowest",
 }
 
 

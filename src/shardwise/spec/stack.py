@@ -23,6 +23,7 @@ class Stack(Spec):
     matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
+    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself.
 
     ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last matmul
     is not.
@@ -53,7 +54,7 @@ class Stack(Spec):
     """
 
     name: str = "custom"
-    attention: Literal["unfused", "flash-2", "fused"] = "fused"
+    attention: Literal["unfused", "flash-1", "flash-2", "fused"] = "fused"
     overlap: Overlap = field(default_factory=Overlap)
     tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
     tp_gradients: Literal["beside", "in turn"] = "beside"
@@ -67,6 +68,7 @@ class Stack(Spec):
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
+    routing: Literal["dropless", "capacity"] = "dropless"
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
     gated_activation: Literal["fused", "separate"] = "fused"
     casts: Literal["fused", "transposed", "separate"] = "transposed"
@@ -81,6 +83,7 @@ class Stack(Spec):
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
     per_parameter_shards: bool = False
+    per_parameter_gathers: bool = False
     layers: Literal["torch", "megatron", "transformer engine"] = "torch"
     experts: Literal["grouped", "in turn"] = "grouped"
     deterministic: bool = False

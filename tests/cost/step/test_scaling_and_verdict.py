@@ -53,7 +53,7 @@ def test_weak_scaling_grows_the_batch() -> None:
 def test_perfect_scaling_without_communication_or_bubble() -> None:
     """Data parallelism over a network and a memory so fast that they cost nothing: efficiency 1 both ways."""
     cluster = switched(8, 4, bandwidths=(1e30, 1e30))
-    efficiency = replace(cluster.device.efficiency, step_seconds=0.0)  # nor anything that comes once a step
+    efficiency = replace(cluster.device.efficiency, step_seconds=0.0, device_spread=0.0)  # nor what comes once a step
     device = replace(cluster.device, memory_bandwidth=1e30, efficiency=efficiency)
     case = job(LLAMA, replace(cluster, device=device), dp=32, training={"global_batch": 1024})
     for kind in ("strong", "weak"):

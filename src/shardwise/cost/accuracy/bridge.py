@@ -150,7 +150,7 @@ MEGATRON_BRIDGE = (
     *(Variant(f"DeepSeek-V3, PP {pp}, VP {chunks}", "chunks of 4 layers, the last of 1 and the MTP layer (layout_map)",
               {"model": _DEEPSEEK_V3, "pp": f"^{pp}$", "vpp": f"^{chunks}$"}, strategy={"stage_layers": [4] * 15 + [1]})
       for pp, chunks in ((4, 4), (8, 2), (16, 1))),
-    Variant("GPT-OSS", "every second layer sees 128 keys", {"model": _GPT_OSS},
-            model={"sliding_window": 128, "sliding_window_every": 2}),
+    Variant("GPT-OSS", "biases; every second layer sees 128 keys", {"model": _GPT_OSS},
+            model={"sliding_window": 128, "sliding_window_every": 2, "mlp_bias": True}),
     *_offloads(),
 )  # fmt: skip

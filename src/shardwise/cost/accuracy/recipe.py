@@ -75,7 +75,11 @@ class Source:
     machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
     stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the matmuls
     memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
+    untimed: tuple[Cells, ...] = ()  # rows whose time the host or slow kernels set: only their memory is read
     variants: tuple[Variant, ...] = ()
+
+    def times(self, row: TableRow) -> bool:
+        return not any(matches(cells, row) for cells in self.untimed)
 
     def covers(self, row: TableRow) -> bool:
         return matches({"source": self.pattern, **self.cells}, row)

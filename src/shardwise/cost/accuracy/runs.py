@@ -36,7 +36,7 @@ def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float | N
     A row may report memory alone.
     """
     devices = job.cluster.devices
-    for column in TIME_COLUMNS:
+    for column in TIME_COLUMNS if source.times(row) else ():
         value = row.number(column)
         if not value:
             continue

@@ -102,7 +102,7 @@ _DGXC = (
         {"model": "Grok", "row_id": r"25\.02"},
         model={"vocab": 128_512},
         strategy={"expert_tp": 4},
-        stack={"attention": "flash-2"},
+        stack={"attention": "flash-2", "routing": "capacity"},
     ),
     Variant(
         "Grok-1 of 25.05",
@@ -135,6 +135,12 @@ _PAXML = (
 _MPT = (
     Variant("all", "MPT: tied embeddings, learned positions, biases", {}, model=_GPT3),
     Variant("MP mode PURE", "gradients reduced in bf16", {"notes": "MP mode PURE"}, stack={"gradient_reduce": "bf16"}),
+    Variant(
+        "128 GPUs or more",
+        "FlashAttention 2.4.2 (sweep.py of January 2024)",
+        {"locator": "Large Scale"},
+        stack={"attention": "flash-2"},
+    ),
 )
 _MAXTEXT = (
     Variant("TPU v4", "plain attention of April 2023", {"gpu": "v4"}, stack={"attention": "unfused"}),
@@ -238,7 +244,9 @@ SOURCES = (
     ),
     Source(
         "NVIDIA/Megatron-LM functional tests", "functional_tests", "megatron-tests",
-        "model_config.yaml of each test and argument defaults", vocab=50_257, fp32_gradients=True,
+        "model_config.yaml of each test and argument defaults; the time of small or deterministic models is not read",
+        vocab=50_257, fp32_gradients=True,
+        untimed=({"hidden": r"^\d{1,3}$|^[123]\d{3}$"}, {"notes": "deterministic mode"}),
         variants=MEGATRON_TESTS,
     ),
     Source(
@@ -310,6 +318,10 @@ SET_ASIDE = {
     "titan_t2_3": "early ring attention: kernels at 185 instead of 285 TFLOP/s",
     "titan_atp_5_0": "row-wise FP8 scaling, slower than BF16: another kernel class",
     "titan_atp_5_1": "row-wise FP8 scaling, slower than BF16: another kernel class",
+    "mbridge_26.06.01_DGX-GB200_GPT-OSS-120B_64_MXFP8_1": "the source's footnote: a known regression of this container",
+    "mbridge_25.09_DGX-GB200_DeepSeek-V3-671B_256_FP8_1": "token-drop routing, another algorithm",
+    "mbridge_25.09_DGX-B200_DeepSeek-V3-671B_256_FP8_1": "token-drop routing, another algorithm",
+    "mbridge_26.02.01_DGX-GB300_Llama3-70B_64_MXFP8_2": "VP 1 where 26.02 and 26.04 print VP 5 with the same speed",
 }
 
 

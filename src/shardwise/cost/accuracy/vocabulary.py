@@ -79,6 +79,7 @@ def _of_this_precision(text: str, precision_text: str) -> str:
 def schedule(text: str) -> str | None:
     """The schedule that a cell names."""
     words = re.sub(r" (if|when) .*", "", text.lower()).strip()
+    words = re.sub(r"^zb \(.*\)", "zb-h1", words)  # Primus: "zero-bubble" and "zbb" are the plain one
     if "interleav" in words or words.endswith(("-i", "vpp")):
         return "interleaved"
     squeezed = re.sub(r"[^a-z0-9]", "", words)

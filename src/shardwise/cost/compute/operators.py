@@ -29,6 +29,7 @@ class OperatorRole(Enum):
     ROUTER = "router"
     PERMUTE = "permute"
     EXPERTS = "experts"
+    EXPERT_BIAS = "biases of experts"
     PREDICTION = "prediction projection"
     HEAD = "head"
     LOSS = "loss"
@@ -45,6 +46,7 @@ class LayerShape:
     expert_tp: int = 1
     zigzag_ranks: int = 1  # context ranks whose tokens are split in zig-zag
     context_rank: int = 0  # the one of them whose computation this is
+    local_experts: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Operator:
     backward_bytes: float = 0.0
     kernels: int = 1
     expert: bool = False
+    matrices: float = 1.0  # of a grouped matmul, which divides the rows among them
     wide: bool = False  # stays in 16 bit in every recipe
     split: Split = "none"  # by tensor parallelism
     recomputed_by: str = ""
@@ -175,10 +178,19 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     operators = [
         Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
         Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
-        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True),
+        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True, matrices=shape.local_experts),
         _activation(model, routed * width),
-        Operator(OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True),
+        Operator(
+            OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True, matrices=shape.local_experts
+        ),
     ]
+    if model.mlp_bias:
+        # Megatron-LM's experts.py: the output's bias is weighted and added in fp32, expert by expert (_apply_bias);
+        # biased inputs of the activation are clamped and joined again (weighted_bias_quick_geglu_impl).
+        operators.append(
+            Operator(OperatorRole.EXPERT_BIAS, "traffic", forward_bytes=routed * (28 * model.hidden + 8 * up),
+                     backward_bytes=routed * (36 * model.hidden + 12 * up), kernels=8)
+        )  # fmt: skip
     return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
 
 

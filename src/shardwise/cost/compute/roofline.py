@@ -67,20 +67,24 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     efficiency = device.efficiency
     data_type = recipe.wide if operator.wide else recipe.compute
     rate = device.peak_flops(data_type) * efficiency.gemm_share(data_type)
-    if operator.expert and not stack.fused_moe_mlp:
-        rate *= efficiency.expert_gemm
     rows, columns, inner = operator.rows, operator.columns, operator.inner
+    if operator.expert:
+        rows_of_each = rows / operator.matrices
+        rate *= efficiency.expert_gemm * rows_of_each / (rows_of_each + efficiency.expert_rolloff)
     element = recipe.activation
-    read, written = element * (rows * inner + inner * columns), element * rows * columns
+    weights = operator.matrices * inner * columns
+    read, written = element * (rows * inner + weights), element * rows * columns
     # The weight gradient is accumulated in fp32: read and written, 8 bytes per weight.
-    accumulated = element * rows * (inner + columns) + 8 * inner * columns
+    accumulated = element * rows * (inner + columns) + 8 * weights
     exposed = efficiency.operand_traffic / device.memory_bandwidth
     launch = _launch(device, stack)
 
     def seconds(depth: float, moved: float) -> float:
         return operator.flops / rate * (1 + efficiency.gemm_rolloff / depth) + moved * exposed + launch
 
-    matmuls = Seconds(seconds(inner, read + written), seconds(columns, read + written), seconds(rows, accumulated))
+    matmuls = Seconds(
+        seconds(inner, read + written), seconds(columns, read + written), seconds(rows / operator.matrices, accumulated)
+    )
     if not operator.wide and recipe.compute in ("fp8", "fp4", "int8"):
         matmuls += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
     return matmuls
@@ -94,7 +98,7 @@ def _casts(operator: Operator, stack: Stack) -> Seconds:
     pass for weights and inputs, which are saved in 16 bit, and casts the output's gradient once more transposed
     (torchao float8_linear.py).
     """
-    entering, weights = operator.rows * operator.inner, operator.inner * operator.columns
+    entering, weights = operator.rows * operator.inner, operator.matrices * operator.inner * operator.columns
     leaving = operator.rows * operator.columns
     if stack.casts == "separate":
         return Seconds(5 * (entering + weights), 5 * (leaving + weights), 3 * leaving + 5 * entering)
@@ -108,7 +112,11 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
         return _stored_scores_attention(operator, device, recipe, stack)
     scores = operator.rows * operator.columns * operator.heads
     flops = (operator.flops + efficiency.score_flops * scores) * operator.attended
-    older = efficiency.older_attention if stack.attention == "flash-2" else 1.0
+    older = 1.0 if stack.attention == "fused" else efficiency.older_attention
+    # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel of the first (arXiv 2307.08691, section 4.1).
+    older /= 1.9 if stack.attention == "flash-1" else 1.0
+    features = operator.inner / operator.heads / 2
+    older *= (1 + efficiency.exponential_flops / 512) / (1 + efficiency.exponential_flops / (4 * features))
     launch = _launch(device, stack)
     # The backward kernel has five matmuls where the forward one has two (Dao 2023, arXiv 2307.08691).
     return Seconds(
@@ -142,12 +150,16 @@ def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     memory = device.memory_bandwidth * efficiency.memory * 2 / recipe.activation
     passes = 1.0
     if operator.role is OperatorRole.PERMUTE:
-        passes = 1.0 if stack.fused_permute else 3.0
+        passes = 1.0 if stack.fused_permute else efficiency.routing_traffic
+    elif operator.role is OperatorRole.EXPERT_BIAS:
+        passes = 0.0 if stack.fused_moe_mlp else 1.0
     elif stack.elementwise == "eager":
         passes = _EAGER_PASSES.get(operator.role, 1.0)
     elif stack.elementwise == "fused" and operator.role is not OperatorRole.LOSS:
         passes = efficiency.elementwise_traffic
     launch = operator.kernels * _launch(device, stack)
+    if operator.role is OperatorRole.PERMUTE and stack.routing == "dropless" and stack.cuda_graphs != "full":
+        launch += efficiency.routing_seconds
     return Seconds(
         passes * operator.forward_bytes / memory + launch, passes * operator.backward_bytes / memory + launch
     )

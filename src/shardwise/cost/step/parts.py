@@ -16,7 +16,20 @@ from shardwise.spec.job import Job
 COMPUTE = ("products", "attention", "memory-bound", "launches")
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp", "offload")
 _KINDS: dict[str, OperatorKind] = {"products": "product", "attention": "attention", "memory-bound": "traffic"}
-STEP_PARTS = (*COMPUTE, "recompute", "tp", "cp", "ep", "bubble", "pp", "dp", "offload", "optimizer", "overhead")
+STEP_PARTS = (
+    *COMPUTE,
+    "recompute",
+    "tp",
+    "cp",
+    "ep",
+    "bubble",
+    "pp",
+    "dp",
+    "offload",
+    "optimizer",
+    "overhead",
+    "stragglers",
+)
 
 
 def step_parts(step: SimulatedStep) -> dict[str, float]:
@@ -34,6 +47,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     update = float(optimizer_seconds(job, prediction.last.contents, sharding_of(job.strategy)))
     parts["bubble"] = _beyond_rounding(step.pipeline_seconds - work - step.message_seconds, step.pipeline_seconds)
     parts |= {"optimizer": update - overhead, "overhead": overhead}
+    parts["stragglers"] = prediction.straggler_seconds(prediction.last)
     return {name: parts[name] for name in STEP_PARTS}
 
 

@@ -14,6 +14,7 @@ from shardwise.collectives.arrays import select
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
+from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.traffic.execution import executed, step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
@@ -99,6 +100,12 @@ class RankPrediction:
         return float(self.passes.total)
 
     @property
+    def layers_seconds(self) -> float:
+        """All microbatches of a step through its layers: computation and exposed communication."""
+        exposed = sum(traffic.exposed_seconds for traffic in self.traffics if traffic.in_layer)
+        return self.microbatches * float(self.compute.forward + self.compute.backward) + exposed
+
+    @property
     def message_seconds(self) -> float:
         """One message to a neighbouring stage."""
         messages = [t for t in self.traffics if t.dimension == "pp" and t.fixed_exposed_seconds is not None]
@@ -140,12 +147,18 @@ class Prediction:
 
     @property
     def tail_seconds(self) -> float:
-        """Before and after the microbatches: exposed reductions and gathers, optimizer, step overhead."""
+        """Besides the microbatches: exposed reductions and gathers, optimizer, step overhead, stragglers."""
         return self._once_a_step(self.last)
+
+    def straggler_seconds(self, rank: RankPrediction) -> float:
+        """What devices like this one wait for slower ones."""
+        once = sharding_of(self.job.strategy).gathers_once
+        return waiting_share(self.job.cluster, self.job.stack, gathers_once=once) * rank.layers_seconds
 
     def _once_a_step(self, rank: RankPrediction) -> float:
         update = float(optimizer_seconds(self.job, rank.contents, sharding_of(self.job.strategy)))
-        return sum(rank.exposed(name) for name in _PER_STEP) + rank.once_seconds + update
+        exposed = sum(rank.exposed(name) for name in _PER_STEP)
+        return exposed + rank.once_seconds + update + self.straggler_seconds(rank)
 
     @property
     def step_seconds(self) -> float:

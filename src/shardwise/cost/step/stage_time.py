@@ -37,7 +37,9 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     zigzag = strategy.cp if strategy.context_method != "ulysses" else 1
     rank = zigzag - 1 if context_rank is None or zigzag == 1 else context_rank
-    return LayerShape(tokens, region, job.training.seq, strategy.tp, strategy.expert_tensor_parallel, zigzag, rank)
+    experts = job.model.moe.experts / strategy.ep if job.model.moe else 1.0
+    shards = strategy.expert_tensor_parallel
+    return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts)
 
 
 def _seconds(job: Job, operator: Operator) -> Seconds:

@@ -26,7 +26,7 @@ WORTH_A_CHANGE = 0.01  # of the predicted step
 _GROUPS = {
     "arithmetic": ("products", "attention", "recompute"),
     "memory-bound": ("memory-bound",),
-    "fixed": ("launches", "overhead"),
+    "fixed": ("launches", "overhead", "stragglers"),
     "optimizer": ("optimizer",),
     "bubble": ("bubble",),
     **{name: (name,) for name in COMMUNICATION},

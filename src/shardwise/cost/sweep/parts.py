@@ -209,7 +209,7 @@ class PartBook:
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
         # Context ranks see unequal parts of a sliding window, and equal parts of everything else.
         windowed = base.cp if method and not exchanged and self.job.model.sliding_window is not None else 1
-        timed = (*common, exchanged, windowed)
+        timed = (*common, exchanged, windowed, base.ep)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
         lines: dict[LineKey, PartLine] = {}

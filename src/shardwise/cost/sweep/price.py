@@ -12,6 +12,7 @@ from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.stage_time import optimizer_seconds
+from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.parts import PartBook
@@ -297,8 +298,11 @@ class _Batch:
         """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits."""
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths)
-        hidden = hidden_across_layers(transfers, *ranks.windows(part))
-        tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths)
+        lasting, busy = ranks.windows(part)
+        hidden = hidden_across_layers(transfers, lasting, busy)
+        slower = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
+        layers = lasting["forward"] + lasting["backward"]
+        tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths) + slower * layers
         return added_seconds(transfers, hidden, tail), {which: waiting(transfers, hidden, which) for which in PASSES}
 
     def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.traffic.network import exchanging, spanned
+from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.groups import group_runs
@@ -71,7 +71,6 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     If there are fewer key-value heads than ranks, they are repeated until every rank has one.
     """
     model, strategy = job.model, job.strategy
-    topology = exchanging(topology, job.cluster)
     heads = model.heads / strategy.tp
     kv_heads = min(max(key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp), heads)
     features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)

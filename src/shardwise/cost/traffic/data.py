@@ -124,12 +124,18 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     )
 
 
+_PARAMETERS_OF_A_LAYER = 12  # weight and bias of four matmuls and two norms, as in GPT-3
+
+
 def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
     """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other.
 
-    They are layers; where the strategy has a size for its buckets, as many layers together as fill one.
+    They are layers; where the strategy has a size for its buckets, as many layers together as fill one; where the stack
+    gathers every parameter by itself, the weights and biases of matmuls and norms.
     """
     layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
+    if job.stack.per_parameter_gathers:
+        return layers * _PARAMETERS_OF_A_LAYER, moe_layers
     bucket, weight = job.strategy.bucket, job.training.recipe.weight
     if bucket is None:
         return layers, moe_layers

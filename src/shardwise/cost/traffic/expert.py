@@ -12,7 +12,7 @@ from math import prod
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import fully_recomputed_share
-from shardwise.cost.traffic.network import exchanging, level_names, spanned
+from shardwise.cost.traffic.network import level_names, spanned
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.groups import expert_runs
@@ -29,7 +29,6 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
     if topology is None:
         return []
-    topology = exchanging(topology, job.cluster)
     # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them to every rank
     # that splits an expert.
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)

@@ -60,19 +60,6 @@ def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology
     return replace(network(cluster), levels=tuple(levels), straddles=straddles)
 
 
-def exchanging(topology: Topology, cluster: Cluster) -> Topology:
-    """The same network for an exchange of expert tokens or heads, with its own efficiency on the innermost level.
-
-    Many small pieces to every peer reach less bandwidth than a ring does (see `Efficiency`).
-    """
-    share = cluster.device.efficiency.exchange
-    inner = cluster.levels[0].name
-    levels = tuple(
-        replace(level, efficiency=share, ramp_bytes=0.0) if level.name == inner else level for level in topology.levels
-    )
-    return replace(topology, levels=levels)
-
-
 def level_names(topology: Topology) -> str:
     """The network levels of a group, for a table: "nvlink 8 · infiniband 4"; about, where its parts are unequal."""
     names = " · ".join(f"{level.name} {_width(level)}" for level in topology.levels)

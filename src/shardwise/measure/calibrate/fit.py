@@ -113,7 +113,9 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         device = replace(base, driver_memory=max(0.0, base.memory - one.memory_bytes))
     else:
         device = replace(base, memory_bandwidth=copied, memory=float(one.memory_bytes), driver_memory=0.0)
-    device = replace(device, efficiency=replace(NOTHING, memory=memory_share))
+    # What one machine cannot show: how unequal many are, and what mixtures of experts wait for.
+    unseen = {name: getattr(base.efficiency, name) for name in ("routing_seconds", "device_spread", "layer_jitter")}
+    device = replace(device, efficiency=replace(NOTHING, memory=memory_share, **unseen))
     residuals = []
     for data_type in dict.fromkeys(matmul.data_type for matmul in one.matmuls):
         chosen = [matmul for matmul in one.matmuls if matmul.data_type == data_type]
