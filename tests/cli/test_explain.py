@@ -46,3 +46,27 @@ def test_mfu_says_of_which_peak() -> None:
         text = run("explain", "mfu", *job.split(), "--precision", precision).out
         assert f"MFU, of the {data_type} peak" in text
         assert f"peak of one device, {data_type}" in text
+
+
+SWITCH = ("--topology", "switch", "--bandwidth", "50GB/s", "--latency", "5us")
+ON_ONE_SWITCH = {
+    "ulysses": ("llama3-8b", "cp", ("--cp", "8", "--context-method", "ulysses", "--batch", "8")),
+    "experts": ("tiny-moe", "ep", ("--ep", "8", "--batch", "8")),
+    "tensors": ("llama3-8b", "tp", ("--tp", "8", "--batch", "8")),
+    "zero": ("llama3-8b", "dp", ("--dp", "8", "--zero", "3", "--batch", "8")),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE_SWITCH)
+def test_analyze_prints_what_explain_says_of_the_same_collective(name: str) -> None:
+    """On bare numbers: the same bytes, ranks and algorithm take the same seconds."""
+    model, dimension, flags = ON_ONE_SWITCH[name]
+    found = run_json("analyze", "--model", model, *SWITCH, "--gpus", "8", "--seq", "4096", *flags)
+    lines = found["dimensions"][dimension]["collectives"]
+    assert lines
+    for line in lines:
+        asked = ("--n", "8", "--size", repr(line["size_bytes"]), "--algorithm", line["algorithm"])
+        told = run_json("explain", line["kind"], *SWITCH, *asked)
+        values = {one["what"]: one for one in told["result"]}
+        assert line["seconds"] == pytest.approx(line["count"] * values["total"]["seconds"])
+        assert line["bytes_sent"] == pytest.approx(line["count"] * values["bytes the busiest rank sends"]["bytes"])
