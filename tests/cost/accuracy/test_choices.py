@@ -10,7 +10,8 @@ import pytest
 from shardwise.cost.accuracy.choices import choice_summary, choices, layouts_of_jobs, rank_correlation, same_job
 from shardwise.cost.accuracy.runs import read_runs
 
-RUNS = list(read_runs(Path(__file__).parents[3] / "validation" / "training_runs.csv"))
+TABLES = Path(__file__).parents[3] / "validation"
+RUNS = list(read_runs(TABLES / "training_runs.csv"))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,16 @@ def test_layouts_of_one_job_differ_in_the_strategy_alone() -> None:
         assert len({run.source.name for run in own}) == 1
         strategies = [run.job.strategy for run in own]
         assert all(one != other for one, other in pairwise(strategies))
+
+
+def test_another_release_or_another_machine_is_another_job() -> None:
+    """Grok-1 of two releases on 512 H100; 1024B on one slice of 2,048 TPU v5p and on two slices of 1,024."""
+    second = {run.row_id: run for run in read_runs(TABLES / "training_runs_2.csv")}
+    for one, other in (
+        ("dgxc_25.02_Grok1-314B_H100_512_BF16", "dgxc_25.05.02_Grok1-314B_H100_512_BF16"),
+        ("maxtext_TPU-v5p_1024B_1xv5p-4096", "maxtext_TPU-v5p_1024B_2xv5p-2048"),
+    ):
+        assert same_job(second[one]) == same_job(second[one]) != same_job(second[other])
 
 
 def test_regret_is_what_the_wrong_choice_costs() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.cost.accuracy.recipe import release
 from shardwise.cost.accuracy.runs import PublishedRun
 
 
@@ -32,18 +33,15 @@ class LayoutChoice:
 
 
 def same_job(run: PublishedRun) -> Hashable:
-    """What two rows share that differ in the strategy alone; the rows of another container ran other software."""
-    job, locator = run.job, run.row.text("locator")
-    release = (run.row.text("source"), locator if "container" in locator else "")
-    return (
-        job.cluster.device.name,
-        job.cluster.devices,
-        job.model,
-        job.training,
-        job.sequences,
-        job.stack.name,
-        release,
-    )
+    """What two rows share that differ in the strategy alone.
+
+    The rows of another release ran other software; two slices joined by a data centre's network are another machine
+    than one.
+    """
+    job = run.job
+    software = (run.row.text("source"), release(run.row), job.stack.name)
+    machine = (job.cluster.device.name, job.cluster.devices, job.cluster.levels)
+    return (*machine, job.model, job.training, job.sequences, software)
 
 
 def layouts_of_jobs(runs: Iterable[PublishedRun]) -> list[list[PublishedRun]]:

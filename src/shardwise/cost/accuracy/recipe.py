@@ -34,7 +34,7 @@ class Variant:
     stack: Mapping[str, Any] = field(default_factory=dict)
 
     def applies(self, row: TableRow) -> bool:
-        return self.since <= _container(row) <= self.until and matches(self.cells, row)
+        return self.since <= release(row) <= self.until and matches(self.cells, row)
 
     def on(self, stack: Stack) -> Stack:
         """The stack with what this variant sets; overlap is changed dimension by dimension."""
@@ -44,7 +44,7 @@ class Variant:
         return replace(stack, **changes)
 
 
-def _container(row: TableRow) -> str:
+def release(row: TableRow) -> str:
     """The release that a row names, like "26.06" or "26.06.01"; one that names none is older than any."""
     found = re.search(r"(?<![\d.])2\d\.[01]\d(\.\d\d)?(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
     return found[0] if found else ""
