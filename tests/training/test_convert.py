@@ -26,6 +26,7 @@ from shardwise.spec.files import dump_yaml
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.sources import open_weights
+from shardwise.training.convert.weights import complete
 from shardwise.training.convert.write import write_file
 from shardwise.training.start import start_from
 from training.foreign_folders import write_deepspeed, write_megatron
@@ -129,6 +130,14 @@ def test_a_run_of_another_layout_starts_from_what_was_converted(tmp_path: Path) 
         for name, tensor in expected.items():
             kind = "buffer" if name.endswith("router.bias") else "weight"
             assert np.array_equal(found[f"{kind}/{name}"], tensor.numpy()), name
+
+
+def test_prediction_modules_stay_behind() -> None:
+    """Of a checkpoint that has trained some."""
+    model = replace(DENSE, mtp_layers=1)
+    stored = {name: LazyTensor(tuple(one.shape), one.dtype, one.clone) for name, one in tensors_of(model).items()}
+    found = complete(model, stored, "here")
+    assert found.model.mtp_layers == 0 and found.tensors.keys() == tensors_of(DENSE).keys() < stored.keys()
 
 
 def test_one_file_under_both_names(tmp_path: Path) -> None:

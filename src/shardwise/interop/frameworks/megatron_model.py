@@ -133,6 +133,7 @@ def compose(job: Job) -> Settings:
         "--untie-embeddings-and-output-weights": not model.tied_embeddings or None,
         "--qk-layernorm": model.qk_norm or None,
         "--mtp-num-layers": model.mtp_layers or None,
+        "--mtp-loss-scaling-factor": model.numerics.prediction_loss if model.mtp_layers else None,
     }
     if not (model.qkv_bias and model.attention_out_bias and model.mlp_bias):
         settings["--disable-bias-linear"] = True
@@ -212,6 +213,8 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
         reading, latent="mla.kv_rank" in shape, gelu=shape["activation"] == "gelu", biased=biased,
         experts=bool(reading.integer("--num-experts")),
     ))  # fmt: skip
+    if shape["mtp_layers"]:
+        shape["numerics.prediction_loss"] = reading.number("--mtp-loss-scaling-factor", 0.1)
     fields.update({f"model.{name}": value for name, value in shape.items()})
     _read_experts(reading, fields, layers, shape["ffn"])
 
