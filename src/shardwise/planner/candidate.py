@@ -18,7 +18,8 @@ _GROUPS = {
     **{name: (name,) for name in ("tp", "cp", "ep")},
     "bubble": ("bubble", "pp"),
     **{name: (name,) for name in ("dp", "offload")},
-    "optimizer": ("optimizer", "overhead", "stragglers"),
+    "optimizer": ("optimizer", "overhead"),
+    "stragglers": ("stragglers",),
 }
 PARTS = tuple(_GROUPS)
 Degrees = tuple[int, int, int, int, int]

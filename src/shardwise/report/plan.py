@@ -56,6 +56,7 @@ _WORDS = {
     **{name: f"{words}, exposed" for name, words in DIMENSIONS.items()},
     "bubble": "pipeline bubble and messages",
     "optimizer": "optimizer and step overhead",
+    "stragglers": "waiting for the slowest",
 }
 
 

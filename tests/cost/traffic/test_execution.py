@@ -40,7 +40,7 @@ def tensor_lines(case: Job) -> dict[str, Traffic]:
 def test_backward_collectives_run_beside_the_product_that_does_not_need_them() -> None:
     beside, in_turn = (tensor_lines(job(stack, tp=8)) for stack in ("simumax", "torchtitan"))
     for what in ("input gradients, backward", "saved inputs, backward"):
-        assert beside[what].exposed_seconds < 0.3 * beside[what].seconds
+        assert beside[what].exposed_seconds < 0.4 * beside[what].seconds
         assert in_turn[what].exposed_seconds == in_turn[what].seconds
     for what in ("inputs, forward", "outputs, forward", "output gradients, backward"):
         assert beside[what].exposed_seconds == beside[what].seconds

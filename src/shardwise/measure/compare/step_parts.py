@@ -164,6 +164,7 @@ def predicted(job: Job) -> Predicted:
     price = candidate(job)
     parts = dict(price.parts)
     parts["compute"] += parts.pop("recompute")
+    parts[LATE] = parts.pop("stragglers")
     messages = step_parts(price)["pp"]
     parts["pp"], parts["bubble"] = messages, parts["bubble"] - messages
     hidden: dict[str, float] = defaultdict(float)
