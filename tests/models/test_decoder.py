@@ -20,7 +20,7 @@ from shardwise.spec.parameters import parameter_count
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 EVERY_SHAPE = pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-REFUSED = {"bert-large", "deepseek-v3", "gpt-oss-120b", "gpt-oss-20b"}
+REFUSED = {"bert-large", "gpt-oss-120b", "gpt-oss-20b"}
 
 
 def some_labels() -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_a_model_of_the_catalogue_is_built_with_its_parameters_or_refused(entry:
             Decoder(model)
         assert "\n" not in str(caught.value) and entry in str(caught.value) and caught.value.remedy
         return
-    few = replace(model, layers=min(model.layers, 4))
+    few = replace(model, layers=min(model.layers, 4), mtp_layers=0)  # prediction modules are counted apart
     with torch.device("meta"):
         decoder = Decoder(few)
     held = sum(parameter.numel() for parameter in decoder.parameters())

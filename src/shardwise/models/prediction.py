@@ -44,7 +44,7 @@ class PredictionLayer(Layer):
 def is_of_prediction(name: str, model: Model) -> bool:
     """Whether a tensor of a `Decoder`, by its name there, belongs to a prediction module."""
     part, _, rest = name.partition(".")
-    return part == "layers" and int(rest.partition(".")[0]) >= model.layers
+    return part == "layers" and model.layers <= int(rest.partition(".")[0]) < model.layers + model.mtp_layers
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _require_huggingface(model: Model, path: Path) -> None:
     folder = open_folder(path)
     theirs: Shapes = {name: place.shape for name, place in folder.naming.places.items()}
     if model.mtp_layers == 0:  # stored modules may stay behind
-        theirs = {name: shape for name, shape in theirs.items() if not is_of_prediction(name, model)}
+        theirs = {name: shape for name, shape in theirs.items() if not is_of_prediction(name, folder.model)}
     elif folder.model.mtp_layers != model.mtp_layers:
         problem = f"{path} stores {folder.model.mtp_layers} prediction modules, the job's model has {model.mtp_layers}"
         raise SpecError("run.start_from", problem, f"model.mtp_layers: {folder.model.mtp_layers}")
