@@ -18,6 +18,7 @@ from shardwise.engine.context.apply import apply_attention, apply_context
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.experts.loads import update_balance
+from shardwise.engine.graphs import StepGraphs
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.parameters import initialise_parts, materialise
@@ -59,6 +60,10 @@ class Engine(Trainer[Batch]):
         initialise_parts(stages.values(), job.model, seed)
         super().__init__(job, place, mesh, stages, tied, data, call_decoder, DECODER)
         self.mixtures = [one for stage in stages.values() for one in stage.modules() if isinstance(one, MoELayer)]
+        self.graphs = StepGraphs(job, super().step, self.optimizer.param_groups, self._end_step)
+
+    def step(self, batch: Batch, *, loss_limit: Tensor | float | None = None) -> StepResult:
+        return self.graphs(batch, loss_limit=loss_limit)
 
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         self.require_rows(batch.tokens.shape[0], exactly=True)

@@ -93,7 +93,7 @@ class Trainer(ABC, Generic[Given]):
         if self.store is not None and offload.activations:
             offload_activations(list(stages.values()), patterns, self.store, offload.activations)
 
-    def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
+    def step(self, batch: Given, *, loss_limit: Tensor | float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
 
         A step whose loss is above ``loss_limit`` is skipped.

@@ -59,7 +59,7 @@ def summed_loss(
 def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     scores = logits.log_softmax(-1, dtype=torch.float32)
     row = labels.clamp(min=0)[:, None]
-    lost = -torch.where(labels != IGNORED, scores.gather(1, row)[:, 0], 0.0)
+    lost = -scores.gather(1, row)[:, 0].masked_fill(labels == IGNORED, 0.0)
     # The probabilities, less one at the label.
     return lost, lambda: scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
 

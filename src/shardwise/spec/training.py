@@ -129,7 +129,8 @@ class Training(Spec):
     """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal).
 
     Left out, it is one microbatch for every data-parallel rank. ``compile`` is how the engine runs the layers, by
-    `torch.compile`; no price depends on it.
+    `torch.compile`, and ``graphs`` whether it launches a step as one CUDA graph ("auto": where that is possible); no
+    price depends on them.
     """
 
     global_batch: int | str | None = None
@@ -139,6 +140,7 @@ class Training(Spec):
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
     compile: bool = False
+    graphs: Literal["auto", True, False] = "auto"
     optimization: Optimization = Optimization()
     tokens: int | None = count(None, maximum=10**18)
     checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})

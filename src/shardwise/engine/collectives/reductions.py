@@ -82,6 +82,8 @@ def all_reduce_sum(
     tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False, *, in_fp32: bool = False
 ) -> Pending | None:
     """``tensor`` becomes the sum over all ranks, with the same bits on each of them; ``in_fp32`` as above."""
+    if group.size() == 1:
+        return Completion() if async_op else None
     if tensor.dtype not in NARROW or not _is_ours(group, tensor, in_fp32):
         work: Pending | None = dist.all_reduce(tensor, group=group, async_op=async_op)
         return work

@@ -91,8 +91,9 @@ def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
     if not mixtures:
         return
     totals = torch.stack([one.load for one in mixtures]).round().long()
-    with sent("ep", Called.STEP_LOADS, totals):
-        dist.all_reduce(totals, group=mesh.group("stage"))
+    if mesh.size("stage") > 1:
+        with sent("ep", Called.STEP_LOADS, totals):
+            dist.all_reduce(totals, group=mesh.group("stage"))
     if not mesh.strategy.sequence_parallel:
         totals //= mesh.size("tp")  # each of these has counted the same tokens
     for mixture, total in zip(mixtures, totals):

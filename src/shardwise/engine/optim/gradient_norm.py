@@ -51,12 +51,14 @@ class GradientNorm:
                 each = each + torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(each)
             total = (each * each * self.weights).sum() if len(gradients) else self.zero.clone()
             if refused is not None:
-                total = total + torch.where(refused, REFUSED, self.zero)
+                # Not `torch.where` with a number: it would be copied to the device, and the host would wait.
+                total = total + self.zero.masked_fill(refused, REFUSED)
             group = self.group or dist.group.WORLD  # None without processes
             if group is not None:
                 with sent("world", Called.GRADIENT_NORM, total):
                     all_reduce_sum(total, group)
-            return total.sqrt() if refused is None else torch.where(total == REFUSED, REFUSED, total.sqrt())
+            norm = total.sqrt()
+            return norm if refused is None else norm.masked_fill(total == REFUSED, REFUSED)
 
 
 def clip_factor(norm: Tensor, maximum: float) -> Tensor:

@@ -62,13 +62,13 @@ class LossScaler:
             return
         bad = bad.to(torch.bool)
         patience = torch.where(bad, self.patience - 1, self.patience)
-        good = torch.where(bad, 0, self.good + 1)
+        good = (self.good + 1).masked_fill(bad, 0)  # `torch.where` with a number would make the host wait
         lower, higher = patience <= 0, good >= self.scaling.window
         halved = (self.scale / 2).clamp(min=self.scaling.minimum)
         self.scale.copy_(torch.where(lower, halved, torch.where(higher, self.scale * 2, self.scale)))
         changed = lower | higher
-        self.patience.copy_(torch.where(changed, self.scaling.hysteresis, patience))
-        self.good.copy_(torch.where(higher, 0, good))
+        self.patience.copy_(patience.masked_fill(changed, self.scaling.hysteresis))
+        self.good.copy_(good.masked_fill(higher, 0))
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "good": self.good, "patience": self.patience}

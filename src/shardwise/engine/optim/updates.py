@@ -30,12 +30,13 @@ class Update:
     """One step of a group of parameters.
 
     ``step`` is its number; gradients are divided by ``divisor``, and nothing moves if ``bad`` is 1. All three are
-    scalars on the device of the tensors. With ``learnt_steps`` AdamW's second moments are frozen after so many steps.
+    scalars on the device of the tensors; in a recorded step the learning rate is one too. With ``learnt_steps`` AdamW's
+    second moments are frozen after so many steps.
     """
 
     kind: str
     settings: Optimization
-    learning_rate: float
+    learning_rate: float | Tensor
     weight_decay: float
     step: Tensor
     bad: Tensor | None

@@ -110,7 +110,7 @@ def step_job(shape: StepShape, precision: str, device: Device | None = None) -> 
     cluster: Cluster = cluster_from("laptop:1")
     if device is not None:
         cluster = replace(cluster, device=device)
-    training = Training(global_batch=shape.sequences, seq=shape.seq, precision=precision)  # type: ignore[arg-type]
+    training = Training(global_batch=shape.sequences, seq=shape.seq, precision=precision, graphs=False)  # type: ignore[arg-type]
     return Job(
         model=model, cluster=cluster, strategy=Strategy(dp=1, microbatch=shape.sequences), training=training
     )  # fmt: skip

@@ -141,14 +141,22 @@ Result = TypeVar("Result")
 
 @contextmanager
 def tensors_counted() -> Iterator[TensorBytes]:
-    """Counts the bytes in all tensors of this process, existing ones included; slows every operator."""
+    """Counts the bytes in all tensors of this process, existing ones included; slows every operator.
+
+    Compiled functions run as they are written meanwhile: the compiler cannot follow the counting.
+    """
     memory = TensorBytes()
     gc.unfreeze()  # frozen objects are not listed
-    memory.watch([one for one in gc.get_objects() if issubclass(type(one), Tensor) and not is_wrapper(type(one))])
+    memory.watch([one for one in gc.get_objects() if issubclass(type(one), Tensor) and _holds_memory(one)])
     gc.freeze()
     memory.reset_peak()
-    with memory:
+    with torch.compiler.set_stance("force_eager"), memory:
         yield memory
+
+
+def _holds_memory(tensor: Tensor) -> bool:
+    """Not those that wrap others, nor those that stand for a shape: the compiler keeps some."""
+    return not is_wrapper(type(tensor)) and type(tensor).__name__ != "FakeTensor" and not tensor.is_meta
 
 
 def peak_during(device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:

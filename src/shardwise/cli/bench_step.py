@@ -1,0 +1,63 @@
+"""`shardwise bench step`: one training step on this machine's device, beside its prediction."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.output import add_output_arguments, show
+from shardwise.launch.torchrun import Started, started
+from shardwise.report.progress import status
+from shardwise.spec.errors import SpecError
+
+STEPS, WARMUP = 10, 5
+_EXAMPLE = """
+shardwise bench step --model tiny --batch 4 --microbatch 4 --seq 128 --precision fp32 --steps 5
+shardwise bench step --model gpt2 --batch 8 --microbatch 8 --seq 1024 --compile --json
+torchrun --nproc-per-node 8 -m shardwise bench step --model llama3-8b --cluster dgx-h100:1 --zero 3 --batch 8 --seq 8192
+"""
+_DOES = """Trains a model for a few steps on random tokens, as `train` would, and prints the time of a step, tokens/s,
+MFU and memory beside what the planner predicts. Without --cluster the device is this machine's GPU, or its CPU."""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("bench step", _DOES, _EXAMPLE)
+    add_job_arguments(parser)
+    parser.add_argument("--compile", action="store_true", help="compile every layer (training.compile)")
+    parser.add_argument("--graphs", choices=("auto", "true", "false"), help="one CUDA graph per step (training.graphs)")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"timed steps (default {STEPS})")
+    parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before (default {WARMUP})")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default 0)")
+    add_output_arguments(parser)
+    parsed = parser.parse(arguments)
+    for name in ("steps", "warmup"):
+        if getattr(parsed, name) < 1:
+            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    require_torch("bench")
+    from shardwise.measure.step import measure_step, require_measurable
+    from shardwise.report.step_bench import step_data, step_page
+
+    here = started()
+    _complete(parsed, here)
+    job = job_from(parsed, runs_here=True)
+    require_measurable(job, here)
+    quiet = parsed.json or (here is not None and here.rank > 0)
+    with status("starting", quiet=quiet) as update:
+        found = measure_step(
+            job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, on_progress=update
+        )  # fmt: skip
+    if here is None or here.rank == 0:
+        show(parsed, lambda: step_page(found), lambda: step_data(found))
+    return 0
+
+
+def _complete(parsed: Namespace, here: Started | None) -> None:
+    """This machine's devices where no cluster is given, and the compiler's switch as a field of the job."""
+    from shardwise.measure.step import cluster_name_here, device_type_here
+
+    parsed.set += ["training.compile=true"] if parsed.compile else []
+    parsed.set += [f"training.graphs={parsed.graphs}"] if parsed.graphs else []
+    if parsed.job is None and parsed.cluster is None and parsed.topology is None:
+        parsed.cluster = cluster_name_here(device_type_here())
+        parsed.gpus = parsed.gpus or (1 if here is None else here.world)

@@ -1,0 +1,169 @@
+"""A whole training step as one CUDA graph: recorded once for each shape of batch, then launched by one call.
+
+A step of a small model is a thousand kernels of a few microseconds, which the host launches more slowly than the device
+runs them. A graph runs the same kernels on the same memory again, so what changes from step to step has to be a tensor:
+tokens, learning rates and the limit of the loss are copied in before; the optimizer's step number and the scale of the
+loss are on the device anyway.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.torch_private import foreach_copy_, profiler_enabled
+from shardwise.engine.trainer import StepResult
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.units import readable_bytes
+
+_logger = logging.getLogger("shardwise.engine")
+
+WARM_STEPS = 2  # before a step is recorded: kernels are compiled and chosen, workspaces allocated
+MOST_GRAPHS = 4  # rows of packed documents have a shape for each power of two
+USABLE = 0.95  # of a device's memory
+
+
+class PlainStep(Protocol):
+    """A step as it is written."""
+
+    def __call__(self, batch: Batch, *, loss_limit: Tensor | float | None) -> StepResult: ...
+
+
+def why_not_recorded(job: Job, device: torch.device) -> str | None:
+    """Why the steps of a job cannot be recorded, as far as that is known before the first; None if they can."""
+    if job.training.graphs is False:
+        return "training.graphs is false"
+    if device.type != "cuda":
+        return f"a {device.type.upper()} has none"
+    if job.strategy.world > 1:
+        return "the host starts the exchanges of several processes"
+    if job.strategy.offload.any or "optimizer" in job.run.automatic:
+        return "the host moves what is offloaded"
+    return None
+
+
+class StepGraphs:
+    """Runs ``step``, by graphs where it can; ``reason`` says why there are none, if so.
+
+    ``groups`` are the optimizer's. A recording computes nothing: after a failed one, ``forget`` drops what it left in
+    the host's bookkeeping, and the step runs as it is written. Where the job requires graphs, that is an error.
+    """
+
+    def __init__(self, job: Job, step: PlainStep, groups: list[dict[str, Any]], forget: Callable[[], None]) -> None:
+        device = groups[0]["params"][0].device
+        self._step, self._groups, self._forget = step, groups, forget
+        self._required = job.training.graphs is True
+        self.reason: str | None = None
+        self._seen: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._pool: Any = None  # of memory, which all graphs share: they never run at once
+        problem = why_not_recorded(job, device)
+        if problem is not None:
+            self._give_up(problem, told=device.type == "cuda" and job.training.graphs is not False)
+
+    def __call__(self, batch: Batch, *, loss_limit: Tensor | float | None) -> StepResult:
+        graph = None if self.reason is not None or profiler_enabled() else self._graph(batch)
+        if graph is None:  # a profile needs the ranges that the host marks
+            return self._step(batch, loss_limit=loss_limit)
+        return graph.replay(batch, [group["lr"] for group in self._groups], loss_limit)
+
+    @property
+    def recorded(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
+
+    def _graph(self, batch: Batch) -> _Graph | None:
+        """That of the batch's shape, recorded once there have been enough such steps."""
+        shape = _shape(batch)
+        if shape not in self._graphs:
+            self._seen[shape] += 1
+            if self._seen[shape] > WARM_STEPS and self.recorded < MOST_GRAPHS:
+                self._record(batch, shape)
+        return self._graphs.get(shape)
+
+    def _record(self, batch: Batch, shape: Hashable) -> None:
+        problem = None if self._required else _too_little_room()
+        if problem is not None:
+            self._give_up(problem)
+            return
+        try:
+            graph = self._graphs[shape] = _Graph(self._step, self._groups, batch, self._pool)
+            self._pool = graph.pool
+        except RuntimeError as error:
+            self._forget()
+            torch.cuda.empty_cache()
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._give_up(f"the step cannot be recorded: {lines[0]}")
+
+    def _give_up(self, problem: str, told: bool = True) -> None:
+        if self._required:
+            raise SpecError("training.graphs", f"there are no CUDA graphs: {problem}", "graphs: auto")
+        self.reason = problem
+        if told:
+            _logger.warning("no CUDA graphs: %s", problem)
+
+
+class _Graph:
+    """One recorded step: the tensors it reads and writes have the same places in every replay."""
+
+    def __init__(self, step: PlainStep, groups: list[dict[str, Any]], batch: Batch, pool: Any) -> None:
+        self._batch = batch.changed(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        device = batch.tokens.device
+        self._rates = [torch.empty((), device=device) for _ in groups]
+        self._limit = torch.full((), torch.inf, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        gc.collect()  # tensors of earlier steps must not be freed while recording
+        # Relaxed: what threads call meanwhile, such as NCCL's, concerns other streams.
+        with _rates_of(groups, self._rates), torch.cuda.graph(self._graph, pool, capture_error_mode="relaxed"):
+            result = step(self._batch, loss_limit=self._limit)
+            self._numbers = torch.stack([result.loss, result.gradient_norm])
+        self.pool = self._graph.pool()
+
+    def replay(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> StepResult:
+        foreach_copy_(_tensors(self._batch), _tensors(batch))
+        for tensor, rate in zip(self._rates, rates):
+            tensor.fill_(rate)
+        self._limit.fill_(torch.inf if loss_limit is None else loss_limit)
+        self._graph.replay()
+        return StepResult(*self._numbers.clone().unbind())  # the next replay writes there again
+
+
+@contextmanager
+def _rates_of(groups: list[dict[str, Any]], rates: list[Tensor]) -> Iterator[None]:
+    """The optimizer reads its learning rates from tensors meanwhile."""
+    before = [group["lr"] for group in groups]
+    try:
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, value in zip(groups, before):
+            group["lr"] = value
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """What prediction modules read follows from these."""
+    return [one for one in (batch.tokens, batch.labels, batch.positions, batch.documents) if one is not None]
+
+
+def _shape(batch: Batch) -> Hashable:
+    """What a recorded step depends on, besides the values of tensors."""
+    return tuple(one.shape for one in _tensors(batch)), batch.documents is None, batch.most_documents
+
+
+def _too_little_room() -> str | None:
+    """A graph keeps what a step takes beside the states; a step that is not replayed (profiled) takes it again."""
+    peak, states = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    needed, there = 2 * peak - states, torch.cuda.get_device_properties().total_memory * USABLE
+    if needed <= there:
+        return None
+    return f"a step and what they keep would need {readable_bytes(needed)}, {readable_bytes(there)} are usable"

@@ -1,0 +1,191 @@
+"""One training step on this machine's device, timed: what `train` runs, on random tokens, beside its prediction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cost.analysis import Analysis, analyze
+from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
+from shardwise.engine.refuse import require_devices, require_runs
+from shardwise.engine.world import joined
+from shardwise.launch.torchrun import Started
+from shardwise.measure.verify import available_bytes
+from shardwise.spec.errors import DoesNotFit, SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.units import readable_bytes
+from shardwise.training.loop import Timestamp
+from shardwise.training.metrics.memory import peak_during
+
+BATCHES = 2  # that the steps take in turn: a step must not profit from the tokens of the one before
+# As drivers call devices: the preset that has them.
+PRESETS = {
+    "NVIDIA H200": "dgx-h200",
+    "NVIDIA H100 80GB HBM3": "dgx-h100",
+    "NVIDIA H100 PCIe": "h100-pcie-server",
+    "NVIDIA B200": "dgx-b200",
+    "NVIDIA A100-SXM4-80GB": "dgx-a100",
+    "NVIDIA A100-SXM4-40GB": "dgx-a100-40gb",
+    "NVIDIA GeForce RTX 4090": "workstation-4090",
+    "NVIDIA GeForce RTX 3090": "workstation-3090",
+}
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Times of a job's steps on ``device_name``, in their order, and what a device held; beside its ``analysis``."""
+
+    analysis: Analysis
+    device_name: str
+    step_seconds: tuple[float, ...]
+    peak_bytes: int
+    reserved_bytes: int | None  # by the allocator of a GPU
+    first_loss: float
+    last_loss: float
+    graphs: str  # whether steps were launched as CUDA graphs, and if not, why
+
+    @property
+    def job(self) -> Job:
+        return self.analysis.job
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.job.tokens_per_step / self.median_seconds
+
+    @property
+    def mfu(self) -> float:
+        """By the same count of FLOPs and the same peak as the predicted one."""
+        return self.analysis.flops_per_step() / (self.median_seconds * self.analysis.peak_flops)
+
+    @property
+    def predicted_bytes(self) -> float:
+        """What the tensors of a rank take, without the framework's own memory, which no allocator counts."""
+        return self.analysis.memory.total - self.analysis.memory.allowance
+
+    @property
+    def seconds_error(self) -> float:
+        """By how much of the measured time the prediction is too long."""
+        return self.analysis.predicted_seconds / self.median_seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.peak_bytes - 1
+
+
+def device_type_here() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cluster_name_here(device_type: str) -> str:
+    """The preset whose device this machine has; raises SpecError if there is none of that name."""
+    if device_type == "cpu":
+        return "laptop"
+    called = torch.cuda.get_device_name(0)
+    if called not in PRESETS:
+        raise SpecError("cluster", f"no preset is known for {called}", "name one: --cluster dgx-h200 --gpus 1")
+    return PRESETS[called]
+
+
+def require_measurable(job: Job, here: Started | None) -> None:
+    """Raises SpecError for a job that does not run, or not in the processes that were started."""
+    require_runs(job)
+    world, started = job.strategy.world, 1 if here is None else here.world
+    if world != started:
+        remedy = "--gpus 1" if started == 1 and job.cluster.devices > 1 else "start as many by torchrun"
+        raise SpecError("cluster", f"the job has {world:,} ranks, this command {started:,}", remedy)
+    if job.run_device == "cuda":
+        if not torch.cuda.is_available():
+            raise SpecError("cluster", "PyTorch finds no GPU here", "--cluster laptop --gpus 1")
+        require_devices("cuda", 1 if here is None else here.ranks_per_host)
+        return
+    free, needed = available_bytes(), world * analyze(job).memory.total
+    if free is not None and needed > free:
+        problem = f"{job.model.name} needs {readable_bytes(needed)} here, {readable_bytes(free)} are free"
+        raise DoesNotFit("model", problem, "a smaller model, batch or sequence")
+
+
+def measure_step(
+    job: Job, here: Started | None, *, steps: int, warmup: int, seed: int = 0, on_progress: OnProgress
+) -> MeasuredStep:
+    """Times ``steps`` steps after ``warmup`` others, in which kernels are built.
+
+    Steps follow each other as in training: the host waits for no step before it has launched the next one. On a CPU
+    memory is counted in one further step, which that slows down.
+    """
+    on_progress("building the model")
+    with _world(job, here):
+        engine = Engine(job, device=job.run_device, seed=seed)
+        batches = [_random_batch(engine, seed + number) for number in range(BATCHES)]
+        for number in range(warmup):
+            on_progress(f"warm-up, step {number + 1} of {warmup}")
+            result = engine.step(batches[number % BATCHES])
+            if number == 0:
+                first = result.loss
+        stamps = [Timestamp(engine.device)]
+        for number in range(steps):
+            on_progress(f"step {number + 1} of {steps}")
+            result = engine.step(batches[number % BATCHES])
+            stamps.append(Timestamp(engine.device))
+            stamps[-2].wait()
+        stamps[-1].wait()
+        peak = _peak_bytes(engine, batches[0])
+        return MeasuredStep(
+            analyze(job), _name(engine.device),
+            tuple(later.seconds_since(earlier) for earlier, later in pairwise(stamps)),
+            peak, torch.cuda.max_memory_reserved() if engine.device.type == "cuda" else None,
+            float(first), float(result.loss), _graphs(engine),
+        )  # fmt: skip
+
+
+@contextmanager
+def _world(job: Job, here: Started | None) -> Iterator[None]:
+    """The process group of the job's ranks; a job that is too large for the device ends in one line."""
+    store = dist.HashStore() if here is None else None  # type: ignore[attr-defined]
+    rank, world = (0, 1) if here is None else (here.rank, here.world)
+    try:
+        with joined(rank, world, store, device=job.run_device):
+            yield
+    except torch.OutOfMemoryError:
+        needed = readable_bytes(analyze(job).memory.total)
+        problem = f"a step ran out of the device's memory; {needed} were predicted"
+        raise DoesNotFit("strategy", problem, "a smaller microbatch, or recompute: full") from None
+
+
+def _random_batch(engine: Engine, seed: int) -> Batch:
+    """This rank's sequences; every label counts."""
+    job, mesh = engine.job, engine.mesh
+    random = torch.Generator().manual_seed(seed)
+    text = torch.randint(job.model.vocab, (job.sequences, job.training.seq + 1), generator=random)
+    whole = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    return whole.share(mesh.rank("dp"), mesh.size("dp")).changed(lambda tensor: tensor.to(engine.device))
+
+
+def _peak_bytes(engine: Engine, batch: Batch) -> int:
+    """Of the fullest rank."""
+    if engine.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        _, own = peak_during(engine.device, lambda: engine.step(batch))
+    peaks = torch.tensor([own])
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    return int(peaks)
+
+
+def _graphs(engine: Engine) -> str:
+    return "used" if engine.graphs.recorded else f"not used: {engine.graphs.reason or 'too few steps'}"
+
+
+def _name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"

@@ -1,0 +1,143 @@
+"""When a step is recorded as a CUDA graph, and what happens where it cannot be; the recording itself needs a GPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.recompute_cases import GPT, batch, job_of
+from shardwise.engine import graphs
+from shardwise.engine.batch import Batch
+from shardwise.engine.graphs import WARM_STEPS, StepGraphs, why_not_recorded
+from shardwise.engine.trainer import StepResult
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Offload
+from shardwise.spec.training import Training
+
+GPU = torch.device("cuda")
+
+
+def job(**training: Any) -> Job:
+    one = job_of(GPT)
+    return replace(one, training=replace(one.training, **training))
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "reason"),
+    [
+        (job(), GPU, None),
+        (job(), torch.device("cpu"), "a CPU has none"),
+        (job(graphs=False), GPU, "training.graphs is false"),
+        (job_of(GPT, dp=2), GPU, "several processes"),
+        (job_of(GPT, offload=Offload(optimizer=0.5)), GPU, "offloaded"),
+    ],
+)
+def test_what_cannot_be_recorded_is_known_before(changed: Job, device: torch.device, reason: str | None) -> None:
+    found = why_not_recorded(changed, device)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_graphs_that_a_job_requires_are_an_error_where_there_are_none() -> None:
+    with pytest.raises(SpecError, match=r"training\.graphs: there are no CUDA graphs: a CPU has none; graphs: auto"):
+        steps_of(job(graphs=True))
+
+
+def test_the_field_takes_what_yaml_makes_of_on_and_off() -> None:
+    assert Training.from_dict({"graphs": True}).graphs is True
+    assert Training.from_dict({"graphs": "auto"}).graphs == "auto"
+    with pytest.raises(SpecError, match="choose one of auto, True, False"):
+        Training.from_dict({"graphs": "sometimes"})
+
+
+class Steps:
+    """Counts what is called, in place of an engine."""
+
+    def __init__(self) -> None:
+        self.plain, self.replayed, self.forgotten = 0, 0, 0
+        self.groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 1.0}]
+
+    def step(self, batch: Batch, *, loss_limit: Tensor | float | None) -> StepResult:
+        self.plain += 1
+        return StepResult(torch.zeros(()), torch.zeros(()))
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def steps_of(one: Job) -> tuple[Steps, StepGraphs]:
+    steps = Steps()
+    return steps, StepGraphs(one, steps.step, steps.groups, steps.forget)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "why_not_recorded", lambda job, device: None)
+    monkeypatch.setattr(graphs, "_too_little_room", lambda: None)
+
+
+class Replayed:
+    """In place of a graph."""
+
+    pool = None
+
+    def __init__(self, step: Any, groups: Any, batch: Batch, pool: Any) -> None:
+        self.steps: Steps = step.__self__
+
+    def replay(self, batch: Batch, rates: list[float], loss_limit: float | None) -> StepResult:
+        self.steps.replayed += 1
+        return StepResult(torch.zeros(()), torch.zeros(()))
+
+
+def rows(number: int) -> Batch:
+    tokens = torch.zeros(number, 4, dtype=torch.int64)
+    return Batch.of(tokens, tokens)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_shape_is_recorded_after_it_has_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graph", Replayed)
+    steps, run = steps_of(job())
+    for _ in range(WARM_STEPS + 3):
+        run(rows(2), loss_limit=None)
+    assert (steps.plain, steps.replayed, run.recorded) == (WARM_STEPS, 3, 1)
+    run(rows(4), loss_limit=None)
+    assert (steps.plain, run.recorded) == (WARM_STEPS + 1, 1)
+    with torch.profiler.profile():
+        run(rows(2), loss_limit=None)
+    assert (steps.plain, steps.replayed) == (WARM_STEPS + 2, 3)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_step_that_cannot_be_recorded_runs_as_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nSearch for ...")
+
+    monkeypatch.setattr(graphs, "_Graph", fails)
+    steps, run = steps_of(job())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(WARM_STEPS + 3):
+            run(rows(2), loss_limit=None)
+    assert (steps.plain, steps.forgotten) == (WARM_STEPS + 3, 1)
+    (line,) = caplog.messages
+    assert line == ("no CUDA graphs: the step cannot be recorded: operation not permitted when stream is capturing")
+    _, required = steps_of(job(graphs=True))
+    for _ in range(WARM_STEPS):
+        required(rows(2), loss_limit=None)
+    with pytest.raises(SpecError, match="the step cannot be recorded"):
+        required(rows(2), loss_limit=None)
+
+
+def test_what_a_batch_has_decides_which_graph_it_takes() -> None:
+    tokens, labels = batch(GPT, 0)
+    one = Batch.of(tokens, labels)
+    packed = replace(one, documents=torch.zeros_like(tokens), most_documents=2)
+    shapes = {graphs._shape(some) for some in (one, packed, replace(packed, most_documents=4))}
+    assert len(shapes) == 3
