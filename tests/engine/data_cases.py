@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer, local
 from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.engine.parameters import parts_of
@@ -144,9 +144,8 @@ def together(case: Case) -> Trained:
         result.gradients = result.gradients or {name: whole(one.grad) for name, one in parameters.items()}
         result.losses.append(total.item())
         norm = norm_of(gradients)
-        scale_gradients(gradients, clip_factor(norm, MAXIMUM_NORM))
         result.norms.append(norm.item())
-        optimizer.step()
+        optimizer.step(divisor=clip_divisor(norm, MAXIMUM_NORM))
         optimizer.zero_grad()
         data.after_step()
     result.notes |= {"optimizer": optimizer_bytes(optimizer), "parts": parts_of(module)}

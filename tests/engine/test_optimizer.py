@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
-from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
+from shardwise.engine.optim.masters import joined, split_
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.errors import SpecError
@@ -155,6 +156,63 @@ def test_a_state_that_was_saved_goes_on(with_masters: bool) -> None:
         assert torch.equal(one, other[name]) and torch.equal(first.values(one), second.values(other[name]))
 
 
+def test_moments_in_bf16_take_nearly_the_same_steps_in_half_the_memory() -> None:
+    mine, exact = parameters(), parameters()
+    first, second = ours("adamw-bf16-moments", mine), ours("adamw", exact)
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            mine[name].grad, exact[name].grad = gradient.clone(), gradient.clone()
+        first.step()
+        second.step()
+    for name, one in mine.items():
+        assert all(state.dtype == torch.bfloat16 for state in first.state[one].values())
+        moved = (second.values(exact[name]) - parameters()[name]).abs().max()
+        assert 0 < (one - exact[name]).abs().max() < 0.02 * moved
+
+
+def test_masters_in_two_halves_are_the_same_numbers() -> None:
+    """Also the largest, the smallest and both zeros; of those half way between two weights to the last bit."""
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
+    edges = torch.tensor([0, -(2**31), 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 1, 0x7F800000])
+    values = torch.cat([bits, edges]).to(torch.int32).view(torch.float32)
+    values = values[~values.isnan()]
+    weight, rest = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
+    split_(values, weight, rest)
+    assert torch.equal(weight, values.to(torch.bfloat16))
+    found, expected = (one.view(torch.int32) for one in (joined(weight, rest), values))
+    between = expected % 2**16 == 2**15  # of two equally near weights: there the last bit may go
+    assert torch.equal(found[~between], expected[~between]) and between.any()
+    assert ((expected - found)[between].clamp(0, 1) == (expected - found)[between]).all()
+    split_(joined(weight, rest), weight, rest)
+    assert torch.equal(joined(weight, rest).view(torch.int32), found) and torch.equal(weight, values.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd-momentum", "muon"])
+def test_whole_masters_and_their_rests_take_the_same_steps(kind: str) -> None:
+    found = []
+    for whole in (True, False):
+        given = parameters()
+        masters = {one: one.detach().clone() for one in given.values()}
+        for one in given.values():
+            one.data = one.to(torch.bfloat16)
+        training = Training(optimizer=kind, optimization=OPTIMIZATION)
+        optimizer = build_optimizer(given.items(), training, masters=masters, whole_masters=whole)
+        for step in range(STEPS):
+            for name, gradient in gradients(step).items():
+                given[name].grad = gradient.bfloat16()
+            optimizer.step(bad=torch.tensor(float(step == 1)))
+        assert len(optimizer.rests) == (0 if whole else len(given))
+        for one in given.values():  # as a checkpoint does
+            values = optimizer.read(one, "master").clone()
+            optimizer.write(one, "master", torch.zeros_like(values))
+            optimizer.write(one, "master", values)
+            assert torch.equal(optimizer.read(one, "master"), values)
+            assert optimizer.dtype(one, "master") == torch.float32
+        found.append([optimizer.read(one, "master") for one in given.values()])
+    for first, second in zip(*found):
+        torch.testing.assert_close(first, second, rtol=2.0**-23, atol=0)
+
+
 def test_adam8bit_is_refused() -> None:
     with pytest.raises(SpecError, match="adamw"):
         ours("adam8bit", parameters())
@@ -224,8 +282,8 @@ def norm_of_parts() -> tuple[float, list[Tensor]]:
     )
     pieces = [cut.clone(), halves.clone(), given["head.bias"].clone(), torch.full((3,), 1e3), None]
     norm = GradientNorm([1, 2, 4, 0, 1], "cpu")(pieces)
-    scale_gradients(pieces, clip_factor(norm, 0.5))
-    return norm.item(), [one for one in pieces[:3] if one is not None]
+    divisor = clip_divisor(norm, 0.5)
+    return norm.item(), [one / divisor for one in pieces[:3] if one is not None]
 
 
 def test_every_element_counts_once_in_the_norm() -> None:

@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[Layout, str, Callable[..., Any], set[str]]] = {
     "sums over tensor-parallel ranks": (
         Layout.of(tensor="sp"), f"{TRAINER}.sum_partial", nothing, {"gradient", "weight", "gradient_norm"}
     ),
-    "clipping": (Layout.of(data="zero-1"), f"{TRAINER}.scale_gradients", nothing, {"weight"}),
+    "clipping": (Layout.of(data="zero-1"), f"{TRAINER}.clip_divisor", nothing, {"weight"}),
     "tokens of other ranks": (
         Layout.of(data="zero-0"), f"{STEP}.over_data", unchanged, {"loss", "gradient", "gradient_norm", "weight"}
     ),

@@ -21,7 +21,7 @@ from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.states import GRADIENT, MASTER
 from shardwise.engine.offload.store import Store
-from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
@@ -76,9 +76,9 @@ class Trainer(ABC, Generic[Given]):
         self.store = Store(offload, device) if may_offload(job) else None
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
-            store=self.store, offload=offload,
+            store=self.store, offload=offload, whole_masters=job.whole_masters,
         )  # fmt: skip
-        data.forget_masters(self.optimizer.cut)
+        data.forget_masters([*self.optimizer.cut, *self.optimizer.rests])
         data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
@@ -142,10 +142,10 @@ class Trainer(ABC, Generic[Given]):
             scale = self.scaler.scale.clone()
             self.scaler.update(bad if refused is None else bad * (norm != REFUSED))
             norm = norm / scale
-        factor = None if largest is None else clip_factor(norm, largest)
-        if factor is not None:
-            scale_gradients(gradients, factor)
-        self.optimizer.step(bad=bad, divisor=scale, stored_factor=factor)
+        divisor = None if largest is None else clip_divisor(norm, largest)
+        if scale is not None:
+            divisor = scale if divisor is None else scale * divisor
+        self.optimizer.step(bad=bad, divisor=divisor)
         if self.outer is not None and self.outer.after_step():
             if self.tied:
                 self.tied.copy_of(self.optimizer.values(self.tied.weight))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments, document_bounds
+from shardwise.models.entropy import softly_capped
 from shardwise.models.layer import Layer, window_of
-from shardwise.models.loss import cross_entropy_sum, softly_capped
+from shardwise.models.loss import cross_entropy_sum
 from shardwise.models.norms import norm_of
 from shardwise.models.prediction import Ahead, PredictionLayer, ahead_of
 from shardwise.models.rope import Rotation, rotation_of

@@ -44,7 +44,13 @@ class Job(Spec):
     @property
     def recipe(self) -> Recipe:
         """The training's recipe in the bytes that the stack keeps of every parameter."""
-        return self.stack.stores(self.training.recipe)
+        return self.stack.stores(self.training.recipe, whole_masters=self.whole_masters)
+
+    @property
+    def whole_masters(self) -> bool:
+        """Whether others than the optimizer read and write the fp32 masters: a host, or workers that exchange them."""
+        strategy = self.strategy
+        return strategy.offload.any or "optimizer" in self.run.automatic or not strategy.synchronise.every_step
 
     @property
     def run_device(self) -> str:

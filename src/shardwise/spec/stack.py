@@ -43,14 +43,15 @@ class Stack(Spec):
     ``deferred_head_gradients``: microbatches whose gradient of the head waits for the end of the pipeline.
     ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
     that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
-    once for both passes and sums copies of shards after the last microbatch. ``message_buffers`` of a pipeline: one for
-    each direction, or for each microbatch too, with all outputs of the stage beside them. ``allocator`` and
-    ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the device) say what
-    PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side share the moves
-    of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine has a workspace
-    of its own and keeps a copy of FlashAttention's output by sequences; Megatron's own ("local") keep a buffer of
-    scores. ``experts`` of a device are one grouped matmul, which has workspaces, or run in turn. ``deterministic``:
-    cuBLAS has larger workspaces.
+    once for both passes and sums copies of shards after the last microbatch. ``masters`` of whole bf16 weights are fp32
+    numbers, or the "rest": their lower halves, of which the weights are the upper ones. ``message_buffers`` of a
+    pipeline: one for each direction, or for each microbatch too, with all outputs of the stage beside them.
+    ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the
+    device) say what PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side
+    share the moves of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine
+    has a workspace of its own and keeps a copy of FlashAttention's output by sequences; Megatron's own ("local") keep a
+    buffer of scores. ``experts`` of a device are one grouped matmul, which has workspaces, or run in turn.
+    ``deterministic``: cuBLAS has larger workspaces.
     """
 
     name: str = "custom"
@@ -75,6 +76,7 @@ class Stack(Spec):
     dummy_gradients: bool = False
     late_gradients: bool = False
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
+    masters: Literal["fp32", "rest"] = "fp32"
     gradients: Literal["kept", "made"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
@@ -96,12 +98,14 @@ class Stack(Spec):
         """Whether it is this project's own engine, as it is or with changes."""
         return self.name.removesuffix("-changed") == OWN
 
-    def stores(self, recipe: Recipe) -> Recipe:
-        """The recipe in the bytes that this stack keeps of every parameter."""
+    def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
+        """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
         if self.sharded_parameters == "fp32" and recipe.master:
             return replace(recipe, weight=4, copies=0, gradient=4, master=0)
         if self.sharded_parameters == "fp32 shards":
             recipe = replace(recipe, fp32_shards=True)
+        if self.masters == "rest" and recipe.wide == "bf16" and not whole_masters:
+            recipe = replace(recipe, master=2)
         if recipe.compute not in ("fp8", "fp4"):
             return recipe
         # Megatron's gradient buffer has the format it is reduced in (--grad-reduce-in-fp32 or not).

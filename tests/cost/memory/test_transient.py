@@ -31,8 +31,8 @@ def on(stack: Stack | str, case: Job) -> Job:
 
 # Bytes per matrix parameter: weights in all forms, gradients, master weights.
 STORED = {
-    ("shardwise", "bf16"): (2, 2, 4),
-    ("shardwise", "fp8"): (2 + 2, 4, 4),
+    ("shardwise", "bf16"): (2, 2, 2),
+    ("shardwise", "fp8"): (2 + 2, 4, 2),
     ("megatron-core", "fp8"): (2 + 2, 4, 4),
     ("megatron-bridge", "bf16"): (2, 2, 4),
     ("megatron-bridge", "fp8"): (1 + 1, 2, 4),

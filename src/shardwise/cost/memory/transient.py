@@ -29,7 +29,15 @@ from shardwise.spec.training import Recipe
 Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
 
-LOGITS_AT_ONCE = 2**27  # models/loss.py
+LOGITS_AT_ONCE = 2**28  # that the loss has in memory: half a GiB in 16 bits
+WIDE_LOGITS = 2**22  # of those, in fp32 at a time where a CPU computes their gradients: 16 MiB; a GPU has none
+EVEN_TOKENS = 128  # a product of whole tiles
+
+
+def loss_tokens_at_once(vocabulary: float) -> int:
+    """The tokens whose logits the loss has in memory, of a whole vocabulary or of a rank's part of it."""
+    tokens = max(1, int(LOGITS_AT_ONCE // vocabulary))
+    return tokens - tokens % EVEN_TOKENS if tokens > EVEN_TOKENS else tokens
 
 
 def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
@@ -163,7 +171,7 @@ def logits_temporary_bytes(job: Job) -> float:
 
 
 def loss_moment_bytes(job: Job) -> float:
-    """Logits of some tokens, the gradients of the head and of its input.
+    """Logits of some tokens, which their gradients are written over; the gradients of the head and of its input.
 
     The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
     end, when no logits are left. With tensor parallelism the whole head input is beside its gradient. Tokens that
@@ -172,12 +180,9 @@ def loss_moment_bytes(job: Job) -> float:
     weights, element = head_weights(job), job.training.recipe.activation
     tokens = job.microbatch_tokens * (1 + job.model.mtp_layers)
     rows = job.model.vocab / job.strategy.tp
-    logits = min(tokens, max(1, LOGITS_AT_ONCE // rows)) * rows
-    states = tokens * job.model.hidden * element
-    narrow = element < 4
-    if job.strategy.tp > 1:
-        return max(element * weights, (4 + element * narrow) * logits) + 2 * states
-    return max(element * weights, (4 + element) * logits) + states
+    logits = min(tokens, loss_tokens_at_once(rows)) * rows
+    inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
+    return max(element * weights, element * logits + 4 * min(logits, WIDE_LOGITS)) + inputs
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:

@@ -143,11 +143,8 @@ class StoredStates:
         assert self._region is not None
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
-    def update(self, updates: Sequence[Update], factor: Tensor | None = None) -> None:
-        """One step of every group, in host memory: chunk k+1 is read and chunk k−1 written while k is computed.
-
-        Stored gradients are multiplied by ``factor``; those on the device already were.
-        """
+    def update(self, updates: Sequence[Update]) -> None:
+        """One step of every group, in host memory: chunk k+1 is read and chunk k−1 written while k is computed."""
         chunks = list(self._chunks())
         slots: list[_Slot] = []
         for number, chunk in enumerate(chunks):
@@ -158,7 +155,7 @@ class StoredStates:
                 if len(slots) > 1:
                     slots.pop(0).wait()
                 slots.append(_Slot(self, chunks[number + 1]))
-            (slots[-2] if number + 1 < len(chunks) else slots[-1]).update(updates[chunk.group], factor)
+            (slots[-2] if number + 1 < len(chunks) else slots[-1]).update(updates[chunk.group])
         for slot in slots:
             slot.wait()
 
@@ -240,23 +237,19 @@ class _Slot:
         else:
             self.values = self._down(Role.WEIGHTS_TO_HOST, [(one, one.of(one.parameter)) for one in self.pieces])
 
-    def update(self, update: Update, factor: Tensor | None) -> None:
+    def update(self, update: Update) -> None:
         self.wait()
         if self.pieces:
-            gradients, cut = self._gradients(factor), [one.inside for one in self.pieces]
+            gradients, cut = self._gradients(), [one.inside for one in self.pieces]
             states = {name: [values[one] for one in cut] for name, values in self.states.items() if name != MASTER}
             update([self.values[one] for one in cut], gradients, states)
         self._up()
         sent = (self.stored._send(name, self.chunk.begin, values) for name, values in self.states.items())
         self.copies += [copy for copy in sent if copy is not None]
 
-    def _gradients(self, factor: Tensor | None) -> list[Tensor]:
-        down, found = self.gradient.float(), []
-        for one in self.pieces:
-            here = one.parameter in self.stored.summed
-            gradient = (self.summed if here else down)[one.inside]
-            found.append(gradient * factor if here and factor is not None else gradient)
-        return found
+    def _gradients(self) -> list[Tensor]:
+        down = self.gradient.float()
+        return [(self.summed if one.parameter in self.stored.summed else down)[one.inside] for one in self.pieces]
 
     def wait(self) -> None:
         for copy in self.copies:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.engine.profiler_ranges import named, sent
-from shardwise.engine.torch_private import foreach_mul_, foreach_norm
+from shardwise.engine.torch_private import foreach_norm
 
 REFUSED = -torch.inf  # the norm of a step that a rank wants skipped, whatever its gradients are
 
@@ -61,13 +61,9 @@ class GradientNorm:
             return norm if refused is None else norm.masked_fill(total == REFUSED, REFUSED)
 
 
-def clip_factor(norm: Tensor, maximum: float) -> Tensor:
-    """The factor that clips all gradients; 1 if their norm is small enough."""
-    return (maximum / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+def clip_divisor(norm: Tensor, maximum: float) -> Tensor:
+    """What all gradients are divided by to clip them; 1 if their norm is small enough.
 
-
-@torch.no_grad()
-def scale_gradients(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
-    there = [one for one in gradients if one is not None]
-    if there:
-        foreach_mul_(there, factor)
+    The optimizer divides as it reads them: clipping takes no pass of its own.
+    """
+    return ((norm + 1e-6) / maximum).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_

@@ -1,37 +1,44 @@
 """The optimizer of a rank's own tensors: AdamW, SGD, Muon, in a few calls for all parameters, without host syncs.
 
 PyTorch's optimizers take the divided parameters of FSDP as DTensors, at a price per operator and parameter, and update
-16-bit weights without fp32 masters. This one hands the local tensors to PyTorch's own fused kernels.
+16-bit weights without fp32 masters. This one hands the local tensors to PyTorch's own fused kernels; on a GPU AdamW is
+one kernel of ours, which needs no fp32 copies of gradients and writes the 16-bit weights as well (`one_pass`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.labels import StepPhase
 from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import Store
+from shardwise.engine.optim.masters import joined, split_
+from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.updates import STATES, Update, muon_update
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
 from shardwise.engine.torch_private import foreach_copy_
+from shardwise.models import kernels
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Optimization, Training
 
 NOWHERE = Offload()
-CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
+FORMATS = {"adamw-bf16-moments": torch.bfloat16}  # of states that are not fp32
+CONVERTED_ELEMENTS = 2**24  # of parameters whose gradients or values have an fp32 copy at a time
 
 
 class LocalOptimizer(torch.optim.Optimizer):
     """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
 
     All states are allocated at the start: memory does not grow with the first step. ``offload`` says which are in the
-    ``store``; of a parameter that is split between both, the device keeps a flat tensor.
+    ``store``; of a parameter that is split between both, the device keeps a flat tensor. Without a store the masters of
+    bf16 parameters become ``rests``, unless ``whole_masters`` are asked for: others write them.
     """
 
     def __init__(
@@ -41,10 +48,13 @@ class LocalOptimizer(torch.optim.Optimizer):
         masters: dict[nn.Parameter, Tensor],
         store: Store | None = None,
         offload: Offload = NOWHERE,
+        whole_masters: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
+        self.rests: dict[nn.Parameter, Tensor] = {}  # instead of masters, what they are more than the weights
         self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
+        self._one_pass = OnePass()
         self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
             # On the device, where a fused kernel reads it and a skipped step leaves it.
@@ -52,13 +62,15 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.stored = self._room(store, offload)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._begin(parameter, STATES[group["kind"]])
+                if store is None and not whole_masters and parameter.dtype == torch.bfloat16 and parameter in masters:
+                    self._split(parameter)
+                self._begin(parameter, group["kind"])
 
     def _room(self, store: Store | None, offload: Offload) -> StoredStates:
         kinds = {group["kind"] for group in self.param_groups}
-        if store is None or "muon" in kinds:
+        if store is None or "muon" in kinds or not kinds.isdisjoint(FORMATS):
             if store is not None and offload.optimizer:
-                problem = "muon moves whole matrices, not single elements"
+                problem = "only fp32 states that are updated element by element leave the device"
                 raise SpecError("strategy.offload.optimizer", problem, "optimizer: adamw")
             return StoredStates((), (), store, 0)
         names = [name for kind in sorted(kinds) for name in STATES[kind]]
@@ -67,12 +79,17 @@ class LocalOptimizer(torch.optim.Optimizer):
         weights, gradients = (whole_rows(rows, share, elements) for share in (offload.weights, offload.gradients))
         return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements, weights, gradients)
 
-    def _begin(self, parameter: nn.Parameter, names: Iterable[str]) -> None:
-        values, state = self._values(parameter), self.state[parameter]
-        for name in names:
-            state[name] = torch.zeros_like(values, dtype=torch.float32)
-        if parameter in self.masters:
-            state[MASTER] = self.masters[parameter]
+    @torch.no_grad()
+    def _split(self, parameter: nn.Parameter) -> None:
+        self.rests[parameter] = torch.empty_like(parameter, dtype=torch.int16)
+        split_(self.masters.pop(parameter), local(parameter), self.rests[parameter])
+
+    def _begin(self, parameter: nn.Parameter, kind: str) -> None:
+        state = self.state[parameter]
+        for name in STATES[kind]:
+            state[name] = torch.zeros_like(parameter, dtype=FORMATS.get(kind, torch.float32))
+        if parameter in self.masters or parameter in self.rests:
+            state[MASTER] = self.rests[parameter] if parameter in self.rests else self.masters[parameter]
         self._push_out(parameter, 0)
         if self.stored.has_weights(parameter):
             self.stored.write(parameter, MASTER, local(parameter))
@@ -115,12 +132,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         *,
         bad: Tensor | None = None,
         divisor: Tensor | None = None,
-        stored_factor: Tensor | None = None,
     ) -> None:
-        """One update from the gradients divided by ``divisor``; none if ``bad`` is 1 (both are scalars).
-
-        Gradients in the store are first multiplied by ``stored_factor``.
-        """
+        """One update from the gradients divided by ``divisor``; none if ``bad`` is 1 (both are scalars)."""
         assert closure is None, "gradients are there already: nothing is evaluated again"
         if self.stored.elements and bad is not None:
             if known_to_host(bad):
@@ -138,22 +151,39 @@ class LocalOptimizer(torch.optim.Optimizer):
                 # A rank that holds no row of a small parameter still takes part in what Muon gathers.
                 muon = group["kind"] == "muon"
                 members = [one for one in group["params"] if one.grad is not None and (muon or self._resident(one))]
-                for some in _in_portions(members):
+                if kernels.run_on(update.step.device) and update.in_one_pass:
+                    self._one_pass(update, (self._part(one) for one in members))
+                    continue
+                for some in self._in_portions(members):
                     gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
                     self._update(update, some, gradients)
+                self._publish(members)
             if self.stored.elements:
                 with named(StepPhase.OFFLOADED_STATES):
-                    factor = None if stored_factor is None else stored_factor.cpu()
-                    self.stored.update([one.on(torch.device("cpu")) for one in updates], factor)
-            self._publish()
+                    self.stored.update([one.on(torch.device("cpu")) for one in updates])
+
+    def _part(self, parameter: nn.Parameter) -> OnePassPart:
+        """What the kernel reads and writes of a parameter."""
+        state, whole = self.state[parameter], not self.stored.elements and not isinstance(parameter, DTensor)
+        gradient, first, second = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        assert gradient is not None
+        if whole:  # by far the most frequent, and a host's microseconds count
+            value = state.get(MASTER, parameter)
+            return OnePassPart(gradient.contiguous(), value, first, second, parameter if MASTER in state else None)
+        gradient = self._rest(parameter, local(gradient)).contiguous()
+        weight = self._rest(parameter, local(parameter)) if MASTER in state else None
+        return OnePassPart(gradient, self._here(parameter), local(first), local(second), weight)
 
     def _update(self, update: Update, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        values = [self._here(one) for one in parameters]
+        states = {name: self.states(parameters, name) for name in STATES[update.kind]}
         if update.kind == "muon":
-            buffers = self.states(parameters, "momentum_buffer")
-            muon_update(update, parameters, [self.values(one) for one in parameters], gradients, buffers)
-            return
-        values = [self._tails.get(one, self._rest(one, self.values(one))) for one in parameters]
-        update(values, gradients, {name: self.states(parameters, name) for name in STATES[update.kind]})
+            muon_update(update, parameters, values, gradients, states["momentum_buffer"])
+        else:
+            update(values, gradients, states)
+        for one, value in zip(parameters, values):
+            if one in self.rests:
+                split_(value, local(one), self.rests[one])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +195,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():
                     local(self.state[parameter][name]).copy_(local(value))
-        self._publish()
+            self._publish(group["params"])
 
     def steps_taken(self) -> int:
         """Without skipped ones; waits for the device."""
@@ -208,6 +238,8 @@ class LocalOptimizer(torch.optim.Optimizer):
             self.stored.write(parameter, MASTER, values.flatten())
             if local(parameter).untyped_storage().nbytes():  # until the first step it is on the device as well
                 local(parameter).copy_(values)
+        elif name == MASTER and parameter in self.rests:
+            split_(values.to(parameter.device, torch.float32), local(parameter), self.rests[parameter])
         elif stored and name in self.state[parameter]:
             flat = values.flatten()
             self.stored.write(parameter, name, flat[:stored])
@@ -218,19 +250,24 @@ class LocalOptimizer(torch.optim.Optimizer):
             local(parameter).copy_(values)
 
     def values(self, parameter: nn.Parameter) -> Tensor:
-        """The local fp32 values of a parameter: what is trained and compared, where all of them are on the device."""
-        return local(self._values(parameter))
+        """The local fp32 values of a parameter: what is trained and compared, where all of them are on the device.
+
+        A copy where the master is kept as its rest.
+        """
+        if parameter in self.rests:
+            return joined(local(parameter), self.rests[parameter])
+        return local(self.masters.get(parameter, parameter))
 
     def dtype(self, parameter: nn.Parameter, name: str) -> torch.dtype:
         """Of what `read` gives; frozen parameters have no fp32 values apart."""
-        return self.values(parameter).dtype if name == MASTER and parameter not in self._tails else torch.float32
+        if name != MASTER:
+            return local(self.state[parameter][name]).dtype
+        narrow = parameter not in self._tails and parameter not in self.rests and parameter not in self.masters
+        return parameter.dtype if narrow else torch.float32
 
     def states(self, parameters: Iterable[nn.Parameter], name: str) -> list[Tensor]:
         """The parts on the device."""
         return [local(self.state[one][name]) for one in parameters]
-
-    def _values(self, parameter: nn.Parameter) -> Tensor:
-        return self.masters.get(parameter, parameter)
 
     def _resident(self, parameter: nn.Parameter) -> int:
         return local(parameter).numel() - self.stored.count(parameter)
@@ -240,32 +277,38 @@ class LocalOptimizer(torch.optim.Optimizer):
         stored = self.stored.count(parameter)
         return tensor.reshape(-1)[stored:] if stored else tensor
 
-    def _publish(self) -> None:
+    def _here(self, parameter: nn.Parameter) -> Tensor:
+        """The fp32 values whose states are on the device."""
+        return self._tails[parameter] if parameter in self._tails else self._rest(parameter, self.values(parameter))
+
+    def _in_portions(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """All at once if nothing is converted; else as many as may have fp32 copies at a time."""
+        portion: list[nn.Parameter] = []
+        converted = 0
+        for one in parameters:
+            wide = [] if one.grad is None else [one.grad, *self.state[one].values()]
+            elements = 0 if all(tensor.dtype == torch.float32 for tensor in wide) else local(one).numel()
+            if portion and converted + elements > CONVERTED_ELEMENTS:
+                yield portion
+                portion, converted = [], 0
+            portion.append(one)
+            converted += elements
+        if portion:
+            yield portion
+
+    def _publish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copies masters into the weights."""
-        if self.masters:
-            foreach_copy_(list(self.masters), list(self.masters.values()))
-        for parameter, tail in self._tails.items():
-            self._rest(parameter, parameter.detach()).copy_(tail)
+        whole = {one: self.masters[one] for one in parameters if one in self.masters}
+        if whole:
+            foreach_copy_(list[Tensor](whole), list(whole.values()))
+        for one in parameters:
+            if one in self._tails:
+                self._rest(one, one.detach()).copy_(self._tails[one])
 
 
 def known_to_host(flag: Tensor) -> bool:
     """Waits for the device: the host has to know whether to update."""
     return bool(flag.item())
-
-
-def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """All at once if the gradients are fp32; else as many as may have fp32 copies at a time."""
-    portion: list[nn.Parameter] = []
-    converted = 0
-    for one in parameters:
-        elements = 0 if one.grad is None or one.grad.dtype == torch.float32 else local(one).numel()
-        if portion and converted + elements > CONVERTED_ELEMENTS:
-            yield portion
-            portion, converted = [], 0
-        portion.append(one)
-        converted += elements
-    if portion:
-        yield portion
 
 
 def build_optimizer(
@@ -275,11 +318,12 @@ def build_optimizer(
     masters: Mapping[nn.Parameter, Tensor] | None = None,
     store: Store | None = None,
     offload: Offload = NOWHERE,
+    whole_masters: bool = False,
 ) -> LocalOptimizer:
     """The optimizer of a job for the parameters of this rank, by their names in the whole model.
 
-    ``masters`` are the fp32 values of 16-bit parameters (`DataParallel.masters`). The share of states, weights and
-    gradients that ``offload`` names is kept in the ``store``.
+    ``masters`` are the fp32 values of 16-bit parameters (`DataParallel.masters`), which are kept as they are if
+    ``whole_masters``. The share of states, weights and gradients that ``offload`` names is kept in the ``store``.
     """
     settings = training.optimization
     if training.optimizer not in STATES:
@@ -298,6 +342,7 @@ def build_optimizer(
         dict(masters or {}),
         store,
         offload,
+        whole_masters,
     )
 
 

@@ -17,8 +17,10 @@ from shardwise.engine.parameters import as_divided, divided_as
 from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.training import Optimization
 
+# Of every kind of update: the names of its states, which are fp32 unless the kind says otherwise.
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
+    "adamw-bf16-moments": ("exp_avg", "exp_avg_sq"),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
@@ -43,6 +45,11 @@ class Update:
     divisor: Tensor | None
     learnt_steps: int | None = None
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether `OnePass` can take it: AdamW with both moments moving."""
+        return self.kind in ("adamw", "adamw-bf16-moments") and self.learnt_steps is None
+
     def on(self, device: torch.device) -> Update:
         """The same step for tensors elsewhere, known not to be skipped."""
         divisor = None if self.divisor is None else self.divisor.to(device)
@@ -51,7 +58,16 @@ class Update:
     def __call__(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]
     ) -> None:
-        """``states`` has a list for each name of `STATES`; all lists are of the same tensors' parts, in fp32."""
+        """``states`` has a list for each name of `STATES`; all lists are of the same tensors' parts.
+
+        They are fp32, but for the moments of a ``kind`` that keeps them in bf16.
+        """
+        if self.kind == "adamw-bf16-moments":
+            wide = {name: [one.float() for one in some] for name, some in states.items()}
+            replace(self, kind="adamw")(values, gradients, wide)
+            for name, some in states.items():
+                torch_private.foreach_copy_(list(some), wide[name])
+            return
         common: dict[str, Any] = {
             "lr": self.learning_rate,
             "weight_decay": self.weight_decay,

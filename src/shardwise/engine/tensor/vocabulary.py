@@ -19,7 +19,8 @@ from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
-from shardwise.models.loss import IGNORED, summed_loss
+from shardwise.models.entropy import differentiate_, statistics
+from shardwise.models.loss import summed_loss
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,23 @@ def cut_loss(
 
 
 def _entropy(
-    own: Slice, group: dist.ProcessGroup, logits: Tensor, labels: Tensor
-) -> tuple[Tensor, Callable[[], Tensor]]:
-    """For this rank's logits, which it overwrites.
+    own: Slice, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, factors: Tensor, softcap: float | None,
+    differentiated: bool,
+) -> Tensor:  # fmt: skip
+    """For this rank's logits.
 
     Ranks exchange three numbers per token: the largest logit, the sum of exponentials and the logit of the label
     (Shoeybi et al. 2019, section 3).
     """
-    logits = logits.float()
-    if own.present < own.width:
-        logits[:, own.present :] = float("-inf")
-    counts = labels != IGNORED
     row, inside = own.local(labels)
-    inside &= counts
-    largest = logits.amax(-1)
+    column = torch.where(inside, row, -1)
+    local_largest, exponentials, right = statistics(logits, column, own.present, softcap)
+    largest = local_largest.clone()
     with sent("tp", Called.LARGEST_LOGITS, largest):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    right = logits.gather(1, row[:, None])[:, 0].sub(largest).where(inside, 0.0)
-    exponentials = logits.sub_(largest[:, None]).exp_()
-    sums = torch.stack([exponentials.sum(-1), right])
+    sums = torch.stack([exponentials * (local_largest - largest).exp(), (right - largest).where(inside, 0.0)])
     with sent("tp", Called.EXPONENTIALS, sums):
         dist.all_reduce(sums, group=group)
-    lost = (sums[0].log() - sums[1]).where(counts, 0.0)
-    gradient = exponentials.div_(sums[0][:, None])
-    return lost, lambda: gradient.scatter_add_(1, row[:, None], -inside.to(gradient.dtype)[:, None])
+    if differentiated:
+        differentiate_(logits, column, factors, largest, sums[0], own.present, softcap)
+    return (sums[0].log() - sums[1]) * factors

@@ -1,0 +1,142 @@
+"""Cross-entropy from the logits of some tokens, which it writes over by their gradients: there is one tensor of both.
+
+On a GPU a kernel does it in one pass. Elsewhere a few tokens at a time are computed in fp32, by the same formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.cost.memory.transient import WIDE_LOGITS
+from shardwise.models import kernels
+
+
+def softly_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits that never exceed ``softcap`` (Gemma 2, arXiv 2408.00118)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def entropy_(logits: Tensor, labels: Tensor, factors: Tensor, softcap: float | None, differentiated: bool) -> Tensor:
+    """The cross-entropy of each token times its factor, in fp32, of logits [tokens, vocabulary].
+
+    If ``differentiated``, they become the gradients of each token's by its logits.
+    """
+    lost = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if kernels.run_on(logits.device):
+        run_whole(logits, labels, factors, lost, softcap, differentiated)
+        return lost
+    for part in _slices(logits):
+        wide, row = _wide(logits[part], softcap), labels[part, None]
+        scores = wide.log_softmax(-1, dtype=torch.float32)
+        lost[part] = -scores.gather(1, row)[:, 0] * factors[part]
+        if differentiated:  # the probabilities, less one at the label
+            ones = torch.full_like(row, -1.0, dtype=torch.float32)
+            gradient = scores.exp_().scatter_add_(1, row, ones).mul_(factors[part, None])
+            logits[part] = _before_the_cap(gradient, wide, softcap)
+    return lost
+
+
+def statistics(logits: Tensor, columns: Tensor, present: int, softcap: float | None) -> Tensor:
+    """Of logits [tokens, columns] of a part of the vocabulary, whose first ``present`` columns exist.
+
+    fp32 [3, tokens]: the largest logit, the sum of exponentials beyond it, and the logit in the column of the label,
+    0 where that is -1, being in another part.
+    """
+    found = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
+    if kernels.run_on(logits.device):
+        run_statistics(logits, columns, found, present, softcap)
+        return found
+    found[0] = torch.finfo(torch.float32).min  # of no columns at all
+    for part in _slices(logits) if present else ():
+        wide, column = _wide(logits[part, :present], softcap).float(), columns[part]
+        found[0, part] = wide.amax(-1)
+        found[2, part] = wide.gather(1, column.clamp(min=0)[:, None])[:, 0].where(column >= 0, 0.0)
+        found[1, part] = (wide - found[0, part, None]).exp_().sum(-1)
+    return found
+
+
+def differentiate_(
+    logits: Tensor, columns: Tensor, factors: Tensor, largest: Tensor, total: Tensor, present: int,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Logits of a part become gradients, from the largest of all parts and all parts' sum of exponentials beyond it."""
+    if kernels.run_on(logits.device):
+        run_differentiate(logits, columns, factors, largest, total, present, softcap)
+        return
+    logits[:, present:] = 0.0
+    for part in _slices(logits) if present else ():
+        wide, column = _wide(logits[part, :present], softcap).float(), columns[part]
+        gradient = (wide - largest[part, None]).exp_().div_(total[part, None])
+        gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
+        logits[part, :present] = _before_the_cap(gradient.mul_(factors[part, None]), wide, softcap)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product with a number in another format, with no copy in its own."""
+    result = torch.empty_like(tensor, dtype=dtype)
+    if not kernels.run_on(tensor.device):
+        return torch.mul(tensor, factor, out=result)
+    run_scaled(tensor, factor, result)
+    return result
+
+
+def _slices(logits: Tensor) -> Iterator[slice]:
+    tokens = max(1, WIDE_LOGITS // logits.shape[1])
+    return (slice(start, start + tokens) for start in range(0, len(logits), tokens))
+
+
+def _wide(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softly_capped(logits.float(), softcap)
+
+
+def _before_the_cap(gradient: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
+    """The gradient by logits from that by capped ones."""
+    return gradient if softcap is None else gradient.mul_(1 - (capped / softcap).square())
+
+
+# -- launches; also of tensors in host memory under Triton's interpreter ---------------------------------------
+
+
+def run_whole(
+    logits: Tensor, labels: Tensor, factors: Tensor, lost: Tensor, softcap: float | None, differentiated: bool
+) -> None:
+    from shardwise.models.kernels.entropy_kernel import BLOCK, WARPS, whole
+
+    tokens, columns = logits.shape
+    whole[(tokens,)](
+        logits, labels, factors, lost, logits.stride()[0], columns, softcap or 0.0, softcap is not None, differentiated,
+        BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def run_statistics(logits: Tensor, columns: Tensor, found: Tensor, present: int, softcap: float | None) -> None:
+    from shardwise.models.kernels.entropy_kernel import BLOCK, WARPS, statistics
+
+    tokens = len(logits)
+    statistics[(tokens,)](
+        logits, columns, found, tokens, logits.stride()[0], present, softcap or 0.0, softcap is not None, BLOCK,
+        num_warps=WARPS,
+    )  # fmt: skip
+
+
+def run_differentiate(
+    logits: Tensor, columns: Tensor, factors: Tensor, largest: Tensor, total: Tensor, present: int,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    from shardwise.models.kernels.entropy_kernel import BLOCK, WARPS, differentiate
+
+    tokens, width = logits.shape
+    differentiate[(tokens,)](
+        logits, columns, factors, largest, total, logits.stride()[0], present, width, softcap or 0.0,
+        softcap is not None, BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def run_scaled(tensor: Tensor, factor: Tensor, result: Tensor) -> None:
+    from shardwise.models.kernels.entropy_kernel import BLOCK, WARPS, scaled
+
+    elements = tensor.numel()
+    scaled[(-(-elements // BLOCK),)](tensor.contiguous(), factor, result, elements, BLOCK, num_warps=WARPS)

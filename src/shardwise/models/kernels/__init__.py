@@ -1,0 +1,18 @@
+"""Kernels in Triton for what PyTorch takes several passes over memory for; each has a plain version beside it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a GPU, where Triton is installed. Elsewhere the plain version computes the same."""
+    return device.type == "cuda" and _triton_is_there()
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
