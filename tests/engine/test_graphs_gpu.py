@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -92,6 +92,16 @@ def test_the_scale_of_the_loss_moves_in_a_replayed_step() -> None:
     assert plain.engine.scaler is not None and replayed.engine.scaler is not None
     assert float(replayed.engine.scaler.scale) == float(plain.engine.scaler.scale) < 2.0**38
     torch.testing.assert_close(replayed.losses, plain.losses, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_layer_is_replayed(recompute: Literal["full", "selective"]) -> None:
+    batches = [of_step(LLAMA, number) for number in range(STEPS)]
+    found = []
+    for graphs in (False, True):
+        job = job_with(LLAMA, "bf16", graphs)
+        found.append(trained(job.with_strategy(recompute=recompute), batches))
+    require_equal(*found)
 
 
 def test_every_shape_of_packed_rows_has_its_graph() -> None:

@@ -98,7 +98,7 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
         if job.model.moe:
             apply_experts(decoder, mesh, job.strategy, lambda rank: node_of(rank, job.cluster.node_devices))
         stages[stage] = decoder
-    apply_recompute(list(stages.values()), job, DECODER)
+    apply_recompute(list(stages.values()), job, DECODER, random=False)
     if job.training.compile:
         apply_compile(list(stages.values()), job.strategy, DECODER)
     return stages

@@ -134,7 +134,16 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: Atte
     batch, seq, heads, _ = query.shape
     each = max(1, SCORES_AT_ONCE // (batch * heads * seq))
     parts = [
-        checkpoint(_attended_from, query[:, at : at + each], key, value, arguments, at, use_reentrant=False)
+        checkpoint(
+            _attended_from,
+            query[:, at : at + each],
+            key,
+            value,
+            arguments,
+            at,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         for at in range(0, seq, each)
     ]
     return torch.cat(parts, dim=1)

@@ -26,6 +26,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 aten: Any = torch.ops.aten
+Again = Callable[..., Any]  # torch's checkpoint, with all that is the same for every layer
 Keeps = Callable[[int, torch.Size], bool]  # a matmul, by its number in the layer and the shape of its matrix?
 _MATMULS = (aten.mm.default, aten.addmm.default)
 _COSTLY = (
@@ -40,35 +41,35 @@ _COSTLY = (
 )
 
 
-def every_second_matmul(layer: nn.Module) -> Function:
+def every_second_matmul(layer: nn.Module, again: Again) -> Function:
     """The layer's forward pass, which keeps its input and every second matmul but the last."""
     last = sum(isinstance(one, nn.Linear) for one in layer.modules()) - 1
-    return _keeping(layer.forward, lambda number, shape: number % 2 == 0 and number < last)
+    return _keeping(layer.forward, again, lambda number, shape: number % 2 == 0 and number < last)
 
 
-def all_but_cheap(layer: nn.Module, up_projections: bool) -> Function:
+def all_but_cheap(layer: nn.Module, again: Again, up_projections: bool) -> Function:
     """The layer's forward pass, which recomputes what selective recompute names, and all that is as cheap."""
-    again = [
+    repeated = [
         getattr(one, name).weight.shape[::-1]
         for one in layer.modules()
         for name in ("query_up", "key_value_up")
         if up_projections and hasattr(one, name)
     ]
-    return _keeping(layer.forward, lambda number, shape: shape not in again)
+    return _keeping(layer.forward, again, lambda number, shape: shape not in repeated)
 
 
 def nothing_kept() -> tuple[Any, Any]:
     """Contexts for a layer that is compiled whole: by itself the compiler keeps what it finds worth keeping."""
-    again = CheckpointPolicy.MUST_RECOMPUTE
-    return create_selective_checkpoint_contexts(lambda *_, **__: again)  # type: ignore[no-any-return, no-untyped-call]
+    policy = CheckpointPolicy.MUST_RECOMPUTE
+    return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _keeping(forward: Function, keeps: Keeps) -> Function:
+def _keeping(forward: Function, again: Again, keeps: Keeps) -> Function:
     contexts = partial(_contexts, keeps)
 
     @wraps(forward)
     def forward_twice(*arguments: Any, **named: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+        return again(forward, *arguments, context_fn=contexts, **named)
 
     return forward_twice
 
@@ -86,24 +87,27 @@ def _contexts(keeps: Keeps) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def apply_recompute(stages: nn.Module | Sequence[nn.Module], job: Job, patterns: Patterns) -> None:
+def apply_recompute(
+    stages: nn.Module | Sequence[nn.Module], job: Job, patterns: Patterns, *, random: bool = True
+) -> None:
     """Recompute in the layers of a rank: its whole model, or all its stages in the order of the model.
 
-    Modules stay where they are and parameters keep their names: only functions are replaced.
+    Modules stay where they are and parameters keep their names: only functions are replaced. ``random``: layers may
+    draw random numbers, whose generator has to be set back by the host, so that no step can be recorded.
     """
-    strategy = job.strategy
+    strategy, again = job.strategy, partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
     parts = [stages] if isinstance(stages, nn.Module) else stages
     layers_of = [[layer for _, layer in matching(part, patterns.layers)] for part in parts]
     if strategy.recompute == "full":
         numbers = recomputed_layers([len(layers) for layers in layers_of], strategy.recompute_layers)
         for layers, number in zip(layers_of, numbers):
             for layer in layers[:number]:
-                _recompute_whole(layer)
+                _recompute_whole(layer, again)
     elif strategy.recompute == "selective":
         _require_possible(job)
         for layers in layers_of:
             for layer in layers:
-                _recompute_operators(layer, job)
+                _recompute_operators(layer, job, again)
 
 
 def recomputed_layers(stages: Sequence[int], wanted: int | None) -> list[int]:
@@ -130,7 +134,7 @@ def _require_possible(job: Job) -> None:
             raise SpecError("strategy.recompute_operators", problem, "use [norm, activation], or recompute: full")
 
 
-def _recompute_whole(layer: nn.Module) -> None:
+def _recompute_whole(layer: nn.Module, again: Again) -> None:
     """The layer keeps only its inputs."""
     forward = layer.forward
     mixtures = [one for one in layer.modules() if isinstance(one, MoELayer)]
@@ -143,10 +147,10 @@ def _recompute_whole(layer: nn.Module) -> None:
     @wraps(forward)
     def forward_twice(*arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=nothing_kept, **named)
+            return again(forward, *arguments, context_fn=nothing_kept, **named)
         if mixtures:
             named["context_fn"] = lambda: (nullcontext(), _loads_kept(mixtures))
-        return checkpoint(with_gradients_at_once, *arguments, use_reentrant=False, **named)
+        return again(with_gradients_at_once, *arguments, **named)
 
     layer.forward = forward_twice
 
@@ -164,22 +168,22 @@ def _loads_kept(mixtures: list[MoELayer]) -> Iterator[None]:
             one.load = load
 
 
-def _recompute_operators(layer: nn.Module, job: Job) -> None:
+def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
     """The layer discards the outputs of the named functions, wherever its modules have them."""
     operators = job.selective_operators
     dense = not any(isinstance(one, MoELayer) for one in layer.modules())
     if "alternate-products" in operators:
         if dense:
-            layer.forward = every_second_matmul(layer)
+            layer.forward = every_second_matmul(layer, again)
         return  # a mixture of experts keeps everything
-    compiled = all_but_cheap(layer, "up-projection" in operators)
+    compiled = all_but_cheap(layer, again, "up-projection" in operators)
     discarded = DiscardedOutputs()
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
         for module, name in found:
             function = getattr(module, name)
             if operator == "attention":  # its intermediates may be large: the scores of unfused attention
-                setattr(module, name, partial(checkpoint, function, use_reentrant=False))
+                setattr(module, name, partial(again, function))
             else:
                 setattr(module, name, discarded.discarding(function))
         if not found:
