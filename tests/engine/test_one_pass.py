@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.optim import optimizer as optimizer_module
+from shardwise.engine.optim.gradient_norm import GradientNorm
 from shardwise.engine.optim.masters import joined, split_
-from shardwise.engine.optim.one_pass import TABLES, OnePass, OnePassPart
+from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer
+from shardwise.engine.optim.tables import TABLES
 from shardwise.engine.optim.updates import Update
 from shardwise.spec.training import Optimization, Training
 
@@ -110,11 +112,11 @@ def test_tables_are_used_again_and_few_are_kept() -> None:
     part = part_of(17, torch.bfloat16, torch.bfloat16)
     for _ in range(3):
         one_pass(update_of(None, None), [part])
-    assert len(one_pass._recent) == 1
+    assert len(one_pass.tables) == 1
     others = [part_of(17, torch.bfloat16, torch.bfloat16) for _ in range(TABLES + 2)]  # all alive: other addresses
     for one in others:
         one_pass(update_of(None, None), [one])
-    assert len(one_pass._recent) == TABLES
+    assert len(one_pass.tables) == TABLES
 
 
 def trained(
@@ -149,3 +151,25 @@ def test_the_optimizer_takes_the_same_steps_as_by_the_plain_path(kind: str, monk
             state = first.state[one][name]
             assert state.dtype == (torch.float32 if exact else torch.bfloat16)
             torch.testing.assert_close(state, second.state[expected][name], rtol=2e-6 if exact else 0.05, atol=near)
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_the_norm_of_all_gradients(bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several formats, some missing, one of which two ranks hold copies and one that is not counted."""
+    monkeypatch.setattr(optimizer_module.kernels, "run_on", lambda device: True)
+    draw = torch.Generator().manual_seed(1)
+    sizes, formats = (20000, 8192, 3, 0, 9001, 50), (torch.bfloat16, torch.float32)
+    given: list[Tensor | None] = [
+        torch.randn(size + 1, generator=draw).to(DEVICE, formats[number % 2])[number % 3 % 2 :]
+        for number, size in enumerate(sizes)
+    ]
+    given[2] = None
+    copies = [1, 1, 1, 1, 2, 0]
+    if bad is not None and given[4] is not None:
+        given[4][777] = bad
+    right = sum(
+        float(one.double().square().sum()) / many for one, many in zip(given, copies) if one is not None and many
+    )
+    found = float(GradientNorm(copies, DEVICE)(given))
+    assert found == pytest.approx(math.sqrt(right), rel=1e-6) if bad is None else not math.isfinite(found)
+    assert float(GradientNorm([1], DEVICE)([None])) == 0

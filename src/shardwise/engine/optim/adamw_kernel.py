@@ -17,11 +17,11 @@ SCALARS = 5
 @triton.jit
 def step_scalars(
     scalars, step, divisor, bad, learning_rate, WEIGHT_DECAY: tl.constexpr, LOG_BETA1: tl.constexpr,
-    LOG_BETA2: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_BAD: tl.constexpr, RATE_IS_TENSOR: tl.constexpr,
+    LOG_BETA2: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_BAD: tl.constexpr,
 ):  # fmt: skip
     """What all elements share: whether they move, 1 / divisor, lr x decay, lr / (1 - b1^t), 1 / sqrt(1 - b2^t)."""
     one = tl.full((), 1.0, tl.float64)
-    rate = one * (tl.load(learning_rate) if RATE_IS_TENSOR else learning_rate)
+    rate = one * tl.load(learning_rate)
     number = tl.load(step).to(tl.float64)
     # In fp64: 1 - 0.999 has four digits in fp32.
     correction1 = one - tl.exp2(number * tl.full((), LOG_BETA1, tl.float64))

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called, StepPhase
+from shardwise.engine.optim.tables import TensorTables, aligned, triton_type
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.engine.torch_private import foreach_norm
+from shardwise.models import kernels
 
 REFUSED = -torch.inf  # the norm of a step that a rank wants skipped, whatever its gradients are
 
@@ -29,6 +31,7 @@ class GradientNorm:
         self.weights = torch.tensor([1 / one if one else 0.0 for one in copies], device=device)
         self.zero = torch.zeros((), device=device)
         self.group = group
+        self.tables = TensorTables()
 
     @torch.no_grad()
     def __call__(
@@ -43,13 +46,11 @@ class GradientNorm:
 
         It is REFUSED where ``refused`` is true on any rank and all gradients are finite.
         """
-        there = [one for one in gradients if one is not None]
         with named(StepPhase.GRADIENT_NORM):
-            norms = iter(foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
-            each = torch.stack([self.zero if one is None else next(norms) for one in gradients] or [self.zero])
+            total = self._in_one_pass(gradients) if kernels.run_on(self.zero.device) else self._plain(gradients)
             if elsewhere is not None:
-                each = each + torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(each)
-            total = (each * each * self.weights).sum() if len(gradients) else self.zero.clone()
+                norms = torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(total.device)
+                total = total + (norms * norms * self.weights).sum()
             if refused is not None:
                 # Not `torch.where` with a number: it would be copied to the device, and the host would wait.
                 total = total + self.zero.masked_fill(refused, REFUSED)
@@ -59,6 +60,34 @@ class GradientNorm:
                     all_reduce_sum(total, group)
             norm = total.sqrt()
             return norm if refused is None else norm.masked_fill(total == REFUSED, REFUSED)
+
+    def _plain(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The sum of squares."""
+        there = [one for one in gradients if one is not None]
+        if not there:
+            return self.zero.clone()
+        norms = iter(foreach_norm(there, 2, dtype=torch.float32))
+        each = torch.stack([self.zero if one is None else next(norms) for one in gradients])
+        return (each * each * self.weights).sum()
+
+    def _in_one_pass(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The same by a launch for each format."""
+        from shardwise.engine.optim.norm_kernel import BLOCK, WARPS, squares
+
+        there = [(place, one.contiguous()) for place, one in enumerate(gradients) if one is not None and one.numel()]
+        alike: dict[tuple[torch.dtype, bool], list[tuple[int, int, int]]] = {}
+        for place, one in there:
+            row = (place, one.data_ptr(), one.numel())
+            alike.setdefault((one.dtype, aligned([row[1]])), []).append(row)
+        found = []
+        for (dtype, is_aligned), rows in alike.items():
+            table = self.tables.of(self.zero.device, rows, BLOCK)
+            sums = torch.empty(table.programs, dtype=torch.float32, device=self.zero.device)
+            squares[(table.programs,)](
+                table.rows, table.owners, self.weights, sums, triton_type(dtype), is_aligned, BLOCK, num_warps=WARPS
+            )
+            found.append(sums.sum())
+        return torch.stack(found).sum() if found else self.zero.clone()
 
 
 def clip_divisor(norm: Tensor, maximum: float) -> Tensor:

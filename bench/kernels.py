@@ -1,0 +1,148 @@
+"""The optimizer's phase of a step and the loss on one GPU: our kernels beside what PyTorch has, in time and memory.
+
+    PYTHONPATH=src python bench/kernels.py [optimizer] [loss]
+
+The optimizer's phase is the norm of the gradients, clipping and AdamW on bf16 weights; beside it PyTorch's own
+`clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies. The loss goes from hidden states to all gradients;
+beside it `F.cross_entropy` of all logits, compiled, and `F.linear_cross_entropy` where there is one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
+from shardwise.engine.optim.optimizer import build_optimizer
+from shardwise.models.loss import cross_entropy_sum
+from shardwise.spec.training import Training
+
+DEVICE = "cuda"
+VOCABULARY, TOKENS = 128256, 16384
+REPEATS, AT_ONCE = 5, 4  # medians of so many times, each of so many calls: the host runs ahead, as in training
+# Name, hidden, layers, features of keys, features of the MLP.
+MODELS = (("1.5B", 2048, 16, 512, 8192), ("2.8B", 4096, 8, 1024, 14336))
+# Tokens, hidden, vocabulary.
+LOSSES = ((TOKENS, 2048, VOCABULARY), (TOKENS, 4096, VOCABULARY), (8192, 768, 50257))
+
+
+def main(wanted: list[str]) -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if not wanted or "optimizer" in wanted:
+        for name, *shape in MODELS:
+            for kind in ("adamw", "adamw-bf16-moments"):
+                show(f"optimizer {name} {kind}", *ours(kind, *shape))
+            show(f"optimizer {name} PyTorch", *theirs(*shape))
+    if not wanted or "loss" in wanted:
+        for tokens, hidden, vocabulary in LOSSES:
+            for name, loss in losses().items():
+                show(f"loss {tokens} x {hidden} x {vocabulary} {name}", *of_loss(loss, tokens, hidden, vocabulary))
+
+
+def show(name: str, seconds: float, peak_bytes: float) -> None:
+    print(f"{name:50} {1e3 * seconds:8.2f} ms {peak_bytes / 1e9:8.2f} GB", flush=True)
+
+
+def median_seconds(call: Callable[[], object]) -> float:
+    for _ in range(2):
+        call()
+    times: list[float] = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(AT_ONCE):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / AT_ONCE / 1e3)
+    return statistics.median(times)
+
+
+def shapes(hidden: int, layers: int, keys: int, ffn: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of a Llama's parameters."""
+    for name in ("embedding", "head"):
+        yield f"{name}.weight", (VOCABULARY, hidden)
+    wide = {"query": (hidden, hidden), "output": (hidden, hidden), "key": (keys, hidden), "value": (keys, hidden)}
+    wide |= {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    for layer in range(layers):
+        yield from ((f"layers.{layer}.{name}.weight", shape) for name, shape in wide.items())
+        yield from ((f"layers.{layer}.{name}_norm.weight", (hidden,)) for name in ("attention", "mlp"))
+
+
+def ours(kind: Any, *shape: int) -> tuple[float, float]:
+    """Seconds of the phase, and bytes of weights, gradients and states."""
+    given = {name: nn.Parameter(0.02 * torch.randn(one, device=DEVICE)) for name, one in shapes(*shape)}
+    masters = {one: one.detach() for one in given.values()}
+    for one in given.values():
+        one.data = one.to(torch.bfloat16)
+        one.grad = torch.randn_like(one)
+    optimizer = build_optimizer(given.items(), Training(optimizer=kind), masters=masters)
+    del masters
+    norm_of = GradientNorm([1] * len(given), DEVICE)
+
+    def phase() -> None:
+        norm = norm_of([one.grad for one in given.values()])
+        optimizer.step(bad=(~torch.isfinite(norm)).float(), divisor=clip_divisor(norm, 1.0))
+
+    return median_seconds(phase), torch.cuda.memory_allocated()
+
+
+def theirs(*shape: int) -> tuple[float, float]:
+    given = [nn.Parameter(0.02 * torch.randn(one, device=DEVICE)) for _, one in shapes(*shape)]
+    copies = [one.detach().to(torch.bfloat16) for one in given]
+    for one in given:
+        one.grad = torch.randn_like(one)
+    optimizer = torch.optim.AdamW(given, fused=True)
+
+    def phase() -> None:
+        nn.utils.clip_grad_norm_(given, 1.0)
+        optimizer.step()
+        for copy, one in zip(copies, given):
+            copy.copy_(one.detach())
+
+    return median_seconds(phase), torch.cuda.memory_allocated()
+
+
+SummedLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def losses() -> dict[str, SummedLoss]:
+    def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+    found: dict[str, SummedLoss] = {
+        "ours": lambda hidden, weight, labels: cross_entropy_sum(hidden, weight, None, labels),
+        "compiled cross_entropy": torch.compile(whole),
+    }
+    linear = getattr(F, "linear_cross_entropy", None)  # from PyTorch 2.13 on
+    if linear is not None:
+        found["linear_cross_entropy"] = lambda hidden, weight, labels: linear(hidden, weight, labels, reduction="sum")
+    return found
+
+
+def of_loss(loss: SummedLoss, tokens: int, hidden: int, vocabulary: int) -> tuple[float, float]:
+    """Seconds of both passes, and bytes that they take at the most beside their inputs."""
+    states = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(vocabulary, hidden, device=DEVICE)).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=DEVICE)
+
+    def both() -> None:
+        states.grad = weight.grad = None
+        (loss(states, weight, labels) / tokens).backward()  # type: ignore[no-untyped-call]
+
+    seconds = median_seconds(both)
+    states.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    return seconds, torch.cuda.max_memory_allocated() - before
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
