@@ -201,6 +201,6 @@ class _WeightedRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, back = ctx.saved_tensors
         spread = gradient.index_select(0, order // weights.shape[1])
-        of_rows = spread * weights.flatten().index_select(0, order)[:, None]
         of_weights = (spread * rows).sum(-1, dtype=torch.float32).index_select(0, back)
+        of_rows = spread.mul_(weights.flatten().index_select(0, order)[:, None])
         return of_rows, of_weights.view_as(weights).to(weights.dtype), None, None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.cost.memory.transient import loss_tokens_at_once
+from shardwise.cost.memory.transient import loss_tokens_at_once, padded_vocabulary
 from shardwise.models.entropy import entropy_, scaled
 
 IGNORED = -100  # the label of a token that does not count
@@ -82,6 +82,8 @@ class _CrossEntropySum(torch.autograd.Function):
         entropy: Entropy,
     ) -> Tensor:
         for_hidden, for_weight, for_bias = wanted = [one and differentiated for one in ctx.needs_input_grad[:3]]
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
         # Summed over the parts in fp32: a bf16 sum of many parts would lose the small ones.
@@ -90,9 +92,9 @@ class _CrossEntropySum(torch.autograd.Function):
         tokens_at_once = loss_tokens_at_once(weight.shape[0])
         for start in range(0, hidden.shape[0], tokens_at_once):
             part = slice(start, start + tokens_at_once)
-            logits = _logits(hidden[part], weight, bias)
-            total += entropy(logits, labels[part], factors[part], softcap, any(wanted)).sum()
-            # They are gradients now.
+            logits = F.linear(hidden[part], weight, bias)
+            total += entropy(logits[:, :vocabulary], labels[part], factors[part], softcap, any(wanted)).sum()
+            # They are gradients now; beyond the vocabulary both are zero.
             if of_bias is not None:
                 of_bias += logits.sum(0, dtype=torch.float32)
             if of_hidden is not None:
@@ -100,8 +102,8 @@ class _CrossEntropySum(torch.autograd.Function):
             if of_weight is not None:
                 add_product(of_weight, logits.T, hidden[part])
             del logits  # the largest tensor of the step: none stays beside that of the next part
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        parts = (None if one is None else one[:vocabulary] for one in (of_weight, of_bias))
+        ctx.save_for_backward(of_hidden, *parts)
         return total
 
     @staticmethod
@@ -112,14 +114,12 @@ class _CrossEntropySum(torch.autograd.Function):
         return (*scaled_ones, None, None, None, None, None)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """On a GPU in rows of whole 16 bytes, without which all three products are several times slower."""
-    columns = weight.shape[0]
-    beyond = -columns % (16 // hidden.element_size())
-    if not (hidden.is_cuda and beyond):
-        return F.linear(hidden, weight, bias)
-    logits = hidden.new_empty(len(hidden), columns + beyond)[:, :columns]
-    return torch.mm(hidden, weight.T, out=logits) if bias is None else torch.addmm(bias, hidden, weight.T, out=logits)
+def _in_whole_columns(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """With rows of zeros on a GPU, without which products of an odd vocabulary are several times slower."""
+    beyond = padded_vocabulary(weight.shape[0]) - weight.shape[0]
+    if not (weight.is_cuda and beyond):
+        return weight, bias
+    return F.pad(weight, (0, 0, 0, beyond)), None if bias is None else F.pad(bias, (0, beyond))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -34,6 +34,11 @@ WIDE_LOGITS = 2**22  # of those, in fp32 at a time where a CPU computes their gr
 EVEN_TOKENS = 128  # a product of whole tiles
 
 
+def padded_vocabulary(vocabulary: int) -> int:
+    """The columns of the logits on a GPU, whose products are fast where rows have whole 16 bytes."""
+    return vocabulary if vocabulary % 8 == 0 else -(-vocabulary // 64) * 64
+
+
 def loss_tokens_at_once(vocabulary: float) -> int:
     """The tokens whose logits the loss has in memory, of a whole vocabulary or of a rank's part of it."""
     tokens = max(1, int(LOGITS_AT_ONCE // vocabulary))
@@ -182,7 +187,8 @@ def loss_moment_bytes(job: Job) -> float:
     rows = job.model.vocab / job.strategy.tp
     logits = min(tokens, loss_tokens_at_once(rows)) * rows
     inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
-    return max(element * weights, element * logits + 4 * min(logits, WIDE_LOGITS)) + inputs
+    padded = element * weights if rows % 8 and job.run_device == "cuda" else 0  # the head with rows of zeros
+    return max(element * weights, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
