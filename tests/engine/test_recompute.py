@@ -52,6 +52,7 @@ def only(*operators: str) -> dict[str, Any]:
 WAYS = {
     "norm": only("norm"),
     "activation": only("activation"),
+    "mlp-up": only("activation", "mlp-up"),
     "cheap": CHEAP,
     "products": only("alternate-products"),
     "full": FULL,
@@ -223,6 +224,7 @@ def test_what_would_repeat_communication_or_is_not_there_is_refused() -> None:
     unfused = replace(job_of(GPT, cp=2, **only("attention")), training=Training(seq=16, attention="unfused"))
     for job, word in (
         (job_of(LLAMA, tp=2, **only("alternate-products")), "tensor parallelism"),
+        (job_of(LLAMA, tp=2, **only("mlp-up")), "tensor parallelism"),
         (unfused, "context parallelism"),
         (job_of(LLAMA, **only("up-projection")), "has no up-projection"),
     ):

@@ -131,7 +131,7 @@ def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) ->
         crossings = outside * (level.size - 1) if index < len(topology.levels) - 1 else level.size - 1
         share = (level.size - 1) / level.size if index < len(topology.levels) - 1 else 1.0
         hops = passes * crossings * level.shape.step_hops
-        carried = sent / inside * share * topology.sharing(index) * level.shape.step_load
+        carried = sent / inside * share * topology.sharing(index) * level.shape.step_load / level.shape.disjoint_rings
         used[index] = Work(hops=hops, bytes=carried)
         inside *= level.size
     volume = Work(steps=passes * (n - 1), sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)

@@ -82,6 +82,7 @@ class Grid:
     """
 
     axes: tuple[Axis, ...]
+    disjoint_rings = 1
 
     @property
     def size(self) -> int:
@@ -164,6 +165,7 @@ class _OneHop:
     size: int
     stride = 1
     step_hops = next_hops = closing_hops = farthest_hops = 1
+    disjoint_rings = 1
 
     @property
     def step_load(self) -> int:
@@ -234,6 +236,11 @@ class FullyConnected(_OneHop):
 
     def __post_init__(self) -> None:
         _whole("fully_connected.size", self.size)
+
+    @property
+    def disjoint_rings(self) -> int:  # type: ignore[override]  # here it depends on the size
+        """Rings through all members that share no link: each is in one, but for 4 and 6 members (Tillson 1980)."""
+        return max(1, self.size - (2 if self.size in (4, 6) else 1))
 
     def expanded(self) -> FullyConnected:
         return self

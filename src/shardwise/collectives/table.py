@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from shardwise.collectives.algorithms.base import NVLS, SHARP, Algorithm
 from shardwise.collectives.algorithms.pairwise import BRUCK, DIRECT, HALVING_DOUBLING, PAIRWISE, RECURSIVE_DOUBLING
-from shardwise.collectives.algorithms.rings import BIDIRECTIONAL_RING, BUCKET, DIMENSION_ORDERED, LINE, RING
+from shardwise.collectives.algorithms.rings import (
+    BIDIRECTIONAL_RING,
+    BUCKET,
+    DIMENSION_ORDERED,
+    LINE,
+    PARALLEL_RINGS,
+    RING,
+)
 from shardwise.collectives.algorithms.trees import (
     BINOMIAL,
     CHAIN,
@@ -36,6 +43,7 @@ BRUCKS = "Bruck, Ho, Kipnis, Upfal, Weathersby 1997"
 NCCL_TESTS = "nccl-tests doc/PERFORMANCE.md"
 TUNING = "NCCL src/graph/tuning.cc"
 SCALING = "jax-ml scaling-book, sharding.md"
+_RINGS = "Tillson 1980; rocm.blogs.amd.com, RCCL and xGMI on MI300X"
 LINKS = "busiest link of the routed schedule"
 
 
@@ -77,6 +85,9 @@ ROWS: tuple[Row, ...] = (
     Row(BINOMIAL, (AR,), ("tree",), "2q(a + mb)", THAKUR),
     Row(RING, (AG, RS), ("ring", "tree", "switch", "fully_connected"), "(n-1)(a + mb/n)", THAKUR),
     Row(RING, (AR,), ("ring", "tree", "switch", "fully_connected"), "2(n-1)(a + mb/n)", NCCL_TESTS),
+    Row(PARALLEL_RINGS, (AG, RS), ("fully_connected",), "(n-1)a + (n-1)/(nr) mb, r = n-1 rings without a common"
+        " link (n-2 of 4 and of 6)", _RINGS, MODEL),
+    Row(PARALLEL_RINGS, (AR,), ("fully_connected",), "twice the all-gather", _RINGS, MODEL),
     Row(BIDIRECTIONAL_RING, (AG, RS), ("ring",), "floor(n/2)a + (n-1)/(2n) mb", SCALING),
     Row(BIDIRECTIONAL_RING, (AR,), ("ring",), "2 floor(n/2)a + (n-1)/n mb", SCALING),
     Row(LINE, (AG, RS), ("line",), "(n-1)(a + mb/n)", CHAN),

@@ -199,9 +199,9 @@ LIBRARIES: dict[str, dict[CollectiveKind, tuple[str, ...]]] = {
         **_AT_ONCE,
         CollectiveKind.BROADCAST: ("chain",),
         CollectiveKind.REDUCE: ("chain",),
-        CollectiveKind.ALL_REDUCE: ("ring", "double_binary_tree", "nvls", "sharp"),
-        CollectiveKind.ALL_GATHER: ("ring",),
-        CollectiveKind.REDUCE_SCATTER: ("ring",),
+        CollectiveKind.ALL_REDUCE: ("ring", "parallel_rings", "double_binary_tree", "nvls", "sharp"),
+        CollectiveKind.ALL_GATHER: ("ring", "parallel_rings"),
+        CollectiveKind.REDUCE_SCATTER: ("ring", "parallel_rings"),
     },
     # gloo/allreduce.cc (ring), allgather.cc (ring), broadcast.cc (binomial), reduce.cc (ring), alltoall.cc, gather.cc
     # and scatter.cc (at once); the engine's reduce-scatter is all-to-all, then sum (engine/collectives/reductions.py).

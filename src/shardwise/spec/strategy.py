@@ -14,7 +14,7 @@ from shardwise.spec.schedules import PLAIN, ScheduleRecord, chosen_chunks_schedu
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 10_000_000
-RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "alternate-products"]
+RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "mlp-up", "alternate-products"]
 
 
 @dataclass(frozen=True, kw_only=True)

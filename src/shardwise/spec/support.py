@@ -202,6 +202,9 @@ MATRIX: tuple[Finding, ...] = (
     # Selective recompute (Korthikanti et al. 2022, arXiv 2205.05198) runs again what a rank can compute by itself.
     *_each("repeated-matmuls + tp", "needs", "recomputed matmuls would repeat tensor-parallel communication",
            *_FEWER_OPERATORS),
+    *_each("repeated-mlp-up + tp", "needs", "a recomputed matmul would gather its input over the ranks once more",
+           *_FEWER_OPERATORS),
+    *_each("repeated-missing-mlp-up", "needs", "every MLP of the model is a routed expert", *_FEWER_OPERATORS),
     *_each("repeated-attention + cp-ulysses", "needs", "recomputed attention would repeat its all-to-alls",
            *_FEWER_OPERATORS),
     *_each("repeated-up-projection + plain-attention", "needs",

@@ -33,6 +33,10 @@ def _repeats(operator: str) -> Uses:
     return lambda s, t, m: (s.recompute == "selective") & (operator in s.recompute_operators)
 
 
+def _has_dense_mlp(m: Model) -> bool:
+    return m.moe is None or m.moe_layers < m.layers or m.moe.shared_ffn > 0
+
+
 def _other_factors(m: Model) -> bool:
     """Whether longrope has another number of factors than a head has frequencies."""
     scaling = m.numerics.rope_scaling
@@ -147,6 +151,8 @@ TECHNIQUES: dict[str, Uses] = {
     "repeated-matmuls": _repeats("alternate-products"),
     "repeated-attention": lambda s, t, m: _repeats("attention")(s, t, m) & (t.attention == "unfused"),
     "repeated-up-projection": _repeats("up-projection"),
+    "repeated-mlp-up": _repeats("mlp-up"),
+    "repeated-missing-mlp-up": lambda s, t, m: _repeats("mlp-up")(s, t, m) & (not _has_dense_mlp(m)),
     "offload-optimizer": lambda s, t, m: s.offload.optimizer > 0,
     "offload-gradients": lambda s, t, m: s.offload.gradients > 0,
     "offload-weights": lambda s, t, m: s.offload.weights > 0,

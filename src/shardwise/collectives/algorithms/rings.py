@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.collectives.algorithms.base import Algorithm, axes_of, even, gathering
@@ -48,6 +48,15 @@ def _ring_all_to_all(n: int) -> Schedule:
 
 
 RING = Algorithm("ring", ring_work, ring_build)
+
+
+def parallel_rings_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
+    """As many rings as share no link, each with its part of the bytes, as NCCL and RCCL build them."""
+    one = even(level, level.size - 1, (level.size - 1) / level.size * size)
+    return gathering(kind, replace(one, bytes=one.bytes / level.shape.disjoint_rings))
+
+
+PARALLEL_RINGS = Algorithm("parallel_rings", parallel_rings_work)
 
 
 def two_way_rounds(axis: Axis) -> tuple[int, bool]:

@@ -115,13 +115,13 @@ _DGXC = (
 _PAXML = (
     Variant(
         "175B",
-        "FSDP over 128 GPUs; attention, norms and activations repeated (the first MLP matmul too)",
+        "FSDP over 128 GPUs; attention, norms, activations and the first matmul of the MLP repeated",
         {"model": "175B"},
         model={"vocab": 50_257},
         strategy={
             "shard_group": 128,
             "recompute": "selective",
-            "recompute_operators": ["attention", "norm", "activation"],
+            "recompute_operators": ["attention", "norm", "activation", "mlp-up"],
         },
     ),
     Variant(
@@ -149,6 +149,12 @@ _MAXTEXT = (
         "weight matmuls kept; attention and element-wise work repeated",
         {"recompute": "minimal|save_dot|logits"},
         strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
+    ),
+    Variant(
+        "save_dot_except_logits_ffn1 and save_dot_except_mlpwi",
+        "the first matmul of the MLP repeated too",
+        {"recompute": "ffn1|mlpwi"},
+        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation", "mlp-up"]},
     ),
     Variant(
         "128B on TPU v5e",

@@ -141,10 +141,23 @@ def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float
     raise AssertionError(f"unknown convention {convention}")
 
 
+def _dense_mlp_inputs_flops(model: Model) -> float:
+    """The up and gate matmuls of dense layers and shared experts."""
+    widths = (model.layers - model.moe_layers) * model.ffn + (
+        model.moe_layers * model.moe.shared_ffn if model.moe else 0
+    )
+    return 2.0 * model.hidden * widths * (2 if model.gated else 1)
+
+
 def recomputed_flops_per_token(model: Model, seq: int, recompute: str, operators: tuple[str, ...]) -> float:
     """Forward FLOPs per token that recompute runs again; element-wise operators are not counted."""
     if recompute == "full":
         return _layers_forward_flops(model, seq, halve_causal=True)
-    if recompute == "selective" and "attention" in operators:
-        return (model.layers + model.mtp_layers) * layer_forward_flops(model, seq, moe=False).attention
-    return 0.0
+    if recompute != "selective":
+        return 0.0
+    again = 0.0
+    if "attention" in operators:
+        again += (model.layers + model.mtp_layers) * layer_forward_flops(model, seq, moe=False).attention
+    if "mlp-up" in operators:
+        again += _dense_mlp_inputs_flops(model)
+    return again

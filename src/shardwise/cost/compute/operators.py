@@ -159,10 +159,11 @@ def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Oper
     up, down = (2 if model.gated else 1) * width / shape.tp, width / shape.tp
     alternate = 0.5 if model.gated else 0.0
     return [
-        Operator(OperatorRole.MLP, "product", shape.tokens, up, model.hidden, split="column", alternate=alternate),
+        Operator(OperatorRole.MLP, "product", shape.tokens, up, model.hidden, split="column", alternate=alternate,
+                 recomputed_by="mlp-up"),
         _activation(model, shape.tokens * width / shape.tp),
         Operator(OperatorRole.MLP, "product", shape.tokens, model.hidden, down, split="row", ends_layer=last),
-    ]
+    ]  # fmt: skip
 
 
 def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:

@@ -182,9 +182,9 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
 
 def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.DENSE) -> list[SavedTensor]:
     """What an MLP keeps around its activation function, ``wide`` elements of each tensor."""
-    before = 2 if model.gated else 1
+    before, again = 2 if model.gated else 1, "" if share is Share.EXPERTS else "mlp-up"
     tensors = [
-        SavedTensor(SavedRole.ACTIVATION_INPUTS, before * wide * sizes.gate_input, share=share),
+        SavedTensor(SavedRole.ACTIVATION_INPUTS, before * wide * sizes.gate_input, again, share),
         SavedTensor(SavedRole.ACTIVATION_OUTPUT, wide * sizes.linear_input, "activation", share),
     ]
     if sizes.separate_gate:

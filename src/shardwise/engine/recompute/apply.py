@@ -21,6 +21,7 @@ from shardwise.engine import torch_private
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs, Function
 from shardwise.engine.weight_gradients import not_deferring
+from shardwise.models.mlp import MLP
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -47,14 +48,14 @@ def every_second_matmul(layer: nn.Module, again: Again) -> Function:
     return _keeping(layer.forward, again, lambda number, shape: number % 2 == 0 and number < last)
 
 
-def all_but_cheap(layer: nn.Module, again: Again, up_projections: bool) -> Function:
+_NAMED_MATMULS = {"up-projection": ("query_up", "key_value_up"), "mlp-up": ("gate", "up")}
+
+
+def all_but_cheap(layer: nn.Module, again: Again, operators: Sequence[str]) -> Function:
     """The layer's forward pass, which recomputes what selective recompute names, and all that is as cheap."""
-    repeated = [
-        getattr(one, name).weight.shape[::-1]
-        for one in layer.modules()
-        for name in ("query_up", "key_value_up")
-        if up_projections and hasattr(one, name)
-    ]
+    names = [name for operator in operators for name in _NAMED_MATMULS.get(operator, ())]
+    matmuls = [getattr(one, name, None) for one in layer.modules() for name in names]
+    repeated = [one.weight.shape[::-1] for one in matmuls if isinstance(one, nn.Linear)]
     return _keeping(layer.forward, again, lambda number, shape: shape not in repeated)
 
 
@@ -127,6 +128,7 @@ def _require_possible(job: Job) -> None:
     operators, strategy = job.selective_operators, job.strategy
     for operator, dimension, degree in (
         ("alternate-products", "tensor", strategy.tp),
+        ("mlp-up", "tensor", strategy.tp),
         ("attention", "context", strategy.cp),
     ):
         if operator in operators and degree > 1:
@@ -176,7 +178,7 @@ def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
         if dense:
             layer.forward = every_second_matmul(layer, again)
         return  # a mixture of experts keeps everything
-    compiled = all_but_cheap(layer, again, "up-projection" in operators)
+    compiled = all_but_cheap(layer, again, operators)
     discarded = DiscardedOutputs()
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
@@ -186,7 +188,7 @@ def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
                 setattr(module, name, partial(again, function))
             else:
                 setattr(module, name, discarded.discarding(function))
-        if not found:
+        if not found and (dense or operator != "mlp-up"):
             problem = f"a {type(layer).__name__} has no {operator} that can be recomputed on its own"
             raise SpecError("strategy.recompute_operators", problem, "leave it out, or use recompute: full")
     layer.forward = discarded.around(layer.forward, compiled)
@@ -211,5 +213,6 @@ _FUNCTIONS: dict[str, Callable[[nn.Module], Iterator[Place]]] = {
     "norm": _norms,
     "activation": partial(_attributes, "activation"),
     "up-projection": partial(_attributes, "expand"),
+    "mlp-up": lambda layer: ((one, "project") for one in layer.modules() if isinstance(one, MLP)),
     "attention": partial(_attributes, "attend"),
 }

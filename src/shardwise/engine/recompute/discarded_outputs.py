@@ -63,7 +63,7 @@ class DiscardedOutputs:
             outputs = call.again(*inputs)  # type: ignore[attr-defined]
             if self._outputs is not None and not torch.compiler.is_compiling():
                 made = outputs if isinstance(outputs, tuple) else (outputs,)
-                again = _Call(call.again, inputs)  # type: ignore[attr-defined]
+                again = _Call(call.again, inputs, self._pack)  # type: ignore[attr-defined]
                 for index, output in enumerate(made):
                     storage = output.untyped_storage()
                     # The weak reference keeps the address from being used again, though not the memory.
@@ -96,22 +96,24 @@ class _Output:
 class _Call:
     """One call of a function, repeated for the first user of its outputs and kept until the last one has read them.
 
-    A split backward pass may come twice: then the function runs once more.
+    A split backward pass may come twice: then the function runs once more. An input that is itself discarded
+    (``pack`` knows) is made again first.
     """
 
-    def __init__(self, function: Function, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, function: Function, inputs: tuple[Any, ...], pack: Callable[[Tensor], Any]) -> None:
         self.function = function
-        self.inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        self.inputs = tuple(pack(one) if isinstance(one, Tensor) else one for one in inputs)
+        self.storages = {storage_id(one.untyped_storage()) for one in tensors}
         self.versions = tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor))
-        self.autocast = _autocast_now(self.inputs[0].device.type)
+        self.autocast = _autocast_now(tensors[0].device.type)
         self.users = 0
         self._to_come = 0
         self._outputs: tuple[Tensor, ...] = ()
 
     def is_input(self, tensor: Tensor) -> bool:
         """Whether the tensor is (part of) an input: then nothing can be saved."""
-        storage = storage_id(tensor.untyped_storage())
-        return any(storage_id(one.untyped_storage()) == storage for one in self.inputs if isinstance(one, Tensor))
+        return storage_id(tensor.untyped_storage()) in self.storages
 
     def output(self, index: int) -> Tensor:
         if not self._outputs:
@@ -127,7 +129,7 @@ class _Call:
         if self.versions != tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor)):
             raise RuntimeError("an input of a recomputed function was changed in place before the backward pass")
         with torch.no_grad(), self.autocast():
-            outputs = self.function(*self.inputs)
+            outputs = self.function(*(unpack(one) if isinstance(one, SavedView) else one for one in self.inputs))
         self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
 
