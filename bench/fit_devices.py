@@ -80,7 +80,7 @@ FITS = (
     Fit(("gb200",), {"gemm.16": Prior(0.50), "gemm.fp8": Prior(0.52), "gemm.fp4": Prior(0.5), **_SPREAD}),
     Fit(("b300", "gb300"), {"gemm.16": Prior(0.55), "gemm.fp8": Prior(0.6, 0.4), "gemm.fp4": Prior(0.6, 0.4),
                             "attention_backward": Prior(0.4)}),
-    Fit(("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"), {"gemm.16": Prior(0.85), "operand_traffic": Prior(0.3),
+    Fit(("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"), {"gemm.16": Prior(0.85), "gemm.int8": Prior(0.55, 0.4), "operand_traffic": Prior(0.3),
         "attention_backward": Prior(0.4), "attention_forward": Prior(0.4), **_SPREAD}),
     Fit(("ascend-910b",), {"gemm.16": Prior(0.65), "attention_backward": Prior(0.5), "attention_forward": Prior(0.6),
                            "operator_seconds": Prior(1e-5), "elementwise_traffic": Prior(1.5)}),

@@ -14,6 +14,7 @@ from collectives.agreement import SINGLE, hierarchies, same, shapes, single
 from effort import examples
 from shardwise.collectives import (
     CollectiveKind,
+    FullyConnected,
     Grid,
     InNetwork,
     Level,
@@ -177,6 +178,20 @@ def test_a_library_limits_the_choice() -> None:
     assert collective_cost("all_gather", M, nccl, "auto").algorithm == "parallel_rings"
     with pytest.raises(ValueError, match=r"topology\.library"):
         Topology(free.levels, library="mpi")
+
+
+def test_rings_of_a_library_use_every_link_of_a_fully_connected_node() -> None:
+    """RCCL on 8 MI300X: 313 GB/s of bus bandwidth, of 7 links of 64 GB/s (stas00/ml-engineering network/README.md)."""
+    node = Topology((Level(FullyConnected(8), 64e9 * 0.72, 3e-6),), library="nccl")
+    for kind, factor in (("all_gather", 7 / 8), ("reduce_scatter", 7 / 8), ("all_reduce", 7 / 4)):
+        cost = collective_cost(kind, 8e9, node, "auto")
+        assert cost.algorithm == "parallel_rings"
+        assert factor * 8e9 / cost.seconds == pytest.approx(313e9, rel=0.04)
+    nodes = Topology((*node.levels, Level(Switch(4), 1e12, 1e-6)), library="nccl")
+    inside = collective_cost("all_gather", 8e9, nodes, "parallel_rings").levels[0]
+    assert inside.bytes == pytest.approx(31 / 32 * 8e9 * 7 / 8 / 7)
+    for size, rings in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 4), (7, 6), (8, 7)):
+        assert FullyConnected(size).disjoint_rings == rings
 
 
 def test_one_device_costs_nothing() -> None:
