@@ -30,8 +30,8 @@ class Efficiency(Spec):
     the operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a fused
     kernel of the newest class reaches with heads of 128 features; ``older_attention`` is what the class before it
     reaches of that, ``exponential_flops`` the matmul FLOPs that an exponential takes as long as: narrower heads have
-    more of them. ``score_flops`` are the FLOPs of a score besides its matmuls, which matter on CPUs. Matmuls of experts
-    sustain ``expert_gemm`` of ``gemm``, half of it with ``expert_rolloff`` tokens each.
+    more of them. ``score_flops`` are the FLOPs of a score besides its matmuls, which matter on CPUs. Matmuls of several
+    experts sustain ``expert_gemm`` of ``gemm``, half of it with ``expert_rolloff`` tokens each; one alone is like any.
     ``routing_seconds`` is what every mixture-of-experts layer adds to a pass because the host waits for the number of
     tokens that each expert gets, unless the whole step is one CUDA graph; ``routing_traffic`` how often the tokens are
     read and written to sort them by expert. ``overlapped_tp_exposed`` is what stays exposed of tensor-parallel

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.cost.compute.flops import recomputed_flops_per_token
 from shardwise.cost.step.floor import stage_compute
-from shardwise.cost.step.stage_time import stage_seconds
+from shardwise.cost.step.stage_time import seconds_by_kind, stage_seconds
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -50,3 +51,30 @@ def test_every_second_product_of_llama_is_36_percent_of_its_products() -> None:
     head = 2 * 4096 * 128256 * plain.microbatch_tokens / plain.cluster.device.peak_flops("bf16")
     assert ideal.matrices_recomputed / (layers - head) == pytest.approx(19456 / 53248)
     assert ideal.attention_recomputed == 0
+
+
+def test_the_recomputed_input_matmuls_of_the_mlp_are_two_thirds_of_it() -> None:
+    """Gate and up: 2·14336 of (2·4096 + 2·1024 + 3·14336)."""
+    plain, again = (job("llama3-8b", recompute=mode, recompute_operators=["mlp-up"]) for mode in ("none", "selective"))
+    ideal = stage_compute(again, rank_contents(again, 0))
+    layers = stage_compute(plain, rank_contents(plain, 0)).matrices_forward
+    head = 2 * 4096 * 128256 * plain.microbatch_tokens / plain.cluster.device.peak_flops("bf16")
+    assert ideal.matrices_recomputed / (layers - head) == pytest.approx(28672 / 53248)
+    priced = [stage_seconds(one, rank_contents(one, 0)) for one in (plain, again)]
+    assert priced[0].recomputed == 0
+    assert priced[1].recomputed > ideal.matrices_recomputed
+    assert recomputed_flops_per_token(again.model, 8192, "selective", again.recomputed_operators) == pytest.approx(
+        32 * 2 * 4096 * 28672
+    )
+
+
+def test_the_only_expert_of_a_device_is_a_matmul_like_any_other() -> None:
+    """As a dense model whose MLP has the expert's width sees as many tokens."""
+    moe = {"experts": 8, "top_k": 1, "ffn": 8192}
+    shared = {"layers": 1, "hidden": 4096, "heads": 32, "vocab": 32000}
+    alone, grouped = (job(Model.from_dict({**shared, "ffn": 8192, "moe": moe}), ep=ep) for ep in (8, 4))
+    dense = job(Model.from_dict({**shared, "ffn": 8192}))
+    products = [seconds_by_kind(one, rank_contents(one, 0))["product"] for one in (alone, grouped, dense)]
+    router = 2 * 3 * 4096 * 8 * alone.microbatch_tokens / alone.cluster.device.peak_flops("bf16")
+    assert products[0] == pytest.approx(products[2] + router, rel=0.01)
+    assert products[1] > 1.02 * products[0]

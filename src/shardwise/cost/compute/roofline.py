@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.collectives.arrays import select
 from shardwise.cost.compute.operators import Operator, OperatorRole
 from shardwise.spec.hardware import Device
 from shardwise.spec.stack import Stack
@@ -70,7 +71,8 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     rows, columns, inner = operator.rows, operator.columns, operator.inner
     if operator.expert:
         rows_of_each = rows / operator.matrices
-        rate *= efficiency.expert_gemm * rows_of_each / (rows_of_each + efficiency.expert_rolloff)
+        grouped = efficiency.expert_gemm * rows_of_each / (rows_of_each + efficiency.expert_rolloff)
+        rate *= select(operator.matrices > 1, grouped, 1.0)  # a single expert is a matmul like any other
     element = recipe.activation
     weights = operator.matrices * inner * columns
     read, written = element * (rows * inner + weights), element * rows * columns
