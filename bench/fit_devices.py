@@ -49,14 +49,15 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """Constants that some devices share, with their priors, fitted on their dense models or on their mixtures."""
+    """Constants that some devices share, with their priors, fitted on their dense models, mixtures or int8 runs."""
 
     devices: tuple[str, ...]
     priors: Mapping[str, Prior]
     kind: str = "dense"
 
     def covers(self, run: PublishedRun) -> bool:
-        return device_of(run) in self.devices and kind_of(run.job.model) == self.kind
+        own = run.job.training.precision if self.kind == "int8" else kind_of(run.job.model)
+        return device_of(run) in self.devices and own == self.kind
 
 
 # Matmuls: the best of a search over shapes (stas00/ml-engineering 744d01e, compute/accelerator/README.md), less what a
@@ -80,11 +81,12 @@ FITS = (
     Fit(("gb200",), {"gemm.16": Prior(0.50), "gemm.fp8": Prior(0.52), "gemm.fp4": Prior(0.5), **_SPREAD}),
     Fit(("b300", "gb300"), {"gemm.16": Prior(0.55), "gemm.fp8": Prior(0.6, 0.4), "gemm.fp4": Prior(0.6, 0.4),
                             "attention_backward": Prior(0.4)}),
-    Fit(("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"), {"gemm.16": Prior(0.85), "gemm.int8": Prior(0.55, 0.4),
-        "operand_traffic": Prior(0.3), "attention_backward": Prior(0.4), "attention_forward": Prior(0.4), **_SPREAD}),
+    Fit(("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"), {"gemm.16": Prior(0.85), "operand_traffic": Prior(0.3),
+        "attention_backward": Prior(0.4), "attention_forward": Prior(0.4), **_SPREAD}),
     Fit(("ascend-910b",), {"gemm.16": Prior(0.65), "attention_backward": Prior(0.5), "attention_forward": Prior(0.6),
                            "operator_seconds": Prior(1e-5), "elementwise_traffic": Prior(1.5)}),
     Fit(("mi300x", "mi325x", "mi350x", "mi355x"), {"gemm.fp8": Prior(0.4, 0.4), "attention_backward": Prior(0.4)}),
+    *(Fit((one,), {"gemm.int8": Prior(0.55, 0.4)}, "int8") for one in ("tpu-v5e", "tpu-v5p", "tpu-v6e")),
     Fit(("gaudi2",), {"gemm.fp8": Prior(0.7)}),
     Fit(("h100-sxm", "b200", "gb200", "b300", "gb300"), _MIXTURES, "moe"),
     Fit(("ascend-910b",), _MIXTURES, "moe"),
