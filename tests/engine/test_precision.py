@@ -23,14 +23,17 @@ MIXED = Precision(torch.bfloat16, torch.float32)
         ("bf16", HALF),
         ("bf16-fp32-grads", MIXED),
         ("fp16", Precision(torch.float16, torch.float16, scaled=True)),
+        ("fp8", Precision(torch.bfloat16, torch.float32, scaling="tensor")),
+        ("fp8-rowwise", Precision(torch.bfloat16, torch.float32, scaling="row")),
+        ("fp8-blockwise", Precision(torch.bfloat16, torch.float32, scaling="block")),
     ],
 )
 def test_recipes_are_formats(name: str, expected: Precision) -> None:
     assert precision_of(Training(precision=name)) == expected
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "int8"])
-def test_what_a_cpu_cannot_compute_in_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "int8"])
+def test_what_this_engine_cannot_compute_in_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match="bf16"):
         precision_of(Training(precision=name))
 

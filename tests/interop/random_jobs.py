@@ -184,7 +184,7 @@ def _megatron(random: Random) -> Fields:
     seq = pick((2048, 4096, 8192))
     training = {
         "seq": seq, "optimizer": optimizer, "attention": pick(("flash", "unfused")), "dropout": pick((True, False)),
-        "precision": pick(sorted(set(RECIPES) - {"int8"} - ({"fp16"} if strategy["ep"] > 1 else set()))),
+        "precision": pick(sorted(set(RECIPES) - {"int8", "fp8-rowwise"} - ({"fp16"} if strategy["ep"] > 1 else set()))),
         "tokens": pick((None, seq * 1000)),
     }  # fmt: skip
     latent, plain = ("deepseek-v3", "deepseek-v2-lite", "kimi-k2"), ("mixtral-8x7b", "qwen3-30b-a3b")
@@ -196,7 +196,6 @@ def _megatron(random: Random) -> Fields:
     if recompute == "selective" and training["attention"] == "flash":
         # Norms that Transformer Engine fuses into a product, and the activation of a dense MLP, are always kept.
         operators = ["norm", "up-projection"] if model in latent else ["activation"]
-        training["precision"] = "bf16" if training["precision"] == "fp8" else training["precision"]
         strategy["recompute_operators"] = operators
         strategy["recompute"] = "selective" if expert else "none"
     dense = ("llama3-8b", "llama2-70b", "qwen2.5-7b", "mistral-7b", "qwen3-8b", "yi-34b")
@@ -224,7 +223,10 @@ def _torchtitan(random: Random) -> Fields:
     }  # fmt: skip
     if pp > 1 and schedule in ("zbv", "dualpipev"):
         strategy["keep_parameters"] = True
-    training = {"seq": pick((2048, 8192)), "precision": pick(("fp32", "bf16-fp32-grads", "fp8", "mxfp8"))}
+    training = {
+        "seq": pick((2048, 8192)),
+        "precision": pick(("fp32", "bf16-fp32-grads", "fp8", "fp8-rowwise", "mxfp8")),
+    }
     dense = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b")
     return {"model": pick(EXPERTS[1:] if expert else dense), "strategy": strategy, "training": training}
 

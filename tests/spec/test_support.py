@@ -134,6 +134,7 @@ USING: dict[str, Fields] = {
         }
     },
     "ragged-widths": {"model": {"ffn": 3080}},
+    "ragged-blocks": {"model": {"ffn": 3088}},
     "ragged-experts": {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 1028}}},
     "rank-order": {"order": ["tp", "cp", "pp", "dp"]},
     "named-collective": {"collective": "ring"},
@@ -267,7 +268,7 @@ def test_sharding_and_schedules_as_run_by_the_engine(name: str) -> None:
 
 def test_worst_first() -> None:
     found = verdict(using("fp8", "ragged-widths", "dualpipe", "cp-ring", "unfused-attention"))
-    assert [one.status for one in found.findings] == ["refused", "priced only", "priced only", "needs"]
+    assert [one.status for one in found.findings] == ["refused", "priced only", "needs"]
     assert found.status == "refused"
 
 
@@ -303,9 +304,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "repeated-mlp-up",
-                    "repeated-missing-mlp-up", "uneven-kv-heads",
-                    "ragged-widths", "ragged-experts", "own-stages", "rank-order",
+    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "uneven-kv-heads",
+                    "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip
     for name, uses in TECHNIQUES.items():

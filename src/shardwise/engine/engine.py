@@ -1,6 +1,7 @@
 """The engine: a job's model, cut as its strategy says, and one training step of it.
 
-Techniques are applied from outside, always in this order: stages, tensor, context, experts, recompute, compile, data.
+Techniques are applied from outside, always in this order: stages, tensor, context, experts, FP8, recompute, compile,
+data.
 Each is one file or folder that knows nothing of the others.
 """
 
@@ -18,6 +19,7 @@ from shardwise.engine.context.apply import apply_attention, apply_context
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.experts.loads import update_balance
+from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.graphs import StepGraphs
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.optim.precision import precision_of
@@ -97,6 +99,7 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
         apply_context(decoder, mesh, job.strategy)
         if job.model.moe:
             apply_experts(decoder, mesh, job.strategy, lambda rank: node_of(rank, job.cluster.node_devices))
+        apply_fp8(decoder, mesh, DECODER, precision_of(job.training).scaling)
         stages[stage] = decoder
     apply_recompute(list(stages.values()), job, DECODER, random=False)
     if job.training.compile:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.data.apply import apply_data
+from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optim.precision import precision_of
@@ -123,6 +124,8 @@ class Parallel(Trainer[Any]):
         for stage in stages.values():
             run = forward.any_pass(call, loss, precision.compute) if table is None and loss else None
             forward.answer_passes(stage, run or forward.TokenPass(stage, self.patterns, mesh, loss), whole)
+        for stage in stages.values():
+            apply_fp8(stage, mesh, self.patterns, precision.scaling)
         apply_recompute(list(stages.values()), job, self.patterns)
         if initialise is None:
             for stage in stages.values():

@@ -15,6 +15,7 @@ from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.data.apply import DataParallel
 from shardwise.engine.data.synchronisation import LateSums, OuterSteps
+from shardwise.engine.fp8.apply import weights_in_fp8
 from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
@@ -68,6 +69,7 @@ class Trainer(ABC, Generic[Given]):
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
+        self.in_fp8 = weights_in_fp8(stages.values())
         precision, optimization = precision_of(job.training), job.training.optimization
         self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
         data.start()
@@ -105,6 +107,7 @@ class Trainer(ABC, Generic[Given]):
         """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
         if not self.compresses:
             self.compress(self.optimizer.steps_taken() >= self.job.strategy.compression.exact_steps)
+        self._forget_casts()
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted) if self.workers == 1 else counted
         divisor = total if self.scaler is None else total / self.scaler.scale
@@ -153,6 +156,11 @@ class Trainer(ABC, Generic[Given]):
         self.after_update()
         self._end_step()
         return norm
+
+    def _forget_casts(self) -> None:
+        """Weights may have changed since they were cast; the first microbatch casts them again."""
+        for one in self.in_fp8:
+            one.forms = None
 
     def _end_step(self) -> None:
         self.data.after_step()
@@ -219,6 +227,7 @@ class Trainer(ABC, Generic[Given]):
     @torch.no_grad()
     def evaluate(self, batch: Given) -> Tensor:
         """The loss of a global batch, of which this is the rank's share; nothing is learnt."""
+        self._forget_casts()
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted)
         if self.pipeline:

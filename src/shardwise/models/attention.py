@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        query, key, value = self.project(hidden, self.query, self.key, self.value)
+        query, key, value = self.project(hidden, *self.projections())
         if self.clip is not None:
             query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
         if self.normed_whole:
@@ -62,6 +62,10 @@ class Attention(nn.Module):
         attended = self.attend(query, key, value, arguments)
         mixed: Tensor = self.output(attended.flatten(-2))
         return mixed
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """The linear layers that ``project`` applies to the hidden states."""
+        return self.query, self.key, self.value
 
     def positioned(self, query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normed, in models that do so, and rotated by their positions."""
@@ -112,12 +116,16 @@ class MultiHeadLatentAttention(nn.Module):
             queries = self.query_down_norm(self.query_down(hidden))
             queries, latent, key_rotated = self.every_head(queries, latent, key_rotated)
         else:
-            (queries,) = self.project(hidden, self.query)
+            (queries,) = self.project(hidden, *self.projections())
             latent, key_rotated = self.every_head(latent, key_rotated)
         heads = self.expand(queries, latent, key_rotated, rotation)
         attended = self.attend(*heads, arguments)
         mixed: Tensor = self.output(attended.flatten(-2))
         return mixed
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """As of `Attention`."""
+        return () if self.compressed_query else (self.query,)
 
     def expand(
         self, queries: Tensor, latent: Tensor, key_rotated: Tensor, rotation: Rotation | None

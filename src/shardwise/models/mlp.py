@@ -68,9 +68,12 @@ class MLP(nn.Module):
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor) -> Tensor:
-        maps = (self.up,) if self.gate is None else (self.gate, self.up)
-        down: Tensor = self.down(self.activation(*self.project(hidden, *maps)))
+        down: Tensor = self.down(self.activation(*self.project(hidden, *self.projections())))
         return down
+
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """The linear layers that ``project`` applies to the hidden states."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 # Several linear layers of the same hidden states as one call, which the engine replaces: inputs may be gathered again,

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord, other_schedules, own_schedules, registered_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy
-from shardwise.spec.training import OPTIMIZERS, RECIPES, Training
+from shardwise.spec.training import FP8_BLOCK, OPTIMIZERS, RECIPES, Training
 
 Uses = Callable[[Strategy, Training, Model], Any]
 OfModel = Callable[[Model], Any]
@@ -57,9 +57,15 @@ def _across_tp(s: Strategy) -> bool:
     return s.expert_tensor_parallel != s.tp or any(s.degree(name) > 1 for name in before)
 
 
-def _ragged(s: Strategy, t: Training, m: Model) -> bool:
-    widths = (m.hidden, m.ffn // s.tp, m.moe.ffn // s.expert_tensor_parallel if m.moe else 0)
-    return any(width % 16 for width in widths)
+def _ragged(s: Strategy, t: Training, m: Model, unit: int = 16) -> Any:
+    """Whether a side of a matmul of FP8, also of one that adds up over tokens, is no multiple of ``unit``."""
+    heads = (m.heads * m.query_key_dim // s.tp, -(-m.key_value_heads // s.tp) * m.query_key_dim)
+    widths = (m.hidden, m.ffn // s.tp, *heads, s.microbatch * t.seq // s.cp)
+    return reduce(or_, (width % unit > 0 for width in widths))
+
+
+def _ragged_blocks(s: Strategy, t: Training, m: Model) -> Any:
+    return _ragged(s, t, m, FP8_BLOCK)
 
 
 def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
@@ -173,6 +179,7 @@ TECHNIQUES: dict[str, Uses] = {
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
     "capped-scores": lambda s, t, m: m.numerics.attention_softcap is not None,
     "ragged-widths": _ragged,
+    "ragged-blocks": _ragged_blocks,
     "ragged-experts": _ragged_experts,
     # layout
     "rank-order": lambda s, t, m: s.order != DIMENSIONS,

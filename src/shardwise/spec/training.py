@@ -65,6 +65,7 @@ class Recipe:
     linear_input: float  # element of a saved input of a linear layer
     communication: float  # element of an activation on the wire
     source: str
+    scaling: Literal["", "tensor", "row", "block"] = ""  # what has a scale of its own in FP8, where this engine runs it
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
     @property
@@ -83,6 +84,7 @@ class Recipe:
         return self.compute if self.compute in ("fp32", "fp16", "bf16") else "bf16"
 
 
+FP8_BLOCK = 128  # elements that share a scale in block scaling
 _MIXED = "Micikevicius et al. 2018 (arXiv 1710.03740); ZeRO (arXiv 1910.02054) section 3.1"
 _TE = "NVIDIA Transformer Engine: FP8 weight and its transpose cached beside the BF16 weight"
 RECIPES: dict[str, Recipe] = {
@@ -92,7 +94,10 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", "fp16", 2, 0, 2, 4, 2, 2, 2, _MIXED),
         Recipe("bf16", "bf16", 2, 0, 2, 4, 2, 2, 2, _MIXED),
         Recipe("bf16-fp32-grads", "bf16", 2, 0, 4, 4, 2, 2, 2, "Megatron-LM accumulates gradients in fp32: 18 B"),
-        Recipe("fp8", "fp8", 2, 2, 4, 4, 2, 1, 2, _TE),
+        Recipe("fp8", "fp8", 2, 2, 4, 4, 2, 1, 2, _TE, "tensor"),
+        Recipe("fp8-rowwise", "fp8", 2, 2, 4, 4, 2, 1, 2, "torchao float8, recipe rowwise: a scale per row", "row"),
+        Recipe("fp8-blockwise", "fp8", 2, 2 * (1 + 4 / FP8_BLOCK**2), 4, 4, 2, 1 + 4 / FP8_BLOCK, 2,
+               "DeepSeek-V3 (arXiv 2412.19437, section 3.3): an fp32 scale per 1x128, of weights per 128x128", "block"),
         Recipe("mxfp8", "fp8", 2, 2 * (1 + 1 / 32), 4, 4, 2, 1 + 1 / 32, 2,
                "OCP Microscaling Formats v1.0: one 8-bit scale per 32 elements"),
         Recipe("nvfp4", "fp4", 2, 2 * (1 / 2 + 1 / 16), 4, 4, 2, 1 / 2 + 1 / 16, 2,
@@ -101,7 +106,9 @@ RECIPES: dict[str, Recipe] = {
                "google/aqt as MaxText trains with it: operands cast to 8 bit for every matmul, none kept"),
     )
 }  # fmt: skip
-PrecisionName = Literal["fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "mxfp8", "nvfp4", "int8"]
+PrecisionName = Literal[
+    "fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8"
+]
 
 
 @dataclass(frozen=True)

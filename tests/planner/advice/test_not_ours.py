@@ -23,7 +23,7 @@ def job(**training: object) -> Job:
     return job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048, **training)
 
 
-@pytest.mark.parametrize("training", [{"precision": "fp8"}, {"optimizer": "adam8bit"}, {"dropout": True}])
+@pytest.mark.parametrize("training", [{"precision": "int8"}, {"optimizer": "adam8bit"}, {"dropout": True}])
 def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=r"this engine has no|our attention kernels do not") as caught:
         Request(job(**training), NARROW)
@@ -54,8 +54,8 @@ def test_a_model_that_is_not_built_is_priced_with_a_note() -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan --output -", "train --steps 1", "verify", "dryrun"])
-def test_fp8_is_refused_in_one_line(verb: str) -> None:
-    command = f"{verb} --model tiny --cluster laptop:2 --seq 64 --global-batch 4 --precision fp8"
+def test_mxfp8_is_refused_in_one_line(verb: str) -> None:
+    command = f"{verb} --model tiny --cluster laptop:2 --seq 64 --global-batch 4 --precision mxfp8"
     found = run(*command.split())
-    assert found.status == 2 and "training.precision: fp8: this engine has no 8-bit matmuls" in found.err
+    assert found.status == 2 and "training.precision: mxfp8: block-scaled matmuls need Blackwell" in found.err
     assert found.out == "" and len(found.err.strip().splitlines()) == 1

@@ -23,6 +23,7 @@ class Precision:
 
     compute: torch.dtype = torch.float32
     gradient: torch.dtype = torch.float32
+    scaling: str = ""  # of linear layers in FP8 (`engine.fp8`); all else is computed in ``compute``
     scaled: bool = False  # small gradients vanish in fp16 unless the loss is made larger
 
     @property
@@ -37,10 +38,12 @@ FP32 = Precision()
 def precision_of(training: Training) -> Precision:
     """The formats of a job's recipe; refuses what this engine cannot compute in."""
     recipe = RECIPES[training.precision]
+    if recipe.scaling:
+        return Precision(torch.bfloat16, torch.float32, recipe.scaling)
     if recipe.compute not in FORMATS:
         raise SpecError("training.precision", f"this engine has no matmuls in {recipe.compute}", "precision: bf16")
     compute = FORMATS[recipe.compute]
-    return Precision(compute, torch.float32 if recipe.gradient == 4 else compute, recipe.compute == "fp16")
+    return Precision(compute, torch.float32 if recipe.gradient == 4 else compute, scaled=recipe.compute == "fp16")
 
 
 class LossScaler:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import shardwise.engine.fp8.operators  # noqa: F401  (its operators are named below)
 from shardwise.engine import torch_private
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs, Function
@@ -30,6 +31,8 @@ aten: Any = torch.ops.aten
 Again = Callable[..., Any]  # torch's checkpoint, with all that is the same for every layer
 Keeps = Callable[[int, torch.Size], bool]  # a matmul, by its number in the layer and the shape of its matrix?
 _MATMULS = (aten.mm.default, aten.addmm.default)
+_FP8_MATMUL = torch.ops.shardwise.fp8_product.default
+_CASTS = (torch.ops.shardwise.fp8_cast.default, torch.ops.shardwise.fp8_largest.default)
 _COSTLY = (
     torch_private.flash_attention.default,
     torch_private.cpu_flash_attention.default,
@@ -79,10 +82,12 @@ def _contexts(keeps: Keeps) -> tuple[Any, Any]:
     matmuls = count(), count()  # in the first pass and, before PyTorch 2.12, in the second
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        # Operators of our own are matmuls, or attention over ranks.
-        kept = operator in _COSTLY or operator.namespace == "shardwise"
+        # Operators of our own are matmuls, attention over ranks, or casts to FP8, which are cheap.
+        kept = operator in _COSTLY or (operator.namespace == "shardwise" and operator not in _CASTS)
         if operator in _MATMULS:
             kept = keeps(next(matmuls[context.is_recompute]), arguments[-1].shape)
+        elif operator is _FP8_MATMUL:
+            kept = keeps(next(matmuls[context.is_recompute]), arguments[2].T.shape)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]

@@ -67,6 +67,7 @@ class RowLinear(nn.Module):
     """A linear layer that holds the weights of its own inputs: outputs are summed over the ranks, then the bias added.
 
     Under sequence parallelism each rank adds the bias to its own tokens, so that the bias's gradient is partial.
+    ``multiply`` may be replaced by another matmul of inputs and weight.
     """
 
     def __init__(self, linear: Any, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
@@ -81,10 +82,11 @@ class RowLinear(nn.Module):
             part = HeldPart(tuple(linear.bias.shape), copies=size, partial="tp" if sequence_parallel else None)
             note_part(self, "bias", part)
         self.group, self.join = group, scatter if sequence_parallel else reduce
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight = self.weight.T if self.transposed else self.weight
-        outputs = self.join(F.linear(inputs, weight), self.group)
+        outputs = self.join(self.multiply(inputs, weight), self.group)
         return outputs if self.bias is None else outputs + self.bias
 
 

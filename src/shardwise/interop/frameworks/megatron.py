@@ -17,20 +17,20 @@ from shardwise.spec.rules import stage_layer_counts
 # Megatron-LM's ``transformer_layer.py`` recomputes a norm where it is a module of its own: Transformer Engine fuses
 # the norm before attention into the matmul after it unless attention is latent, and that before a dense MLP.
 # ``experts.py`` recomputes the activation function of routed experts and of nothing else. ``transformer_config.py``
-# refuses both with the delayed scaling of FP8, and says that ``core_attn`` is of no use where attention is fused.
+# says that ``core_attn`` is of no use where attention is fused.
 
 MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act", "up-projection": "mla_up_proj"}
 _FEW = 0.1  # share of dense layers, whose second norm is kept, that does not change a price noticeably
 
 
-def exact_modules(model: Model, attention: str, precision: str) -> dict[str, str]:
+def exact_modules(model: Model, attention: str) -> dict[str, str]:
     """Of every operator that a module recomputes alone, that module."""
-    moe, delayed = model.moe, precision == "fp8"
+    moe = model.moe
     experts = model.moe_layers if moe else 0
     exact = {
         "attention": attention == "unfused",
-        "norm": model.mla is not None and experts >= (1 - _FEW) * model.layers and not delayed,
-        "activation": moe is not None and experts == model.layers and moe.shared_ffn == 0 and not delayed,
+        "norm": model.mla is not None and experts >= (1 - _FEW) * model.layers,
+        "activation": moe is not None and experts == model.layers and moe.shared_ffn == 0,
         "up-projection": model.mla is not None,
     }
     return {operator: MODULES[operator] for operator, holds in exact.items() if holds}
@@ -38,7 +38,7 @@ def exact_modules(model: Model, attention: str, precision: str) -> dict[str, str
 
 def selective(job: Job) -> tuple[str, ...]:
     """What of that is worth recomputing: attention if its scores are stored, else the cheap operators around it."""
-    exact = exact_modules(job.model, job.training.attention, job.training.precision)
+    exact = exact_modules(job.model, job.training.attention)
     return ("attention",) if "attention" in exact else tuple(exact)
 
 
@@ -49,7 +49,7 @@ def compose_recompute(job: Job) -> Settings:
     if strategy.recompute == "full":
         method, layers = ("uniform", 1) if strategy.recompute_layers is None else ("block", strategy.recompute_layers)
         return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
-    exact = exact_modules(job.model, job.training.attention, job.training.precision)
+    exact = exact_modules(job.model, job.training.attention)
     chosen = [exact[operator] for operator in job.selective_operators if operator in exact]
     return {"--recompute-granularity": "selective", "--recompute-modules": chosen} if chosen else {}
 
@@ -75,7 +75,7 @@ def _operators(reading: Reading, fields: dict[str, Any], named: list[str]) -> tu
     if model is None:
         exact = dict(MODULES)
     else:
-        exact = exact_modules(model, fields.get("training.attention", "flash"), fields["training.precision"])
+        exact = exact_modules(model, fields.get("training.attention", "flash"))
     operators = []
     for operator, module in MODULES.items():
         if module not in named:
@@ -142,7 +142,9 @@ def _read_precision(reading: Reading) -> str:
     if fp4:
         return "nvfp4"
     if fp8:
-        return "mxfp8" if recipe == "mxfp8" else "fp8"
+        if recipe == "delayed":
+            reading.notes.append("delayed scaling is read as current scaling (tensorwise), which has the same price")
+        return {"mxfp8": "mxfp8", "blockwise": "fp8-blockwise"}.get(recipe, "fp8")
     if half:
         return "fp16"
     # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
@@ -240,7 +242,8 @@ _PRECISION: dict[str, Settings] = {
     "fp16": {"--fp16": True},
     "bf16": {"--bf16": True, "--grad-reduce-in-bf16": True},
     "bf16-fp32-grads": {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True},
-    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "delayed"},
+    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "fp8-blockwise": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "blockwise"},
     "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
     "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
 }
@@ -387,7 +390,7 @@ MEGATRON = Target(
         "strategy.offload.target": "offloads to CPU memory only",
         "strategy.overlap.offload": "only the optimizer's transfers overlap",
         "training.optimizer": "not among Megatron's optimizers (adam, sgd, muon)",
-        "training.precision": "no 8-bit integer matmuls",
+        "training.precision": "neither 8-bit integer matmuls nor FP8 with a scale per row",
         "training.tokens": "--train-samples counts whole sequences",
         **megatron_model.REASONS,
     },

@@ -44,7 +44,8 @@ _OVERLAPS_EXPERTS = ("dualpipev",)
 # Of FSDP2, which Accelerate runs too.
 ROTATION = {"allgather": "all-gather", "alltoall": "ring"}  # of keys and values in context parallelism
 OFFLOAD_ALL = {f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")}
-_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
+_CONVERTERS = {"fp8": "float8", "fp8-rowwise": "float8", "mxfp8": "mx"}
+_FLOAT8 = {"tensorwise": "fp8", "rowwise": "fp8-rowwise", "rowwise_with_gw_hp": "fp8-rowwise"}  # torchao's recipes
 # Its per-operator policy keeps attention and every second matmul (distributed/activation_checkpoint.py).
 _SELECTIVE = ("alternate-products",)
 
@@ -67,6 +68,7 @@ def _compose(job: Job) -> Settings:
         "model.name": name,
         "model.flavor": flavor,
         "model.converters": [f"quantize.{kind}.{converter}" for kind in kinds] if converter else None,
+        "quantize.linear.float8.recipe_name": "rowwise" if training.precision == "fp8-rowwise" else None,
         "optimizer.name": "AdamW" if training.optimizer == "adamw" else None,
         "training.mixed_precision_param": "float32" if training.precision == "fp32" else "bfloat16",
         "training.mixed_precision_reduce": "float32",
@@ -195,7 +197,8 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     if full:
         reading.notes.append("training.dtype bfloat16 keeps no fp32 weights: priced as bf16, which has them")
     mixed = "bf16" if full else "bf16-fp32-grads" if brain else "fp32"
-    quantized = {name: "fp8" if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
+    scaled = reading.choice("quantize.linear.float8.recipe_name", _FLOAT8, "fp8")
+    quantized = {name: scaled if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
     fields["training.precision"] = next(iter(quantized.values()), mixed)
     reading.used.add("training.mixed_precision_reduce")
     reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"})
@@ -277,7 +280,7 @@ TORCHTITAN = Target(
         "strategy.overlap.ep": "only with DualPipeV, where it is an option",
         "strategy.offload": "FSDP2 offloads weights, gradients and optimizer together, to CPU memory",
         "strategy.overlap.offload": "FSDP2 always overlaps its transfers",
-        "training.precision": "bf16 with fp32 reduction and weights, fp8 and mxfp8, or fp32",
+        "training.precision": "bf16 with fp32 reduction and weights, fp8, fp8-rowwise and mxfp8, or fp32",
         "training.optimizer": "only Adam and AdamW",
         "training.optimization.clip_norm": "it always clips",
         "training.attention": "always a fused attention",

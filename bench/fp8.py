@@ -1,0 +1,250 @@
+"""FP8 on one GPU: `check` every scaling against float64, time `casts`, `linear` layers and a whole training `step`.
+
+python bench/fp8.py check|casts|linear
+python bench/fp8.py step fp8 [--layers 8] [--profile] [--eager]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.fp8.linear import ScaledProducts
+from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
+from shardwise.engine.fp8.scaling import Form, cast, format_of, joined
+
+SCALINGS = ("tensor", "row", "block")
+TOKENS = 16384
+CLUSTER = {"device": "h200-sxm", "levels": [{"size": 1, "link": "nvlink-4"}]}
+# Llama-3 8B: inputs, outputs of the layers that read one input together.
+SHAPES = {"query, key, value": (4096, (4096, 1024, 1024)), "output": (4096, (4096,)),
+          "gate, up": (4096, (14336, 14336)), "down": (14336, (4096,))}  # fmt: skip
+
+
+def milliseconds(function: Callable[[], Any], repeats: int = 20) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def check() -> None:
+    """The kernels bit by bit against the plain casts; outputs and gradients against float64."""
+    for scaling in SCALINGS:
+        for stacked in (False, True):
+            for shapes in ([(512, 384), (512, 1024)], [(272, 48)]):
+                parts = [random(*(shape[::-1] if stacked else shape), scale=3.0 + n) for n, shape in enumerate(shapes)]
+                matrix = joined(parts, stacked)
+                largest = []
+                if scaling == "row":
+                    largest = list(fp8_largest(parts, stacked))
+                    sizes = matrix.float().abs()
+                    assert torch.equal(largest[0], sizes.amax(1)) and torch.equal(largest[1], sizes.amax(0))
+                elif scaling == "tensor":
+                    largest = [matrix.abs().amax().float()]
+                for gradient in (False, True):
+                    found = fp8_cast(parts, largest, scaling, gradient, stacked, True, True)
+                    ways = ((matrix, (largest * 2)[:1]), (matrix.T, (largest * 2)[1:2]))
+                    for one, (wide, most) in enumerate(ways):
+                        expected = cast(wide, most[0] if most else None, scaling, format_of(scaling, gradient), stacked)
+                        form = Form(*found[2 * one : 2 * one + 2], square=stacked and scaling == "block")
+                        other = (form.values.float() != expected.values.float()).float().mean().item()
+                        apart = error(form.wide(), expected.wide().double())
+                        print(f"cast {scaling} stacked={stacked} gradient={gradient} turned={one}: "
+                              f"{other:.2%} of values differ, {apart:.1e} apart")  # fmt: skip
+    for scaling in SCALINGS:
+        hidden = random(2, 512, 1024)
+        weights = [random(width, 1024, scale=0.03) for width in (1536, 256)]
+        gradients = [random(2, 512, width, scale=1e-3) for width in (1536, 256)]
+        products = ScaledProducts(scaling)
+        for cached in (True, False):
+            for compiled in (False, True):
+                inputs = hidden.clone().requires_grad_()
+                trained = [one.clone().requires_grad_() for one in weights]
+                forms = [one.detach() for one in products.weight_forms(weights)] if cached else None
+                torch._dynamo.reset()
+                call = torch.compile(products.__call__, fullgraph=True) if compiled else products
+                outputs = call(inputs, trained, forms)
+                torch.autograd.backward(outputs, gradients)
+                wide = hidden.double().flatten(0, 1)
+                flat = [one.double().flatten(0, 1) for one in gradients]
+                of_hidden = sum(one @ weight.double() for one, weight in zip(flat, weights))
+                errors = [error(one.flatten(0, 1), wide @ weight.double().T) for one, weight in zip(outputs, weights)]
+                errors.append(error(inputs.grad.flatten(0, 1), of_hidden))
+                errors += [error(one.grad, other.T @ wide) for one, other in zip(trained, flat)]
+                print(f"{scaling} cached={cached} compiled={compiled}: outputs, input and weight gradients",
+                      " ".join(f"{one:.2%}" for one in errors))  # fmt: skip
+
+
+def casts() -> None:
+    from shardwise.engine.fp8 import kernels
+
+    matrix = random(TOKENS, 14336)
+    elements = matrix.numel()
+    print(f"bf16 copy {milliseconds(lambda: matrix.clone()):.3f} ms")
+    for scaling in SCALINGS:
+        largest = [matrix.abs().amax().float()]
+        largest = {"tensor": largest, "row": list(fp8_largest([matrix], False)), "block": []}[scaling]
+        for plain, turned in ((True, True), (True, False), (False, True)):
+            for stacked in (False, True):
+                line = f"{scaling} plain={plain} turned={turned} stacked={stacked}:"
+                for warps in (4, 8, 16):
+                    kernels._WARPS = warps
+                    taken = milliseconds(
+                        lambda: fp8_cast([matrix], largest, scaling, False, stacked, plain, turned)  # noqa: B023
+                    )
+                    line += f" {warps} warps {taken:.3f} ms, {elements * (2 + plain + turned) / taken / 1e9:.2f} TB/s"
+                print(line)
+    print(f"largest of rows and columns {milliseconds(lambda: fp8_largest([matrix], False)):.3f} ms")
+    print(f"largest of all {milliseconds(lambda: torch.linalg.vector_norm(matrix, torch.inf)):.3f} ms")
+
+
+def matmuls() -> None:
+    """Bare matmuls of FP8 forms, by what they accumulate in."""
+    for rows, inner, columns in ((TOKENS, 4096, 14336), (TOKENS, 4096, 28672), (TOKENS, 14336, 4096),
+                                 (TOKENS, 4096, 4096), (TOKENS, 4096, 1024), (TOKENS, 28672, 4096),
+                                 (14336, TOKENS, 4096), (28672, TOKENS, 4096), (4096, TOKENS, 4096)):  # fmt: skip
+        left, right = random(rows, inner), random(columns, inner, scale=0.02)
+        flops = 2 * rows * inner * columns
+        plain = milliseconds(lambda: left @ right.T)  # noqa: B023
+        line = f"{rows} x {inner} x {columns}: bf16 {flops / plain / 1e9:.0f}"
+        for scaling in SCALINGS:
+            for fast in (True, False) if scaling != "block" else (False,):
+                for square in (True, False) if scaling == "block" else (False,):
+                    for dtype in (torch.bfloat16, torch.float32) if not fast else (torch.bfloat16,):
+                        try:
+                            forms = []
+                            for one, stacked in ((left, False), (right, square)):
+                                most = {"tensor": [one.abs().amax().float()], "block": []}.get(scaling)
+                                most = list(fp8_largest([one], stacked)) if most is None else most
+                                form = fp8_cast([one], most, scaling, False, stacked, True, False)
+                                forms.append(Form(*form[:2], square=stacked))
+                            taken = milliseconds(lambda: product(*forms, dtype, fast))  # noqa: B023
+                            name = f"{scaling}{' fast' if fast else ''}{' square' if square else ''}"
+                            line += f", {name} {str(dtype)[-7:]} {flops / taken / 1e9:.0f}"
+                        except Exception as failure:
+                            line += f", {scaling} {dtype}: {str(failure).splitlines()[0][:150]}"
+        print(line, "TFLOP/s", flush=True)
+
+
+def linear() -> None:
+    matmuls()
+    for name, (inner, widths) in SHAPES.items():
+        hidden = random(TOKENS, inner).requires_grad_()
+        weights = [random(width, inner, scale=0.02).requires_grad_() for width in widths]
+        gradients = [random(TOKENS, width, scale=1e-3) for width in widths]
+
+        def plain() -> None:
+            torch.autograd.grad([torch.nn.functional.linear(hidden, one) for one in weights],  # noqa: B023
+                                [hidden, *weights], gradients)  # noqa: B023  # fmt: skip
+
+        wide = milliseconds(plain)
+        line = f"{name}: forward and backward, bf16 {wide:.3f} ms"
+        for scaling in SCALINGS:
+            products = ScaledProducts(scaling)
+            try:
+                forms = [one.detach() for one in products.weight_forms(weights)]
+
+                def narrow() -> None:
+                    outputs = products(hidden, weights, forms)  # noqa: B023
+                    torch.autograd.grad(outputs, [hidden, *weights], gradients)  # noqa: B023
+
+                taken = milliseconds(narrow)
+                line += f", {scaling} {taken:.3f} ({wide / taken:.2f}x)"
+            except Exception as failure:
+                line += f", {scaling}: {str(failure).splitlines()[0][:150]}"
+        print(line, flush=True)
+
+
+def step(precision: str, layers: int, profiled: bool, compiled: bool, recompute: str) -> None:
+    """Milliseconds of a whole step of the engine: 2 x 8192 tokens, hidden 4096, Llama-3 8B's layers."""
+    from shardwise.engine import engine as engine_module
+    from shardwise.engine.batch import Batch
+    from shardwise.spec.job import Job
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+    def initialise(stages: Any, model: Any, seed: int) -> None:  # on the GPU: the weights' values change no time
+        torch.manual_seed(0)
+        for stage in stages:
+            for one in stage.parameters():
+                one.data.fill_(1.0) if one.dim() == 1 else one.data.normal_(std=0.02)
+
+    engine_module.initialise_parts = initialise  # type: ignore[assignment]
+    model = {"name": "bench", "hidden": 4096, "layers": layers, "heads": 32, "kv_heads": 8, "ffn": 14336,
+             "vocab": 128256, "max_seq": 8192}  # fmt: skip
+    training = {"precision": precision, "seq": 8192, "global_batch": 2, "compile": compiled}
+    strategy = {"microbatch": 2, "recompute": recompute}
+    job = Job.from_dict({"model": model, "cluster": CLUSTER, "training": training, "strategy": strategy})
+    engine = engine_module.Engine(job, device="cuda")
+    torch.manual_seed(1)
+    text = torch.randint(128256, (2, 8193), device="cuda")
+    batch = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    losses = [float(engine.step(batch).loss) for _ in range(3)]
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = engine.step(batch)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+        losses.append(float(result.loss))
+    memory = torch.cuda.max_memory_allocated() / 1e9
+    print(f"{precision} {layers} layers compile={compiled} recompute={recompute}: {statistics.median(times):.1f} ms "
+          f"({min(times):.1f} to {max(times):.1f}), {memory:.1f} GB, losses",
+          " ".join(f"{one:.4f}" for one in losses), flush=True)  # fmt: skip
+    if profiled:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(2):
+                engine.step(batch)
+            torch.cuda.synchronize()
+        events = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
+        total = sum(one.self_device_time_total for one in events) / 2000
+        print(f"kernels of a step: {total:.1f} ms")
+        for one in events[:28]:
+            print(f"{one.self_device_time_total / 2000:8.2f} ms {one.count // 2:5d} x {one.key[:130]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("check", "casts", "linear", "step"))
+    parser.add_argument("precision", nargs="?", default="fp8")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--eager", action="store_true")
+    given = parser.parse_args()
+    if given.what == "step":
+        step(given.precision, given.layers, given.profile, not given.eager, given.recompute)
+    else:
+        torch.manual_seed(0)
+        {"check": check, "casts": casts, "linear": linear}[given.what]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Which linear layers of a network are multiplied in FP8, and the FP8 forms of their weights, cast once a step.
+
+Those that the table of a network names in its layers are: projections of attention and MLP, latent ones too. Embedding,
+head, norms, routers, the attention core and routed experts stay in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.fp8.linear import Group, ScaledProducts
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.tensor.linear import RowLinear, is_linear
+from shardwise.spec.errors import SpecError
+
+_CASTS = "fp8_weights"
+
+
+class WeightsInFp8:
+    """Linear layers of one input, and the FP8 forms of their weights, while these do not change.
+
+    The layer that they are in asks for the forms before it runs: then neither another microbatch nor a recomputed
+    layer casts them again. Weights that are gathered for every use are cast for every use.
+    """
+
+    def __init__(self, layers: Sequence[Any], products: ScaledProducts) -> None:
+        self.layers, self.products = tuple(layers), products
+        self.forms: list[Tensor] | None = None
+
+    def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        outputs = self.products(hidden, [one.weight for one in layers], self.forms)
+        return tuple(one if layer.bias is None else one + layer.bias for one, layer in zip(outputs, layers))
+
+    def one(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The output of a single layer, without its bias."""
+        return self.products(hidden, [weight], self.forms)[0]
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Makes the forms, unless they are there."""
+        if self.forms is None:
+            self.forms = self.products.weight_forms([one.weight for one in self.layers])
+
+
+def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) -> None:
+    """Multiplies the linear layers of a stage in FP8, in place; nothing without a ``scaling``.
+
+    After tensor parallelism has cut them, before recompute and compilation.
+    """
+    if not scaling:
+        return
+    require_device(mesh.device, scaling)
+    strategy = mesh.strategy
+    divided = mesh.size("shard") > 1 or strategy.offload.weights or strategy.offload.gradients
+    kept = strategy.zero < 3 or strategy.keep_parameters or not divided
+    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    found = _named(stage, (*patterns.columns, *patterns.fused), ScaledProducts(scaling, outputs_over=group))
+    found |= _named(stage, patterns.rows, ScaledProducts(scaling, inputs_over=group))
+    found |= _named(stage, patterns.headless, ScaledProducts(scaling))
+    gathered = group is not None and strategy.sequence_parallel
+    for _, layer in matching(stage, patterns.layers):
+        casts = list(_of_layer(layer, found, scaling, group, gathered))
+        setattr(layer, _CASTS, casts)
+        if kept:
+            layer.register_forward_pre_hook(_cast_before)
+
+
+def _named(stage: nn.Module, names: Iterable[str], products: ScaledProducts) -> dict[nn.Module, ScaledProducts]:
+    return {one: products for name in names for _, one in matching(stage, name) if is_linear(one) or _is_row(one)}
+
+
+def _is_row(module: nn.Module) -> bool:
+    return isinstance(module, RowLinear)
+
+
+def _of_layer(
+    layer: nn.Module, found: dict[nn.Module, ScaledProducts], scaling: str, group: Group, gathered: bool
+) -> Iterable[WeightsInFp8]:
+    together = set()
+    for region in layer.modules():
+        maps = region.projections() if hasattr(region, "projections") else ()
+        if maps:
+            casts = WeightsInFp8(maps, ScaledProducts(scaling, outputs_over=group, gathered=gathered))
+            region.project = casts
+            together.update(maps)
+            yield casts
+    for one in layer.modules():
+        if one in found and one not in together:
+            yield _alone(one, found[one])
+
+
+def _alone(linear: Any, products: ScaledProducts) -> WeightsInFp8:
+    if getattr(linear, "transposed", False) or not isinstance(linear, nn.Linear | RowLinear):
+        problem = f"{type(linear).__name__} keeps its weight transposed, which is not cast to FP8"
+        raise SpecError("training.precision", problem, "precision: bf16")
+    casts = WeightsInFp8([linear], products)
+    if isinstance(linear, RowLinear):
+        linear.multiply = casts.one
+    else:
+        linear.forward = lambda hidden: casts(hidden, linear)[0]
+    return casts
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP's hooks are
+def _cast_before(layer: nn.Module, arguments: Any) -> None:
+    for one in getattr(layer, _CASTS):
+        one.cast()
+
+
+def weights_in_fp8(stages: Iterable[nn.Module]) -> list[WeightsInFp8]:
+    """Of all layers that `apply_fp8` has found."""
+    return [one for stage in stages for layer in stage.modules() for one in getattr(layer, _CASTS, ())]
+
+
+def require_device(device: str, scaling: str) -> None:
+    """Raises SpecError if the installed PyTorch or the GPU has no such matmul; a CPU emulates all of them."""
+    if device != "cuda":
+        return
+    needed = (9, 0) if scaling == "block" else (8, 9)
+    if torch.cuda.get_device_capability() < needed:
+        problem = f"{scaling} scaling in FP8 needs a GPU of compute capability {needed[0]}.{needed[1]}"
+        raise SpecError("training.precision", problem, "precision: bf16")
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        problem = f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm"
+        raise SpecError("training.precision", problem, "PyTorch 2.11 or newer, or precision: bf16")

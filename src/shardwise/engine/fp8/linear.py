@@ -1,0 +1,145 @@
+"""Linear layers in FP8: forward pass, input gradient and weight gradient are each a matmul of FP8 forms.
+
+Layers that read the same input are multiplied together: it is cast once, and their input gradients are one matmul. For
+the backward pass the input is kept turned, in FP8: one byte per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
+from shardwise.engine.fp8.scaling import Form
+from shardwise.engine.tensor.collectives import start_gather, start_scatter, start_sum
+from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class ScaledProducts:
+    """How layers of one input are multiplied.
+
+    Tensor parallelism: ``inputs_over`` are the ranks that the inputs of these layers are cut over, ``outputs_over``
+    those of the outputs; every rank scales as one that holds all would. Hidden states enter layers that are cut by
+    their outputs: whole, or ``gathered`` from parts of the sequence.
+    """
+
+    scaling: str
+    inputs_over: Group = None
+    outputs_over: Group = None
+    gathered: bool = False
+
+    def weight_forms(self, weights: Sequence[Tensor], plain: bool = True, turned: bool = True) -> list[Tensor]:
+        """Values and scales of both forms of the stacked weights."""
+        largest = _largest(weights, self.scaling, True, self.inputs_over, self.outputs_over)
+        return list(fp8_cast(list(weights), largest, self.scaling, False, True, plain, turned))
+
+    def __call__(self, hidden: Tensor, weights: Sequence[Tensor], forms: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """The outputs of each layer; ``forms`` of their weights, where these have been cast before."""
+        outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
+            hidden, self.scaling, self.inputs_over, self.outputs_over, self.gathered, len(weights), *weights,
+            *(forms or ()),
+        )  # fmt: skip
+        return outputs
+
+
+def _largest(
+    parts: Sequence[Tensor], scaling: str, stacked: bool, columns_over: Group = None, rows_over: Group = None
+) -> list[Tensor]:
+    """What `fp8_cast` scales by: of matrices that are cut over ranks, the largest on all of them."""
+    if scaling == "block":
+        return []
+    if scaling == "row":
+        by_row, by_column = fp8_largest(list(parts), stacked)
+        return [_over(by_row, columns_over), _over(by_column, rows_over)]
+    if torch.compiler.is_compiling():  # in two steps, the first of which joins the kernel that makes the tensor
+        found = [part.abs().amax(-1).amax() for part in parts]
+    else:
+        found = [torch.linalg.vector_norm(part, torch.inf) for part in parts]
+    most = found[0] if len(found) == 1 else torch.stack(found).amax()
+    return [_over(_over(most.float(), columns_over), rows_over)]
+
+
+def _over(largest: Tensor, group: Group) -> Tensor:
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return largest
+
+
+class _ScaledProducts(torch.autograd.Function):
+    """Forward in e4m3; of gradients, e5m2 has the range that one scale for a whole tensor asks for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        scaling: str,
+        inputs_over: Group,
+        outputs_over: Group,
+        gathered: bool,
+        count: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        weights, forms = tensors[:count], tensors[count:]
+        ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.gathered = scaling, inputs_over, outputs_over, gathered
+        ctx.count, ctx.are_cast = count, bool(forms)
+        whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
+        rows = whole.flatten(0, -2)
+        largest = _largest([rows], scaling, False, inputs_over)
+        values, scales, turned, turned_scales = fp8_cast([rows], largest, scaling, False, False, True, not gathered)
+        if forms:
+            of_weights = Form(forms[0], forms[1], scaling == "block")
+        else:
+            plan = ScaledProducts(scaling, inputs_over, outputs_over)
+            of_weights = Form(*plan.weight_forms(weights, turned=False)[:2], scaling == "block")
+        if not torch.compiler.is_compiling():
+            ctx.deferrable, ctx.weights = may_defer(), weights
+        kept = (hidden,) if gathered else (turned, turned_scales)
+        ctx.save_for_backward(*kept, *(forms[2:] if forms else weights))
+        inputs, at, outputs = Form(values, scales), 0, []
+        for weight in weights:
+            some = of_weights.rows(at, at + weight.shape[0])
+            outputs.append(product(inputs, some, hidden.dtype, True).unflatten(0, whole.shape[:-1]))
+            at += weight.shape[0]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        scaling, group, saved = ctx.scaling, ctx.outputs_over, ctx.saved_tensors
+        kept, others = (saved[:1], saved[1:]) if ctx.gathered else (saved[:2], saved[2:])
+        waits = not torch.compiler.is_compiling() and ctx.deferrable and is_deferring()
+        early = start_gather(kept[0], group) if ctx.gathered and not waits else None
+        flat = [gradient.flatten(0, -2) for gradient in gradients]
+        largest = _largest(flat, scaling, False, group)
+        values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, True)
+        dtype, widths = flat[0].dtype, [one.shape[1] for one in flat]
+        pending = of_hidden = None
+        if ctx.needs_input_grad[0]:
+            if not ctx.are_cast:
+                plan = ScaledProducts(scaling, ctx.inputs_over, group)
+                others = plan.weight_forms(others, plain=False)[2:]
+            of_rows = product(Form(values, scales), Form(*others, scaling == "block"), dtype, False)
+            of_hidden = of_rows.unflatten(0, gradients[0].shape[:-1])
+            if group is not None:
+                pending = (start_scatter if ctx.gathered else start_sum)(of_hidden, group)
+
+        def of_weights() -> Sequence[Tensor]:
+            inputs = kept
+            if ctx.gathered:
+                rows = (early or start_gather(kept[0], group)).wait().flatten(0, -2)
+                largest = _largest([rows], scaling, False)
+                inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
+            found = product(Form(turned, turned_scales), Form(*inputs), dtype, False)
+            return found.split(widths)
+
+        weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
+        of_hidden = pending.wait() if pending else of_hidden
+        unread = len(ctx.needs_input_grad) - 6 - ctx.count
+        return (of_hidden, *(None,) * 5, *weight_gradients, *(None,) * unread)

@@ -1,0 +1,140 @@
+"""Casts and matmuls of FP8 as operators that the compiler and recompute see as one: kernels on a GPU, else emulated.
+
+An emulated matmul multiplies the same FP8 numbers in fp32, so that a CPU computes what a GPU does but for the order of
+additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.engine.fp8.scaling import Form, cast, format_of, joined, scale_shape
+
+Both = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("shardwise::fp8_cast", mutates_args=())
+def fp8_cast(
+    parts: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    scaling: str,
+    gradient: bool,
+    stacked: bool,
+    plain: bool,
+    turned: bool,
+) -> Both:
+    """Values and scales of the plain and the turned form of matrices side by side, or of weights ``stacked``.
+
+    ``largest`` is what `fp8_largest` finds, the largest of all for tensor scaling; nothing for blocks.
+    """
+    dtype = format_of(scaling, gradient)
+    if parts[0].is_cuda:
+        from shardwise.engine.fp8.kernels import cast_forms
+
+        return cast_forms(parts, largest, scaling, dtype, stacked, plain, turned)
+    matrix = joined(parts, stacked)
+    by_row, by_column = (largest * 2)[:2] if largest else (None, None)
+    found: list[Tensor] = []
+    for wanted, one, most in ((plain, matrix, by_row), (turned, matrix.T, by_column)):
+        form = cast(one, most, scaling, dtype, stacked) if wanted else None
+        found += [form.values, form.scales] if form else [one.new_empty((0, 0), dtype=dtype), _no_scales(one)]
+    values, scales, values_turned, scales_turned = found
+    return values, scales, values_turned, scales_turned
+
+
+@fp8_cast.register_fake
+def _(
+    parts: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    scaling: str,
+    gradient: bool,
+    stacked: bool,
+    plain: bool,
+    turned: bool,
+) -> Both:
+    first, dtype = parts[0], format_of(scaling, gradient)
+    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
+    found = []
+    for wanted, shape in ((plain, (rows, columns)), (turned, (columns, rows))):
+        found.append(first.new_empty(shape if wanted else (0, 0), dtype=dtype))
+        scales = scale_shape(*shape, scaling, stacked)
+        found.append(first.new_empty(scales, dtype=torch.float32) if wanted else _no_scales(first))
+    values, scales, values_turned, scales_turned = found
+    return values, scales, values_turned, scales_turned
+
+
+def _no_scales(like: Tensor) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("shardwise::fp8_largest", mutates_args=())
+def fp8_largest(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each row and of each column, in one reading."""
+    if parts[0].is_cuda:
+        from shardwise.engine.fp8.kernels import largest_of
+
+        return largest_of(parts, stacked)
+    sizes = joined(parts, stacked).abs().float()
+    return sizes.amax(1), sizes.amax(0)
+
+
+@fp8_largest.register_fake
+def _(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
+    first = parts[0]
+    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
+    return first.new_empty(rows, dtype=torch.float32), first.new_empty(columns, dtype=torch.float32)
+
+
+def product(left: Form, right: Form, dtype: torch.dtype, fast: bool) -> Tensor:
+    """``left`` times the transpose of ``right``: sums along the rows of both.
+
+    ``fast``: partial sums stay in the tensor cores' own registers, of 14 bits; right enough for a forward pass
+    (Transformer Engine and torchao do so), not for gradients.
+    """
+    return fp8_product(left.values, left.scales, right.values, right.scales, right.square, dtype, fast)
+
+
+@torch.library.custom_op("shardwise::fp8_product", mutates_args=())
+def fp8_product(
+    left: Tensor,
+    left_scales: Tensor,
+    right: Tensor,
+    right_scales: Tensor,
+    square: bool,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    if not left.is_cuda:
+        return (Form(left, left_scales).wide() @ Form(right, right_scales, square).wide().T).to(dtype)
+    kinds = F.ScalingType
+    of_left = of_right = kinds.TensorWise
+    if left_scales.dim() == 1:
+        of_left = of_right = kinds.RowWise
+        left_scales, right_scales = left_scales[:, None], right_scales[None, :]
+    elif left_scales.dim() == 2:
+        of_left, of_right = kinds.BlockWise1x128, kinds.BlockWise128x128 if square else kinds.BlockWise1x128
+        left_scales = left_scales.T
+        right_scales = right_scales[:, : left_scales.shape[1]].T if square else right_scales
+        fast = False  # blocks are added up in fp32
+    return F.scaled_mm(
+        left, right.T, left_scales, of_left, right_scales, of_right, output_dtype=dtype, use_fast_accum=fast
+    )
+
+
+@fp8_product.register_fake
+def _(
+    left: Tensor,
+    left_scales: Tensor,
+    right: Tensor,
+    right_scales: Tensor,
+    square: bool,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
