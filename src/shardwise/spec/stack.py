@@ -33,7 +33,8 @@ class Stack(Spec):
     ("plain"), that one "compiled", so that it reads the 16-bit logits, one that turns the 16-bit logits into their
     gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
     ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
-    are weighted after they have come back to their tokens. ``saved_activations`` in "8-bit" are those of an FP8 recipe
+    are weighted after they have come back to their tokens. ``fp8_experts``: routed experts too are multiplied in FP8
+    or FP4 where other linear layers are. ``saved_activations`` in "8-bit" are those of an FP8 recipe
     that also keeps the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward
     pass and the projection's, as DeepSeek-V3 does (arXiv 2412.19437, section 3.3.3). ``latents``, the narrow vectors of
     latent attention, are kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does.
@@ -65,6 +66,7 @@ class Stack(Spec):
     parameter_gather: Literal["bf16", "fp8"] = "bf16"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     fp8_dispatch: bool = False
+    fp8_experts: bool = True
     cuda_graphs: Literal["none", "partial", "full"] = "none"
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
@@ -98,8 +100,13 @@ class Stack(Spec):
         """Whether it is this project's own engine, as it is or with changes."""
         return self.name.removesuffix("-changed") == OWN
 
+    def for_experts(self, recipe: Recipe) -> Recipe:
+        """What routed experts are computed in."""
+        return replace(recipe, wide_experts=not self.fp8_experts).of_experts
+
     def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
+        recipe = replace(recipe, wide_experts=not self.fp8_experts)
         if self.sharded_parameters == "fp32" and recipe.master:
             return replace(recipe, weight=4, copies=0, gradient=4, master=0)
         if self.sharded_parameters == "fp32 shards":

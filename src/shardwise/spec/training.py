@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.spec import units
@@ -66,6 +66,7 @@ class Recipe:
     communication: float  # element of an activation on the wire
     source: str
     scaling: Literal["", "tensor", "row", "block"] = ""  # what has a scale of its own in FP8, where this engine runs it
+    wide_experts: bool = False  # the stack does not quantise routed experts
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
     @property
@@ -77,6 +78,13 @@ class Recipe:
     def gathered(self) -> float:
         """Bytes of a parameter gathered by sharded data parallelism, in the compute format."""
         return self.weight if self.compute == "fp32" else min(self.weight, 2)
+
+    @property
+    def of_experts(self) -> Recipe:
+        """The recipe of routed experts."""
+        if not self.wide_experts:
+            return self
+        return replace(self, compute=self.wide, copies=0.0, linear_input=self.activation)
 
     @property
     def wide(self) -> str:

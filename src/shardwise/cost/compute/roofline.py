@@ -66,6 +66,8 @@ def _launch(device: Device, stack: Stack) -> float:
 
 def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     efficiency = device.efficiency
+    if operator.expert:
+        recipe = stack.for_experts(recipe)
     data_type = recipe.wide if operator.wide else recipe.compute
     rate = device.peak_flops(data_type) * efficiency.gemm_share(data_type)
     rows, columns, inner = operator.rows, operator.columns, operator.inner
@@ -87,7 +89,7 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     matmuls = Seconds(
         seconds(inner, read + written), seconds(columns, read + written), seconds(rows / operator.matrices, accumulated)
     )
-    if not operator.wide and recipe.compute in ("fp8", "fp4", "int8"):
+    if data_type in ("fp8", "fp4", "int8"):
         matmuls += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
     return matmuls
 

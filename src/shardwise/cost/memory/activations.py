@@ -7,7 +7,7 @@ adds up to their sbh(34 + 5as/h), and to their TP, TP+SP, selective and full var
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -197,15 +197,16 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     """Router, dispatched tokens and expert MLPs, with balanced load."""
     model, moe = job.model, job.model.moe
     assert moe
+    of_experts = replace(sizes, linear_input=job.stack.for_experts(job.training.recipe).linear_input)
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
     routed = sizes.full_tokens / sizes.tensor * moe.top_k
     tensors = [
         SavedTensor(SavedRole.ROUTER_SCORES, 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
         SavedTensor(
             SavedRole.DISPATCHED_TOKENS,
-            routed * job.strategy.expert_tensor_parallel * model.hidden * sizes.linear_input,
+            routed * job.strategy.expert_tensor_parallel * model.hidden * of_experts.linear_input,
         ),
-        *_mlp_tensors(model, sizes, routed * moe.ffn, Share.EXPERTS),
+        *_mlp_tensors(model, of_experts, routed * moe.ffn, Share.EXPERTS),
     ]
     if job.stack.expert_outputs == "weighted" and not model.gated:
         # Megatron-Core multiplies by the router's weight inside the activation, but fuses both for gated ones only

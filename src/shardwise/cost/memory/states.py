@@ -140,6 +140,7 @@ def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str 
     shared: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
     shared |= {name: getattr(sharding, name) for name in ("zero", "gradients_sharded", "offload", "sums_once")}
     dense = state_bytes(contents.layer_matrices, contents.others, shards=sharding.shards, **shared)
+    shared["precision"] = (RECIPES[precision] if isinstance(precision, str) else precision).of_experts
     experts = state_bytes(contents.experts, shards=sharding.expert_shards, **shared)
     return dense + experts + StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.engine.fp8.scaling import BLOCK, LARGEST, scale_shape
 
-_WARPS = 8
+_WARPS, _AGAIN = 8, True
 
 
 def cast_forms(
@@ -45,12 +45,12 @@ def cast_forms(
     for part in parts:
         part = _in_rows(part)
         grid = (triton.cdiv(part.shape[0], BLOCK), triton.cdiv(part.shape[1], BLOCK))
-        common: dict[str, Any] = {"PLAIN": plain, "TURNED": turned, "num_warps": _WARPS}
+        common: dict[str, Any] = {"PLAIN": plain, "TURNED": turned, "EVEN": _is_even(part), "num_warps": _WARPS}
         places: tuple[Any, ...] = (part, _step(part), *part.shape, row, column)
         forms = (values, _step(values), values_turned, _step(values_turned), scales, scales_turned)
         if scaling == "block":
             steps = (_step(scales), _step(scales_turned))
-            _cast_blocks[grid](*places, *forms, *steps, LARGEST[dtype], SQUARE=stacked, **common)
+            _cast_blocks[grid](*places, *forms, *steps, LARGEST[dtype], SQUARE=stacked, AGAIN=_AGAIN, **common)
         else:
             by_row, by_column = largest if scaling == "row" else (largest[0], largest[0])
             _cast[grid](*places, *forms, by_row, by_column, LARGEST[dtype], ROWS=scaling == "row", **common)
@@ -61,6 +61,10 @@ def cast_forms(
 def _step(matrix: Tensor) -> int:
     """Elements from one row to the next."""
     return matrix.stride()[0]
+
+
+def _is_even(matrix: Tensor) -> bool:
+    return all(size % BLOCK == 0 for size in matrix.shape)
 
 
 def _in_rows(matrix: Tensor) -> Tensor:
@@ -77,103 +81,133 @@ def largest_of(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
     for part in parts:
         part = _in_rows(part)
         grid = (triton.cdiv(part.shape[0], BLOCK), triton.cdiv(part.shape[1], BLOCK))
-        _largest[grid](part, _step(part), *part.shape, row, column, by_row, by_column, num_warps=_WARPS)
+        _largest[grid](
+            part, _step(part), *part.shape, row, column, by_row, by_column, EVEN=_is_even(part), num_warps=_WARPS
+        )
         row, column = (row + part.shape[0], 0) if stacked else (0, column + part.shape[1])
     return by_row, by_column
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile(matrix, stride, rows, columns):  # type: ignore[no-untyped-def]
-    """A tile of 128 by 128 in fp32, and its indices."""
-    row = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-    column = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tile = tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    return tile, row, column, inside
+# -- the kernels: one program for a tile of 128 by 128; EVEN where no tile sticks out ------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _power_of_two(number):  # type: ignore[no-untyped-def]
-    return (number.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+def _read(matrix, stride, rows, columns, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's tile, in fp32."""
+    row, column = tl.arange(0, 128), tl.arange(0, 128)
+    first_row, first_column = tl.program_id(0) * 128, tl.program_id(1) * 128
+    place = matrix + first_row.to(tl.int64) * stride + first_column + row[:, None] * stride + column[None, :]
+    if EVEN:
+        tile = tl.load(place)
+    else:
+        inside = (first_row + row < rows)[:, None] & (first_column + column < columns)[None, :]
+        tile = tl.load(place, mask=inside, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(values, stride, first_row, first_column, tile, rows, columns, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of a form, from the given row and column on; ``rows`` and ``columns`` of it are inside."""
+    row, column = tl.arange(0, 128), tl.arange(0, 128)
+    place = values + first_row.to(tl.int64) * stride + first_column + row[:, None] * stride + column[None, :]
+    if EVEN:
+        tl.store(place, tile)
+    else:
+        tl.store(place, tile, mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse(largest, most, POWER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What elements are multiplied by; a power of two by leaving out the fraction of the number."""
+    inverse = most / tl.maximum(largest.to(tl.float32), 1e-12)
+    if POWER:
+        inverse = (inverse.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return inverse
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast(  # type: ignore[no-untyped-def]
     matrix, stride, rows, columns, first_row, first_column, plain, plain_stride, turned, turned_stride,
     scales, scales_turned, by_row, by_column, most,
-    ROWS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
+    ROWS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile, row, column, inside = _tile(matrix, stride, rows, columns)
-    to_row, to_column = row + first_row, column + first_column
+    tile = _read(matrix, stride, rows, columns, EVEN)
+    row, column = tl.program_id(0) * 128, tl.program_id(1) * 128
+    index = tl.arange(0, 128)
+    to_row, to_column = first_row + row, first_column + column
     if PLAIN:
         if ROWS:
-            inverse = _power_of_two(most / tl.maximum(tl.load(by_row + to_row, mask=row < rows, other=1.0), 1e-12))
+            inside = index < rows - row
+            inverse = _inverse(tl.load(by_row + to_row + index, mask=inside, other=1.0), most, True)
             scaled = tile * inverse[:, None]
-            if tl.program_id(1) == 0:
-                tl.store(scales + to_row, 1.0 / inverse, mask=row < rows)
+            if column == 0:
+                tl.store(scales + to_row + index, 1.0 / inverse, mask=inside)
         else:
-            inverse = most / tl.maximum(tl.load(by_row).to(tl.float32), 1e-12)
+            inverse = _inverse(tl.load(by_row), most, False)
             scaled = tile * inverse
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            if row + column == 0:
                 tl.store(scales, 1.0 / inverse)
-        to = plain + to_row[:, None] * plain_stride + to_column[None, :]
-        tl.store(to, scaled.to(plain.dtype.element_ty), mask=inside)
+        narrow = scaled.to(plain.dtype.element_ty)
+        _write(plain, plain_stride, to_row, to_column, narrow, rows - row, columns - column, EVEN)
     if TURNED:
         if ROWS:
-            largest = tl.load(by_column + to_column, mask=column < columns, other=1.0)
-            inverse = _power_of_two(most / tl.maximum(largest, 1e-12))
+            inside = index < columns - column
+            inverse = _inverse(tl.load(by_column + to_column + index, mask=inside, other=1.0), most, True)
             scaled = tile * inverse[None, :]
-            if tl.program_id(0) == 0:
-                tl.store(scales_turned + to_column, 1.0 / inverse, mask=column < columns)
+            if row == 0:
+                tl.store(scales_turned + to_column + index, 1.0 / inverse, mask=inside)
         else:
-            inverse = most / tl.maximum(tl.load(by_column).to(tl.float32), 1e-12)
+            inverse = _inverse(tl.load(by_column), most, False)
             scaled = tile * inverse
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            if row + column == 0:
                 tl.store(scales_turned, 1.0 / inverse)
-        to = turned + to_column[:, None] * turned_stride + to_row[None, :]
-        tl.store(to, tl.trans(scaled.to(turned.dtype.element_ty)), mask=tl.trans(inside))
+        narrow = tl.trans(scaled.to(turned.dtype.element_ty))
+        _write(turned, turned_stride, to_column, to_row, narrow, columns - column, rows - row, EVEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast_blocks(  # type: ignore[no-untyped-def]
     matrix, stride, rows, columns, first_row, first_column, plain, plain_stride, turned, turned_stride,
     scales, scales_turned, scales_stride, turned_scales_stride, most,
-    SQUARE: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
+    SQUARE: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    tile, row, column, inside = _tile(matrix, stride, rows, columns)
-    to_row, to_column = row + first_row, column + first_column
-    row_block, column_block = tl.program_id(0) + first_row // 128, tl.program_id(1) + first_column // 128
-    size = tl.abs(tile)
+    tile = _read(matrix, stride, rows, columns, EVEN)
+    row, column = tl.program_id(0) * 128, tl.program_id(1) * 128
+    index = tl.arange(0, 128)
+    to_row, to_column = first_row + row, first_column + column
+    row_block, column_block = to_row // 128, to_column // 128
     if SQUARE:
-        inverse = most / tl.maximum(tl.max(tl.max(size, 1), 0), 1e-12)
-        if PLAIN:
-            tl.store(scales + row_block * scales_stride + column_block, 1.0 / inverse)
-        if TURNED:
-            tl.store(scales_turned + column_block * turned_scales_stride + row_block, 1.0 / inverse)
+        inverse = _inverse(tl.max(tl.max(tl.abs(tile), 1), 0), most, False)
     if PLAIN:
         if SQUARE:
             scaled = tile * inverse
+            tl.store(scales + row_block * scales_stride + column_block, 1.0 / inverse)
         else:
-            by_row = most / tl.maximum(tl.max(size, 1), 1e-12)
+            by_row = _inverse(tl.max(tl.abs(tile), 1), most, False)
             scaled = tile * by_row[:, None]
-            tl.store(scales + column_block * scales_stride + to_row, 1.0 / by_row, mask=row < rows)
-        to = plain + to_row[:, None] * plain_stride + to_column[None, :]
-        tl.store(to, scaled.to(plain.dtype.element_ty), mask=inside)
+            tl.store(scales + column_block * scales_stride + to_row + index, 1.0 / by_row, mask=index < rows - row)
+        narrow = scaled.to(plain.dtype.element_ty)
+        _write(plain, plain_stride, to_row, to_column, narrow, rows - row, columns - column, EVEN)
     if TURNED:
         if SQUARE:
             scaled = tile * inverse
+            tl.store(scales_turned + column_block * turned_scales_stride + row_block, 1.0 / inverse)
         else:
-            by_column = most / tl.maximum(tl.max(size, 0), 1e-12)
+            if AGAIN:  # from the cache: two scaled tiles at once would not fit into the registers
+                tile = _read(matrix, stride, rows, columns, EVEN)
+            by_column = _inverse(tl.max(tl.abs(tile), 0), most, False)
             scaled = tile * by_column[None, :]
-            place = scales_turned + row_block * turned_scales_stride + to_column
-            tl.store(place, 1.0 / by_column, mask=column < columns)
-        to = turned + to_column[:, None] * turned_stride + to_row[None, :]
-        tl.store(to, tl.trans(scaled.to(turned.dtype.element_ty)), mask=tl.trans(inside))
+            place = scales_turned + row_block * turned_scales_stride + to_column + index
+            tl.store(place, 1.0 / by_column, mask=index < columns - column)
+        narrow = tl.trans(scaled.to(turned.dtype.element_ty))
+        _write(turned, turned_stride, to_column, to_row, narrow, columns - column, rows - row, EVEN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(matrix, stride, rows, columns, first_row, first_column, by_row, by_column):  # type: ignore[no-untyped-def]
-    tile, row, column, _ = _tile(matrix, stride, rows, columns)
-    size = tl.abs(tile)
-    tl.atomic_max(by_row + row + first_row, tl.max(size, 1), mask=row < rows)
-    tl.atomic_max(by_column + column + first_column, tl.max(size, 0), mask=column < columns)
+def _largest(  # type: ignore[no-untyped-def]
+    matrix, stride, rows, columns, first_row, first_column, by_row, by_column, EVEN: tl.constexpr
+):
+    size = tl.abs(_read(matrix, stride, rows, columns, EVEN))
+    row, column, index = tl.program_id(0) * 128, tl.program_id(1) * 128, tl.arange(0, 128)
+    tl.atomic_max(by_row + first_row + row + index, tl.max(size, 1), mask=index < rows - row)
+    tl.atomic_max(by_column + first_column + column + index, tl.max(size, 0), mask=index < columns - column)

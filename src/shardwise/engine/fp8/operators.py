@@ -119,8 +119,7 @@ def fp8_product(
         left_scales, right_scales = left_scales[:, None], right_scales[None, :]
     elif left_scales.dim() == 2:
         of_left, of_right = kinds.BlockWise1x128, kinds.BlockWise128x128 if square else kinds.BlockWise1x128
-        left_scales = left_scales.T
-        right_scales = right_scales[:, : left_scales.shape[1]].T if square else right_scales
+        left_scales, right_scales = left_scales.T, right_scales.T
         fast = False  # blocks are added up in fp32
     return F.scaled_mm(
         left, right.T, left_scales, of_left, right_scales, of_right, output_dtype=dtype, use_fast_accum=fast
