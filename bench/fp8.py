@@ -1,4 +1,4 @@
-"""FP8 on one GPU: `check` every scaling against float64, time `casts`, `linear` layers and a whole training `step`.
+"""FP8 on one GPU: `check` every scaling against float64, time `casts`, `linear` layers and a whole training `step`, train on `text`.
 
 python bench/fp8.py check|casts|linear
 python bench/fp8.py step fp8 [--layers 8] [--profile] [--eager]
@@ -7,19 +7,24 @@ python bench/fp8.py step fp8 [--layers 8] [--profile] [--eager]
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine import engine as engine_module
+from shardwise.engine.batch import Batch
 from shardwise.engine.fp8.linear import ScaledProducts
 from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
 from shardwise.engine.fp8.scaling import Form, cast, format_of, joined
+from shardwise.spec.job import Job
 
 SCALINGS = ("tensor", "row", "block")
 TOKENS = 16384
@@ -100,8 +105,6 @@ def check() -> None:
 
 
 def casts() -> None:
-    from shardwise.engine.fp8 import kernels
-
     matrix = random(TOKENS, 14336)
     elements = matrix.numel()
     print(f"bf16 copy {milliseconds(lambda: matrix.clone()):.3f} ms")
@@ -110,19 +113,10 @@ def casts() -> None:
         largest = {"tensor": largest, "row": list(fp8_largest([matrix], False)), "block": []}[scaling]
         for plain, turned in ((True, True), (True, False), (False, True)):
             for stacked in (False, True):
-                line = f"{scaling} plain={plain} turned={turned} stacked={stacked}:"
-                for warps, again in ((4, True), (8, True), (16, True), (8, False), (16, False)):
-                    if not again and (scaling != "block" or stacked or not (plain and turned)):
-                        continue
-                    kernels._WARPS, kernels._AGAIN = warps, again
-                    call = partial(fp8_cast, [matrix], largest, scaling, False, stacked, plain, turned)
-                    taken = milliseconds(call, 10)
-                    moved = elements * (2 + plain + turned)
-                    line += f" {warps} warps{'' if again else ' kept'} {taken:.3f} ms, {moved / taken / 1e9:.2f} TB/s"
-                print(line)
-    for warps in (4, 8, 16):
-        kernels._WARPS = warps
-        print(f"largest, {warps} warps {milliseconds(lambda: fp8_largest([matrix], False)):.3f} ms")
+                taken = milliseconds(partial(fp8_cast, [matrix], largest, scaling, False, stacked, plain, turned))
+                moved = elements * (2 + plain + turned)
+                print(f"{scaling} plain={plain} turned={turned} stacked={stacked}: {taken:.3f} ms, "
+                      f"{moved / taken / 1e9:.2f} TB/s")  # fmt: skip
     print(f"largest of rows and columns {milliseconds(lambda: fp8_largest([matrix], False)):.3f} ms")
     print(f"largest of all {milliseconds(lambda: torch.linalg.vector_norm(matrix, torch.inf)):.3f} ms")
 
@@ -184,72 +178,113 @@ def linear() -> None:
         print(line, flush=True)
 
 
-def step(precision: str, layers: int, profiled: bool, compiled: bool, recompute: str) -> None:
-    """Milliseconds of a whole step of the engine: 2 x 8192 tokens, hidden 4096, Llama-3 8B's layers."""
-    from shardwise.engine import engine as engine_module
-    from shardwise.engine.batch import Batch
-    from shardwise.spec.job import Job
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}.items():
+def world_of_one() -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
-    def initialise(stages: Any, model: Any, seed: int) -> None:  # on the GPU: the weights' values change no time
-        torch.manual_seed(0)
-        for stage in stages:
-            for one in stage.parameters():
-                one.data.fill_(1.0) if one.dim() == 1 else one.data.normal_(std=0.02)
 
-    engine_module.initialise_parts = initialise  # type: ignore[assignment]
-    model = {"name": "bench", "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "hidden": 4096,
-             "layers": layers, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "max_seq": 8192,
-             "numerics": {"rope_theta": 500000.0}}  # fmt: skip
-    training = {"precision": precision, "seq": 8192, "global_batch": 2, "compile": compiled}
-    strategy = {"microbatch": 2, "recompute": recompute}
-    job = Job.from_dict({"model": model, "cluster": CLUSTER, "training": training, "strategy": strategy})
+def job_of(precision: str, batch: int, seq: int, compiled: bool, recompute: str, **model: Any) -> Job:
+    shape = {"name": "bench", "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "max_seq": seq, **model}
+    training = {"precision": precision, "seq": seq, "global_batch": batch, "compile": compiled}
+    strategy = {"microbatch": batch, "recompute": recompute}
+    return Job.from_dict({"model": shape, "cluster": CLUSTER, "training": training, "strategy": strategy})
+
+
+def initialise(stages: Any, model: Any, seed: int) -> None:
+    """On the GPU, which is faster; small numbers in the last layers would be better, but take no other time."""
+    torch.manual_seed(0)
+    for stage in stages:
+        for one in stage.parameters():
+            one.data.fill_(1.0) if one.dim() == 1 else one.data.normal_(std=0.02)
+
+
+def step(precisions: list[str], layers: int, batch: int, profiled: str, compiled: bool, recompute: str) -> None:
+    """Milliseconds of a whole step of the engine: sequences of 8192 tokens through layers of Llama-3 8B."""
+    world_of_one()
+    for precision in precisions:
+        try:
+            one_step(precision, layers, batch, precision == profiled, compiled, recompute)
+        except Exception as failure:
+            print(f"{precision}: {type(failure).__name__}: {str(failure)[:1500]}", flush=True)
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def one_step(precision: str, layers: int, batch: int, profiled: bool, compiled: bool, recompute: str) -> None:
+    engine_module.initialise_parts = initialise
+    job = job_of(precision, batch, 8192, compiled, recompute, hidden=4096, layers=layers, heads=32, kv_heads=8,
+                 ffn=14336, vocab=128256)  # fmt: skip
     engine = engine_module.Engine(job, device="cuda")
     torch.manual_seed(1)
-    text = torch.randint(128256, (2, 8193), device="cuda")
-    batch = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    losses = [float(engine.step(batch).loss) for _ in range(3)]
+    text = torch.randint(128256, (batch, 8193), device="cuda")
+    given = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    losses = [float(engine.step(given).loss) for _ in range(2)]
     times = []
-    for _ in range(8):
+    for _ in range(6):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        result = engine.step(batch)
+        result = engine.step(given)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
         losses.append(float(result.loss))
     memory = torch.cuda.max_memory_allocated() / 1e9
-    print(f"{precision} {layers} layers compile={compiled} recompute={recompute}: {statistics.median(times):.1f} ms "
-          f"({min(times):.1f} to {max(times):.1f}), {memory:.1f} GB, losses",
+    print(f"{precision}, {layers} layers, {batch} x 8192, compile={compiled}, recompute={recompute}: "
+          f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}), {memory:.1f} GB, losses",
           " ".join(f"{one:.4f}" for one in losses), flush=True)  # fmt: skip
     if profiled:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
             for _ in range(2):
-                engine.step(batch)
+                engine.step(given)
             torch.cuda.synchronize()
         events = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
         total = sum(one.self_device_time_total for one in events) / 2000
         print(f"kernels of a step: {total:.1f} ms")
-        for one in events[:28]:
-            print(f"{one.self_device_time_total / 2000:8.2f} ms {one.count // 2:5d} x {one.key[:130]}")
+        for one in events[:24]:
+            print(f"{one.self_device_time_total / 2000:8.2f} ms {one.count // 2:5d} x {one.key[:120]}")
+
+
+def text(precisions: list[str], steps: int, compiled: bool) -> None:
+    """The loss of a small model after some steps on the source text of this repository, byte by byte."""
+    world_of_one()
+    root = Path(__file__).parent.parent
+    files = sorted([*root.glob("src/**/*.py"), *root.glob("tests/**/*.py")])
+    data = torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8).cuda()
+    for precision in precisions:
+        engine_module.initialise_parts = initialise
+        job = job_of(precision, 16, 1024, compiled, "none", hidden=1024, layers=8, heads=16, ffn=4096, vocab=256)
+        engine = engine_module.Engine(job, device="cuda")
+        random = torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(steps):
+            starts = torch.randint(len(data) - 1025, (16, 1), generator=random).cuda()
+            rows = data[starts + torch.arange(1025, device="cuda")].long()
+            losses.append(engine.step(Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())).loss)
+        found = torch.stack(losses).cpu()
+        print(f"{precision}: loss of {len(files)} files, {len(data) / 1e6:.1f} MB: first {found[0]:.4f}, "
+              f"last 20 of {steps} steps {found[-20:].mean():.4f}", flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "casts", "linear", "step"))
-    parser.add_argument("precision", nargs="?", default="fp8")
+    parser.add_argument("what", choices=("check", "casts", "linear", "step", "text"))
+    parser.add_argument("precisions", nargs="*", default=["bf16", "fp8", "fp8-rowwise", "fp8-blockwise"])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--recompute", default="none")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", default="", metavar="PRECISION")
     parser.add_argument("--eager", action="store_true")
     given = parser.parse_args()
+    torch.manual_seed(0)
     if given.what == "step":
-        step(given.precision, given.layers, given.profile, not given.eager, given.recompute)
+        step(given.precisions, given.layers, given.batch, given.profile, not given.eager, given.recompute)
+    elif given.what == "text":
+        text(given.precisions, given.steps, not given.eager)
     else:
-        torch.manual_seed(0)
         {"check": check, "casts": casts, "linear": linear}[given.what]()
 
 

@@ -42,7 +42,9 @@ class VerificationResult(Result):
         return verification_page(self.asked, self.found)
 
     def to_dict(self) -> dict[str, Any]:
-        where = {"worst": self.worst, "where": self.found.where}
+        where: dict[str, Any] = {"worst": self.worst, "where": self.found.where}
+        if self.found.in_fp8:
+            where["in_fp8"] = {kind: one.value for kind, one in self.found.in_fp8.items()}
         return {"ok": self.ok, "steps": self.found.steps, **where}
 
     def tables(self) -> Mapping[str, Rows]:

@@ -30,7 +30,7 @@ def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
         yield f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order."
     if run.model != asked.model:
         yield (f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features.")
-    if asked.training.precision != run.training.precision:
+    if asked.training.precision != run.training.precision and not found.in_fp8:
         yield f"Precision is {run.training.precision}: {asked.training.precision} would hide differences."
     words = strategy_words(run.strategy)
     title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
@@ -39,11 +39,29 @@ def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
         for kind, one in found.worst.items()
     ]
     yield table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9)
+    if found.in_fp8:
+        yield _narrow(asked, found)
     verdict = "The layout computes what one process computes" if found.ok else "The layout computes a different result"
     yield (
         f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor, "
         "or one rounding of the largest in its layer."
     )
+
+
+def _narrow(asked: Job, found: Verification) -> RenderableType:
+    from shardwise.measure.verify import FP8_BOUNDS
+
+    title = f"the same layout in {asked.training.precision}, against one process in fp32"
+    rows = [
+        (
+            _WORDS[kind],
+            f"{one.value:.1e}",
+            f"{FP8_BOUNDS[kind]:g}",
+            "within" if one.value <= FP8_BOUNDS[kind] else "OFF",
+        )
+        for kind, one in found.in_fp8.items()
+    ]
+    return table(title, ("", "deviation", "bound", ""), rows, numbers_from=9)
 
 
 @contextmanager

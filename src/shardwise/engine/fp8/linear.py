@@ -89,7 +89,7 @@ class _ScaledProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, forms = tensors[:count], tensors[count:]
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.gathered = scaling, inputs_over, outputs_over, gathered
-        ctx.count, ctx.are_cast = count, bool(forms)
+        ctx.count, ctx.are_cast = count, len(forms) > 0
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
         largest = _largest([rows], scaling, False, inputs_over)
