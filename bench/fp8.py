@@ -1,4 +1,4 @@
-"""FP8 on one GPU: `check` every scaling against float64, time `casts`, `linear` layers and a whole training `step`, train on `text`.
+"""FP8 on one GPU: `check` against float64; time `casts`, `linear` layers and a training `step`; train on `text`.
 
 python bench/fp8.py check|casts|linear
 python bench/fp8.py step fp8 [--layers 8] [--profile] [--eager]

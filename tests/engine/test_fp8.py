@@ -20,7 +20,6 @@ from shardwise.measure.verify import FP8_BOUNDS
 from shardwise.spec.errors import SpecError
 from shardwise.spec.support import verdict
 
-
 FAKE: dict[str, Any] = {"test_utils": "test_faketensor"}  # the others multiply what is returned, which FP8 cannot
 
 
