@@ -1,7 +1,8 @@
 """FP8 on one GPU: `check` against float64; time `casts`, `linear` layers and a training `step`; train on `text`.
 
 python bench/fp8.py check|casts|linear
-python bench/fp8.py step fp8 [--layers 8] [--profile] [--eager]
+python bench/fp8.py step bf16 fp8 [--layers 8] [--batch 2] [--recompute full] [--optimizer adamw] [--profile fp8]
+python bench/fp8.py text bf16 fp8 --steps 300 [--eager]
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ SHAPES = {"query, key, value": (4096, (4096, 1024, 1024)), "output": (4096, (409
           "gate, up": (4096, (14336, 14336)), "down": (14336, (4096,))}  # fmt: skip
 
 
+def event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def milliseconds(function: Callable[[], Any], repeats: int = 20) -> float:
     for _ in range(3):
         function()
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = event(), event()
         start.record()
         function()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -75,7 +80,7 @@ def check() -> None:
                     ways = ((matrix, (largest * 2)[:1]), (matrix.T, (largest * 2)[1:2]))
                     for one, (wide, most) in enumerate(ways):
                         expected = cast(wide, most[0] if most else None, scaling, format_of(scaling, gradient), stacked)
-                        form = Form(*found[2 * one : 2 * one + 2], square=stacked and scaling == "block")
+                        form = Form(found[2 * one], found[2 * one + 1], stacked and scaling == "block")
                         other = (form.values.float() != expected.values.float()).float().mean().item()
                         apart = error(form.wide(), expected.wide().double())
                         print(f"cast {scaling} stacked={stacked} gradient={gradient} turned={one}: "
@@ -96,10 +101,11 @@ def check() -> None:
                 torch.autograd.backward(outputs, gradients)
                 wide = hidden.double().flatten(0, 1)
                 flat = [one.double().flatten(0, 1) for one in gradients]
-                of_hidden = sum(one @ weight.double() for one, weight in zip(flat, weights))
+                of_hidden = torch.stack([one @ weight.double() for one, weight in zip(flat, weights)]).sum(0)
                 errors = [error(one.flatten(0, 1), wide @ weight.double().T) for one, weight in zip(outputs, weights)]
+                assert inputs.grad is not None
                 errors.append(error(inputs.grad.flatten(0, 1), of_hidden))
-                errors += [error(one.grad, other.T @ wide) for one, other in zip(trained, flat)]
+                errors += [error(one.grad, other.T @ wide) for one, other in zip(trained, flat) if one.grad is not None]
                 print(f"{scaling} cached={cached} compiled={compiled}: outputs, input and weight gradients",
                       " ".join(f"{one:.2%}" for one in errors))  # fmt: skip
 
@@ -140,8 +146,8 @@ def matmuls() -> None:
                                 most = {"tensor": [one.abs().amax().float()], "block": []}.get(scaling)
                                 most = list(fp8_largest([one], stacked)) if most is None else most
                                 form = fp8_cast([one], most, scaling, False, stacked, True, False)
-                                forms.append(Form(*form[:2], square=stacked))
-                            taken = milliseconds(lambda: product(*forms, dtype, fast))  # noqa: B023
+                                forms.append(Form(form[0], form[1], stacked))
+                            taken = milliseconds(lambda: product(forms[0], forms[1], dtype, fast))  # noqa: B023
                             name = f"{scaling}{' fast' if fast else ''}{' square' if square else ''}"
                             line += f", {name} {str(dtype)[-7:]} {flops / taken / 1e9:.0f}"
                         except Exception as failure:
@@ -181,13 +187,15 @@ def linear() -> None:
 def world_of_one() -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
 
 
-def job_of(precision: str, batch: int, seq: int, compiled: bool, recompute: str, **model: Any) -> Job:
+def job_of(given: argparse.Namespace, precision: str, batch: int, seq: int, **model: Any) -> Job:
     shape = {"name": "bench", "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "max_seq": seq, **model}
-    training = {"precision": precision, "seq": seq, "global_batch": batch, "compile": compiled}
-    strategy = {"microbatch": batch, "recompute": recompute}
+    training = {"precision": precision, "seq": seq, "global_batch": batch, "compile": not given.eager,
+                "optimizer": given.optimizer, "graphs": False}  # fmt: skip
+    strategy = {"microbatch": batch, "recompute": given.recompute}
     return Job.from_dict({"model": shape, "cluster": CLUSTER, "training": training, "strategy": strategy})
 
 
@@ -199,12 +207,12 @@ def initialise(stages: Any, model: Any, seed: int) -> None:
             one.data.fill_(1.0) if one.dim() == 1 else one.data.normal_(std=0.02)
 
 
-def step(precisions: list[str], layers: int, batch: int, profiled: str, compiled: bool, recompute: str) -> None:
+def step(given: argparse.Namespace) -> None:
     """Milliseconds of a whole step of the engine: sequences of 8192 tokens through layers of Llama-3 8B."""
     world_of_one()
-    for precision in precisions:
+    for precision in given.precisions:
         try:
-            one_step(precision, layers, batch, precision == profiled, compiled, recompute)
+            one_step(given, precision)
         except Exception as failure:
             print(f"{precision}: {type(failure).__name__}: {str(failure)[:1500]}", flush=True)
         gc.collect()
@@ -213,59 +221,63 @@ def step(precisions: list[str], layers: int, batch: int, profiled: str, compiled
         torch.cuda.reset_peak_memory_stats()
 
 
-def one_step(precision: str, layers: int, batch: int, profiled: bool, compiled: bool, recompute: str) -> None:
-    engine_module.initialise_parts = initialise
-    job = job_of(precision, batch, 8192, compiled, recompute, hidden=4096, layers=layers, heads=32, kv_heads=8,
+def one_step(given: argparse.Namespace, precision: str) -> None:
+    setattr(engine_module, "initialise_parts", initialise)  # noqa: B010
+    job = job_of(given, precision, given.batch, 8192, hidden=4096, layers=given.layers, heads=32, kv_heads=8,
                  ffn=14336, vocab=128256)  # fmt: skip
     engine = engine_module.Engine(job, device="cuda")
     torch.manual_seed(1)
-    text = torch.randint(128256, (batch, 8193), device="cuda")
-    given = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    losses = [float(engine.step(given).loss) for _ in range(2)]
-    times = []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    tokens = torch.randint(128256, (given.batch, 8193), device="cuda")
+    batch = Batch.of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    losses, times = [], []
+    for _ in range(given.steps):
+        start, end = event(), event()
         start.record()
-        result = engine.step(given)
+        result = engine.step(batch)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
         losses.append(float(result.loss))
+    times = times[-(given.steps * 3 // 4) :]
     memory = torch.cuda.max_memory_allocated() / 1e9
-    print(f"{precision}, {layers} layers, {batch} x 8192, compile={compiled}, recompute={recompute}: "
+    print(f"{precision}, {given.layers} layers, {given.batch} x 8192, recompute {given.recompute}, {given.optimizer}: "
           f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}), {memory:.1f} GB, losses",
           " ".join(f"{one:.4f}" for one in losses), flush=True)  # fmt: skip
-    if profiled:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            for _ in range(2):
-                engine.step(given)
-            torch.cuda.synchronize()
-        events = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
-        total = sum(one.self_device_time_total for one in events) / 2000
-        print(f"kernels of a step: {total:.1f} ms")
-        for one in events[:24]:
-            print(f"{one.self_device_time_total / 2000:8.2f} ms {one.count // 2:5d} x {one.key[:120]}")
+    if precision == given.profile:
+        print_kernels(lambda: engine.step(batch))
 
 
-def text(precisions: list[str], steps: int, compiled: bool) -> None:
+def print_kernels(run: Callable[[], Any], times: int = 2, most: int = 24) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    events = sorted(trace.key_averages(), key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in events) / times / 1000
+    print(f"kernels of a step: {total:.1f} ms")
+    for one in events[:most]:
+        print(f"{one.self_device_time_total / times / 1000:8.2f} ms {one.count // times:5d} x {one.key[:120]}")
+
+
+def text(given: argparse.Namespace) -> None:
     """The loss of a small model after some steps on the source text of this repository, byte by byte."""
     world_of_one()
     root = Path(__file__).parent.parent
     files = sorted([*root.glob("src/**/*.py"), *root.glob("tests/**/*.py")])
     data = torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8).cuda()
-    for precision in precisions:
-        engine_module.initialise_parts = initialise
-        job = job_of(precision, 16, 1024, compiled, "none", hidden=1024, layers=8, heads=16, ffn=4096, vocab=256)
+    for precision in given.precisions:
+        setattr(engine_module, "initialise_parts", initialise)  # noqa: B010
+        job = job_of(given, precision, 16, 1024, hidden=1024, layers=6, heads=16, ffn=2816, vocab=256)
         engine = engine_module.Engine(job, device="cuda")
         random = torch.Generator().manual_seed(0)
         losses = []
-        for _ in range(steps):
+        for _ in range(given.steps):
             starts = torch.randint(len(data) - 1025, (16, 1), generator=random).cuda()
             rows = data[starts + torch.arange(1025, device="cuda")].long()
             losses.append(engine.step(Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())).loss)
         found = torch.stack(losses).cpu()
         print(f"{precision}: loss of {len(files)} files, {len(data) / 1e6:.1f} MB: first {found[0]:.4f}, "
-              f"last 20 of {steps} steps {found[-20:].mean():.4f}", flush=True)  # fmt: skip
+              f"last 20 of {given.steps} steps {found[-20:].mean():.4f}", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -274,16 +286,15 @@ def main() -> None:
     parser.add_argument("precisions", nargs="*", default=["bf16", "fp8", "fp8-rowwise", "fp8-blockwise"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--profile", default="", metavar="PRECISION")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--optimizer", default="adamw")
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.what == "step":
-        step(given.precisions, given.layers, given.batch, given.profile, not given.eager, given.recompute)
-    elif given.what == "text":
-        text(given.precisions, given.steps, not given.eager)
+    if given.what in ("step", "text"):
+        {"step": step, "text": text}[given.what](given)
     else:
         {"check": check, "casts": casts, "linear": linear}[given.what]()
 

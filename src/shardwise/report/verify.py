@@ -48,7 +48,7 @@ def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
     )
 
 
-def _narrow(asked: Job, found: Verification) -> RenderableType:
+def _narrow(asked: Job, found: Verification) -> Piece:
     from shardwise.measure.verify import FP8_BOUNDS
 
     title = f"the same layout in {asked.training.precision}, against one process in fp32"

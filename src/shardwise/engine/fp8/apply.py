@@ -82,6 +82,7 @@ def _of_layer(
     layer: nn.Module, found: dict[nn.Module, ScaledProducts], scaling: str, group: Group, gathered: bool
 ) -> Iterable[WeightsInFp8]:
     together = set()
+    region: Any
     for region in layer.modules():
         maps = region.projections() if hasattr(region, "projections") else ()
         if maps:
@@ -102,7 +103,8 @@ def _alone(linear: Any, products: ScaledProducts) -> WeightsInFp8:
     if isinstance(linear, RowLinear):
         linear.multiply = casts.one
     else:
-        linear.forward = lambda hidden: casts(hidden, linear)[0]
+        plain: Any = linear
+        plain.forward = lambda hidden: casts(hidden, plain)[0]
     return casts
 
 

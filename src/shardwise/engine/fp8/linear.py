@@ -98,7 +98,8 @@ class _ScaledProducts(torch.autograd.Function):
             of_weights = Form(forms[0], forms[1], scaling == "block")
         else:
             plan = ScaledProducts(scaling, inputs_over, outputs_over)
-            of_weights = Form(*plan.weight_forms(weights, turned=False)[:2], scaling == "block")
+            plain, plain_scales, *_ = plan.weight_forms(weights, turned=False)
+            of_weights = Form(plain, plain_scales, scaling == "block")
         if not torch.compiler.is_compiling():
             ctx.deferrable, ctx.weights = may_defer(), weights
         kept = (hidden,) if gathered else (turned, turned_scales)
@@ -106,7 +107,7 @@ class _ScaledProducts(torch.autograd.Function):
         inputs, at, outputs = Form(values, scales), 0, []
         for weight in weights:
             some = of_weights.rows(at, at + weight.shape[0])
-            outputs.append(product(inputs, some, hidden.dtype, True).unflatten(0, whole.shape[:-1]))
+            outputs.append(torch.unflatten(product(inputs, some, hidden.dtype, True), 0, whole.shape[:-1]))
             at += weight.shape[0]
         return tuple(outputs)
 
@@ -125,8 +126,8 @@ class _ScaledProducts(torch.autograd.Function):
             if not ctx.are_cast:
                 plan = ScaledProducts(scaling, ctx.inputs_over, group)
                 others = plan.weight_forms(others, plain=False)[2:]
-            of_rows = product(Form(values, scales), Form(*others, scaling == "block"), dtype, False)
-            of_hidden = of_rows.unflatten(0, gradients[0].shape[:-1])
+            of_rows = product(Form(values, scales), Form(others[0], others[1], scaling == "block"), dtype, False)
+            of_hidden = torch.unflatten(of_rows, 0, gradients[0].shape[:-1])
             if group is not None:
                 pending = (start_scatter if ctx.gathered else start_sum)(of_hidden, group)
 
@@ -136,8 +137,8 @@ class _ScaledProducts(torch.autograd.Function):
                 rows = (early or start_gather(kept[0], group)).wait().flatten(0, -2)
                 largest = _largest([rows], scaling, False)
                 inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
-            found = product(Form(turned, turned_scales), Form(*inputs), dtype, False)
-            return found.split(widths)
+            found = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), dtype, False)
+            return torch.split(found, widths)
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden

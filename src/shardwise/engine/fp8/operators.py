@@ -37,7 +37,7 @@ def fp8_cast(
 
         return cast_forms(parts, largest, scaling, dtype, stacked, plain, turned)
     matrix = joined(parts, stacked)
-    by_row, by_column = (largest * 2)[:2] if largest else (None, None)
+    by_row, by_column = [*largest, *largest][:2] if largest else (None, None)
     found: list[Tensor] = []
     for wanted, one, most in ((plain, matrix, by_row), (turned, matrix.T, by_column)):
         form = cast(one, most, scaling, dtype, stacked) if wanted else None
@@ -62,8 +62,8 @@ def _(
     found = []
     for wanted, shape in ((plain, (rows, columns)), (turned, (columns, rows))):
         found.append(first.new_empty(shape if wanted else (0, 0), dtype=dtype))
-        scales = scale_shape(*shape, scaling, stacked)
-        found.append(first.new_empty(scales, dtype=torch.float32) if wanted else _no_scales(first))
+        of_scales = scale_shape(*shape, scaling, stacked)
+        found.append(first.new_empty(of_scales, dtype=torch.float32) if wanted else _no_scales(first))
     values, scales, values_turned, scales_turned = found
     return values, scales, values_turned, scales_turned
 
@@ -97,7 +97,8 @@ def product(left: Form, right: Form, dtype: torch.dtype, fast: bool) -> Tensor:
     ``fast``: partial sums stay in the tensor cores' own registers, of 14 bits; right enough for a forward pass
     (Transformer Engine and torchao do so), not for gradients.
     """
-    return fp8_product(left.values, left.scales, right.values, right.scales, right.square, dtype, fast)
+    found: Tensor = fp8_product(left.values, left.scales, right.values, right.scales, right.square, dtype, fast)
+    return found
 
 
 @torch.library.custom_op("shardwise::fp8_product", mutates_args=())

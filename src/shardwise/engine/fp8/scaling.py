@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.spec.training import FP8_BLOCK as BLOCK
+from shardwise.spec.training import FP8_BLOCK
 
 Scaling = Literal["tensor", "row", "block"]
+BLOCK = FP8_BLOCK
 SMALLEST = 1e-12  # of a largest element, so that zeros have a scale (torchao's EPS)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
