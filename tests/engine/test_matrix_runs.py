@@ -27,6 +27,7 @@ SCHEDULES = job_schedules()
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 EXPERTS: Fields = {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 32}}}
+BLOCKS: Fields = {"hidden": 128, "kv_heads": 4, "ffn": 128}
 ACCUMULATED: Fields = {"training": {"global_batch": 8}}
 
 # What is neither done nor left undone: names for when another row holds, or for plain cases of other techniques.
@@ -40,6 +41,7 @@ CIRCUMSTANCES = {
     "repeated-kv-heads": "fewer key-value heads than tensor-parallel ranks",
     "uneven-kv-heads": "key-value heads that cp neither divides nor repeats, which Ulysses minds",
     "ragged-widths": "widths that 8-bit products would not take",
+    "ragged-blocks": "widths that are not whole blocks of 128, which block scaling minds",
     "experts-across-tp": "an expert's ranks are others than tp's, which plain tensor parallelism minds",
     "weights-beyond-optimizer": "refused: more weights than optimizer states are offloaded",
     "gradients-beyond-optimizer": "refused: more gradients than optimizer states are offloaded",
@@ -91,6 +93,8 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "offload-cpu": ({}, OFFLOADED),
     "offload-nvme": (OFFLOADED, {"offload": {"optimizer": 1, "target": "nvme"}}),
     "bf16": ({"training": {"precision": "fp32"}}, {}),
+    "fp8-blockwise": ({"model": BLOCKS, "training": {"seq": 128}},
+                      {"model": BLOCKS, "training": {"seq": 128, "precision": "fp8-blockwise"}}),
     "adamw": ({"training": {"optimizer": "sgd"}}, {}),
     "encoder": ({}, {"model": {"causal": False}}),
     "sliding-window": ({}, {"model": {"sliding_window": 16}}),

@@ -69,7 +69,11 @@ _FIELD_FLAGS = (
     ("--global-batch", "training.global_batch", "sequences per step, or tokens: 16M-tokens"),
     ("--batch", "training.global_batch", "the same as --global-batch"),
     ("--seq", "training.seq", "tokens per sequence"),
-    ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4, int8"),
+    (
+        "--precision",
+        "training.precision",
+        "fp32, fp16, bf16, bf16-fp32-grads, fp8, fp8-rowwise, fp8-blockwise, mxfp8, nvfp4, int8",
+    ),
     ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adamw-bf16-moments, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),
     ("--memory-risk", "run.memory_risk", "accepted probability of running out of device memory (default 5%%)"),

@@ -151,7 +151,14 @@ class Analysis:
         generic = device.efficiency.source == Efficiency().source
         assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
         longer = sequence_note(self.job.model, self.job.training)
-        return tuple(note for note in (rounded, assumed, longer) if note)
+        return tuple(note for note in (rounded, assumed, longer, _experts_note(self.job)) if note)
+
+
+def _experts_note(job: Job) -> str:
+    recipe, wide = job.training.recipe, job.stack.for_experts(job.training.recipe).compute
+    if job.model.moe is None or wide == recipe.compute:
+        return ""
+    return f"{job.stack.name} multiplies routed experts in {wide}, not in {recipe.compute}"
 
 
 def analyze(job: Job) -> Analysis:

@@ -6,6 +6,7 @@ head, norms, routers, the attention core and routed experts stay in bf16.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.fp8.linear import Group, ScaledProducts
+from shardwise.engine.fp8.scaling import BLOCK
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import RowLinear, is_linear
 from shardwise.spec.errors import SpecError
 
+_logger = logging.getLogger("shardwise.engine")
 _CASTS = "fp8_weights"
 
 
@@ -61,8 +64,10 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     found = _named(stage, (*patterns.columns, *patterns.fused), ScaledProducts(scaling, outputs_over=group))
     found |= _named(stage, patterns.rows, ScaledProducts(scaling, inputs_over=group))
-    found |= _named(stage, patterns.headless, ScaledProducts(scaling))
+    found |= _named(stage, patterns.headless, ScaledProducts(scaling), BLOCK if scaling == "block" else 1)
     gathered = group is not None and strategy.sequence_parallel
+    if any(True for _ in matching(stage, patterns.experts)):
+        _logger.info("routed experts stay in bf16: only the other linear layers are multiplied in FP8")
     for _, layer in matching(stage, patterns.layers):
         casts = list(_of_layer(layer, found, scaling, group, gathered))
         setattr(layer, _CASTS, casts)
@@ -70,12 +75,12 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
             layer.register_forward_pre_hook(_cast_before)
 
 
-def _named(stage: nn.Module, names: Iterable[str], products: ScaledProducts) -> dict[nn.Module, ScaledProducts]:
-    return {one: products for name in names for _, one in matching(stage, name) if is_linear(one) or _is_row(one)}
-
-
-def _is_row(module: nn.Module) -> bool:
-    return isinstance(module, RowLinear)
+def _named(
+    stage: nn.Module, names: Iterable[str], products: ScaledProducts, unit: int = 1
+) -> dict[nn.Module, ScaledProducts]:
+    """Linear layers; of latent ones those whose widths are multiples of ``unit``, the others stay in bf16."""
+    found = [one for name in names for _, one in matching(stage, name) if is_linear(one) or isinstance(one, RowLinear)]
+    return {one: products for one in found if all(width % unit == 0 for width in one.weight.shape)}  # type: ignore[union-attr]
 
 
 def _of_layer(
@@ -123,9 +128,11 @@ def require_device(device: str, scaling: str) -> None:
     """Raises SpecError if the installed PyTorch or the GPU has no such matmul; a CPU emulates all of them."""
     if device != "cuda":
         return
-    needed = (9, 0) if scaling == "block" else (8, 9)
-    if torch.cuda.get_device_capability() < needed:
-        problem = f"{scaling} scaling in FP8 needs a GPU of compute capability {needed[0]}.{needed[1]}"
+    found = torch.cuda.get_device_capability()
+    # Block scales are cuBLAS's, for Hopper alone (ATen/native/cuda/ScaledBlas.cpp, _check_deepseek_support).
+    if found < (8, 9) or (scaling == "block" and found != (9, 0)):
+        wanted = "a Hopper GPU" if scaling == "block" else "a GPU of compute capability 8.9"
+        problem = f"{scaling} scaling in FP8 needs {wanted}, and this one's is {found[0]}.{found[1]}"
         raise SpecError("training.precision", problem, "precision: bf16")
     if not hasattr(torch.nn.functional, "scaled_mm"):
         problem = f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm"

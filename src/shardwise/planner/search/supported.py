@@ -97,7 +97,8 @@ class Mask:
 
 
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
-_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
+_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks", "ragged-widths",
+          "ragged-blocks")  # fmt: skip
 _SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
 _RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-matmuls", "repeated-attention",
               "repeated-up-projection", "repeated-mlp-up", "repeated-missing-mlp-up")  # fmt: skip
