@@ -304,7 +304,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "uneven-kv-heads",
+    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "repeated-mlp-up",
+                    "repeated-missing-mlp-up", "uneven-kv-heads",
                     "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip
