@@ -194,7 +194,7 @@ def world_of_one() -> None:
 def job_of(given: argparse.Namespace, precision: str, batch: int, seq: int, **model: Any) -> Job:
     shape = {"name": "bench", "activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "max_seq": seq, **model}
     training = {"precision": precision, "seq": seq, "global_batch": batch, "compile": not given.eager,
-                "optimizer": given.optimizer, "graphs": False}  # fmt: skip
+                "optimizer": given.optimizer, "graphs": False if given.no_graphs else "auto"}  # fmt: skip
     strategy = {"microbatch": batch, "recompute": given.recompute}
     return Job.from_dict({"model": shape, "cluster": CLUSTER, "training": training, "strategy": strategy})
 
@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--profile", default="", metavar="PRECISION")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--no-graphs", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.what in ("step", "text"):

@@ -156,3 +156,17 @@ def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path,
         on_ranks(2, train_with_a_full_disk, job_of(shards, 2, run=stops, dp=2), str(tmp_path))
     run(job_of(shards, 2, run=settings, dp=2), tmp_path)  # there is room again
     assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_a_run_in_fp8_resumes_where_it_stopped_and_goes_on_in_bf16(tmp_path: Path, shards: str) -> None:
+    """States are those of bf16: nothing of FP8 is in a checkpoint."""
+    job = job_of(shards, run={**SHORT, "steps": 4, "checkpoints": {"steps": 2}})
+    narrow = replace(job, training=replace(job.training, precision="fp8"))
+    at_once = run(narrow, tmp_path / "a")
+    run(stopped_after(narrow, 2), tmp_path / "b")
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    second = run(narrow, tmp_path / "b")
+    assert equal(whole(at_once), whole(second))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    run(replace(job, training=replace(job.training, precision="bf16")), tmp_path / "c")
+    assert losses(tmp_path / "c") == pytest.approx(losses(tmp_path / "a"), rel=5e-3)

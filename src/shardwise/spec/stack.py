@@ -34,9 +34,10 @@ class Stack(Spec):
     gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
     ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
     are weighted after they have come back to their tokens. ``fp8_experts``: routed experts too are multiplied in FP8
-    or FP4 where other linear layers are. ``saved_activations`` in "8-bit" are those of an FP8 recipe
-    that also keeps the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward
-    pass and the projection's, as DeepSeek-V3 does (arXiv 2412.19437, section 3.3.3). ``latents``, the narrow vectors of
+    or FP4 where other linear layers are. ``saved_activations`` in "8-bit" are those of an FP8 recipe that also keeps
+    the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward pass and the
+    projection's, as DeepSeek-V3 does (arXiv 2412.19437, section 3.3.3). ``gathered_inputs``, of layers that sequence
+    parallelism gathers for, are kept in 16 bit or as the recipe has other inputs. ``latents``, the narrow vectors of
     latent attention, are kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does.
     ``gradients`` have memory from the start ("kept") or are made in the backward pass, so that those of a single
     microbatch never meet all its activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight
@@ -82,6 +83,7 @@ class Stack(Spec):
     gradients: Literal["kept", "made"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
+    gathered_inputs: Literal["16-bit", "recipe"] = "recipe"
     latents: Literal["cut", "whole"] = "cut"
     parallel_blocks: Literal["joined", "apart"] = "joined"
     allocator: Literal["segments", "expandable"] = "segments"

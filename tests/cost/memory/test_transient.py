@@ -232,3 +232,23 @@ def test_nothing_gathered_is_less_than_nothing(kept: Any, zero: int) -> None:
     case = on(stack, job(replace(GPT, vocab=2**20), training={"global_batch": 8}, dp=8, zero=zero))
     for memory in memory_at_moments(case, rank_contents(case, 0)).values():
         assert memory.gathered >= 0
+
+
+# -- what of FP8 this project's engine keeps in 16 bit -----------------------------------------------
+
+
+def test_our_routed_experts_have_no_fp8_forms() -> None:
+    case = job(MOE, dp=1, training={"precision": "fp8"})
+    assert stack_from("shardwise").for_experts(case.training.recipe).compute == "bf16"
+    weights = {name: memory_of_rank(on(name, case), 0).weights for name in ("shardwise", "megatron-core")}
+    assert weights["megatron-core"] - weights["shardwise"] == pytest.approx(2 * rank_contents(case, 0).experts)
+
+
+def test_our_inputs_are_in_one_byte_but_where_sequence_parallelism_gathers_them() -> None:
+    def inputs(stack: str, **strategy: Any) -> float:
+        case = on(stack, job(LLAMA, dp=1, training={"precision": "fp8"}, **strategy))
+        saved = layer_saved_tensors(case, moe=False)
+        return sum(one.bytes for one in saved if one.role is SavedRole.LINEAR_INPUTS)
+
+    for strategy, bytes_each in (({}, 1), ({"tp": 2, "sequence_parallel": False}, 1), ({"tp": 2}, 2)):
+        assert inputs("shardwise", **strategy) == bytes_each * inputs("megatron-core", **strategy)

@@ -72,6 +72,7 @@ class _Sizes:
     key_tokens: float  # keys a query sees in a stored score matrix (the whole sequence)
     element: float
     linear_input: float
+    region_input: float  # of layers whose input is cut under sequence parallelism
     separate_gate: bool  # the gate of a gated MLP is a kernel of its own
     gate_input: float
     attention_outputs: tuple[float, ...]  # one for the projection's backward pass, one for attention's own, or for both
@@ -87,7 +88,11 @@ def _sizes(job: Job) -> _Sizes:
     outputs: tuple[float, ...] = (linear_input, element)
     if job.stack.saved_activations == "8-bit" and recipe.compute == "fp8":
         gate_input, outputs = linear_input if job.model.gated else element, (_E5M6_BYTES,)
-    return _Sizes(tokens, region, strategy.tp, job.training.seq, element, linear_input, separate, gate_input, outputs)
+    cut = strategy.tp > 1 and strategy.sequence_parallel and job.stack.gathered_inputs == "16-bit"
+    return _Sizes(
+        tokens, region, strategy.tp, job.training.seq, element, linear_input, element if cut else linear_input,
+        separate, gate_input, outputs,
+    )  # fmt: skip
 
 
 def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
@@ -113,7 +118,7 @@ def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
     again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
     return [
         SavedTensor(SavedRole.NORM_INPUTS, normed * hidden * sizes.element),
-        SavedTensor(SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.linear_input, again),
+        SavedTensor(SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.region_input, again),
     ]
 
 
