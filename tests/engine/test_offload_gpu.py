@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ COMPARED = {"fp32": STEPS, "bf16": 1}
 
 def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int, list[torch.Tensor]]:
     """Bytes allocated at the most in the last of some steps, and the weights after those that are compared."""
-    training = {"global_batch": 8, "seq": 512, "precision": precision}
+    training = {"global_batch": 8, "seq": 512, "precision": precision, "graphs": False}  # which keep a step's memory
     job = Job.from_dict(
         {
             "model": MODEL,
@@ -44,6 +45,8 @@ def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int,
             peak = torch.cuda.max_memory_allocated()
             if step + 1 == COMPARED[precision]:
                 weights = [engine.optimizer.read(one.parameter, "master").cpu().clone() for one in engine.parameters]
+        del engine
+        gc.collect()  # what it held must not count for the next one
         return peak, weights
 
 

@@ -93,7 +93,7 @@ def test_a_master_in_two_halves_takes_the_same_steps(shift: int) -> None:
         master = joined(half.weight, half.value)
         assert torch.equal(half.weight, master.to(torch.bfloat16))
         for found, expected in ((master, one.value), (half.first, one.first), (half.second, one.second)):
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)  # a compiler may fuse other products
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # a compiler may fuse other products
 
 
 def test_a_bad_step_writes_nothing() -> None:
