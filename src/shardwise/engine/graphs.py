@@ -40,15 +40,9 @@ class PlainStep(Protocol):
 
 def why_not_recorded(job: Job, device: torch.device) -> str | None:
     """Why the steps of a job cannot be recorded, as far as that is known before the first; None if they can."""
-    if job.training.graphs is False:
-        return "training.graphs is false"
-    if device.type != "cuda":
+    if device.type != "cuda" and job.training.graphs is not False:
         return f"a {device.type.upper()} has none"
-    if job.strategy.world > 1:
-        return "the host starts the exchanges of several processes"
-    if job.strategy.offload.any or "optimizer" in job.run.automatic:
-        return "the host moves what is offloaded"
-    return None
+    return job.why_not_recorded
 
 
 class StepGraphs:

@@ -78,6 +78,27 @@ class Job(Spec):
         return self.strategy.microbatch * self.training.seq / self.strategy.cp
 
     @property
+    def why_not_recorded(self) -> str | None:
+        """Why our engine does not launch the job's steps as CUDA graphs, as far as the job says; None if it does."""
+        if self.training.graphs is False:
+            return "training.graphs is false"
+        if self.strategy.world > 1:
+            return "the host starts the exchanges of several processes"
+        if self.strategy.offload.any or "optimizer" in self.run.automatic:
+            return "the host moves what is offloaded"
+        return None
+
+    @property
+    def running_stack(self) -> Stack:
+        """The stack as it runs this job: what our own engine does follows from the training."""
+        if not self.stack.is_own:
+            return self.stack
+        cuda = self.cluster.device.vendor in ("nvidia", "amd") and self.run_device == "cuda"
+        graphs = cuda and self.why_not_recorded is None
+        elementwise = "compiled" if self.training.compile else self.stack.elementwise
+        return self.stack.unchecked(cuda_graphs="step" if graphs else self.stack.cuda_graphs, elementwise=elementwise)
+
+    @property
     def recomputed_operators(self) -> tuple[str, ...]:
         """What selective recompute runs again; nothing where the strategy does not ask for it."""
         return self.selective_operators if self.strategy.recompute == "selective" else ()

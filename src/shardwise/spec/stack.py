@@ -68,7 +68,7 @@ class Stack(Spec):
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     fp8_dispatch: bool = False
     fp8_experts: bool = True
-    cuda_graphs: Literal["none", "partial", "full"] = "none"
+    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
@@ -101,6 +101,11 @@ class Stack(Spec):
     def is_own(self) -> bool:
         """Whether it is this project's own engine, as it is or with changes."""
         return self.name.removesuffix("-changed") == OWN
+
+    @property
+    def launched_by_graphs(self) -> bool:
+        """Whether no kernel of a layer waits for the host."""
+        return self.cuda_graphs in ("full", "step")
 
     def for_experts(self, recipe: Recipe) -> Recipe:
         """What routed experts are computed in."""

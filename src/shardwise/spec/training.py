@@ -144,8 +144,8 @@ class Training(Spec):
     """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal).
 
     Left out, it is one microbatch for every data-parallel rank. ``compile`` is how the engine runs the layers, by
-    `torch.compile`, and ``graphs`` whether it launches a step as one CUDA graph ("auto": where that is possible); no
-    price depends on them.
+    `torch.compile`, and ``graphs`` whether it launches a step as one CUDA graph ("auto": where that is possible);
+    both change the price of a step by our own engine.
     """
 
     global_batch: int | str | None = None

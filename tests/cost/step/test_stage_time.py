@@ -9,11 +9,13 @@ import pytest
 
 from shardwise.cost.compute.flops import recomputed_flops_per_token
 from shardwise.cost.step.floor import stage_compute
-from shardwise.cost.step.stage_time import seconds_by_kind, stage_seconds
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.stage_time import seconds_by_kind, stage_seconds, step_overhead
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.presets import load
+from shardwise.spec.stack import Stack
 
 
 def job(model: str | Model, seq: int = 8192, **strategy: Any) -> Job:
@@ -78,3 +80,29 @@ def test_the_only_expert_of_a_device_is_a_matmul_like_any_other() -> None:
     router = 2 * 3 * 4096 * 8 * alone.microbatch_tokens / alone.cluster.device.peak_flops("bf16")
     assert products[0] == pytest.approx(products[2] + router, rel=0.01)
     assert products[1] > 1.02 * products[0]
+
+
+def on_one_gpu(device: str = "dgx-h200", gpus: int = 1, **training: Any) -> Job:
+    fields = {
+        "model": "gpt2",
+        "cluster": device,
+        "strategy": {"dp": gpus, "microbatch": 8},
+        "training": {"seq": 1024, **training},
+    }
+    return Job.from_dict(fields)
+
+
+def test_what_our_engine_runs_is_what_is_priced() -> None:
+    """A recorded step has neither launches nor a host's cost; a compiled one moves fewer bytes. Others stay."""
+    plain, recorded, compiled = (
+        on_one_gpu(graphs=graphs, compile=compiled)
+        for graphs, compiled in ((False, False), ("auto", False), ("auto", True))
+    )
+    efficiency = plain.cluster.device.efficiency
+    assert predict(plain).step_seconds > predict(recorded).step_seconds + efficiency.step_seconds
+    assert predict(recorded).step_seconds > predict(compiled).step_seconds
+    assert step_overhead(recorded) == 0
+    for job in (on_one_gpu(gpus=2), on_one_gpu("laptop"), replace(recorded, stack=load("stack", Stack, "nemo"))):
+        assert step_overhead(job) == job.cluster.device.efficiency.step_seconds
+        assert job.running_stack.cuda_graphs == "none"
+    assert job.running_stack is job.stack

@@ -61,7 +61,7 @@ def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: 
 
 def _launch(device: Device, stack: Stack) -> float:
     """Nothing for a step captured as a CUDA graph."""
-    return 0.0 if stack.cuda_graphs == "full" else device.efficiency.operator_seconds
+    return 0.0 if stack.launched_by_graphs else device.efficiency.operator_seconds
 
 
 def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
@@ -162,7 +162,7 @@ def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     elif stack.elementwise == "fused" and operator.role is not OperatorRole.LOSS:
         passes = efficiency.elementwise_traffic
     launch = operator.kernels * _launch(device, stack)
-    if operator.role is OperatorRole.PERMUTE and stack.routing == "dropless" and stack.cuda_graphs != "full":
+    if operator.role is OperatorRole.PERMUTE and stack.routing == "dropless" and not stack.launched_by_graphs:
         launch += efficiency.routing_seconds
     return Seconds(
         passes * operator.forward_bytes / memory + launch, passes * operator.backward_bytes / memory + launch

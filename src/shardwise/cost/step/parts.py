@@ -9,7 +9,7 @@ from shardwise.cost.compute.operators import OperatorKind
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.simulation import SimulatedStep, rank_predictions
-from shardwise.cost.step.stage_time import optimizer_seconds, seconds_by_kind
+from shardwise.cost.step.stage_time import optimizer_seconds, seconds_by_kind, step_overhead
 from shardwise.cost.traffic.traffic import IN_LAYER, Payload, Traffic
 from shardwise.spec.job import Job
 
@@ -43,7 +43,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     parts = _mean([_compute(job, stage) for stage in stages])
     parts |= {name: sum(one.added_seconds for one in traffics_of(step, name)) for name in COMMUNICATION}
     work = job.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
-    overhead = job.cluster.device.efficiency.step_seconds
+    overhead = step_overhead(job)
     update = float(optimizer_seconds(job, prediction.last.contents, sharding_of(job.strategy)))
     parts["bubble"] = _beyond_rounding(step.pipeline_seconds - work - step.message_seconds, step.pipeline_seconds)
     parts |= {"optimizer": update - overhead, "overhead": overhead}

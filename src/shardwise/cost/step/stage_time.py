@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,6 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts)
 
 
-def _seconds(job: Job, operator: Operator) -> Seconds:
-    return operator_seconds(operator, job.cluster.device, job.training.recipe, job.stack)
-
-
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
     """One microbatch on a device of this pipeline rank, including the calls of its chunks."""
     call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
@@ -76,17 +72,28 @@ def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, floa
 
 
 def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
-    shape = layer_shape(job)
+    shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
             for operator in layer_operators(job.model, shape, moe=moe):
-                yield operator, _seconds(job, operator) * count
+                yield operator, seconds_of(operator) * count
 
 
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
+        seconds_of = _timed(job)
         for operator in ends_operators(job.model, layer_shape(job)):
-            yield operator, _seconds(job, operator)
+            yield operator, seconds_of(operator)
+
+
+def _timed(job: Job) -> Callable[[Operator], Seconds]:
+    device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
+    return lambda operator: operator_seconds(operator, device, recipe, stack)
+
+
+def step_overhead(job: Job) -> float:
+    """What the host adds to a step: nothing where the step is one graph, its optimizer included."""
+    return 0.0 if job.running_stack.cuda_graphs == "step" else job.cluster.device.efficiency.step_seconds
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
@@ -99,7 +106,7 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     owned = owned_parameters(contents, sharding)
     local = owned if sharding.gradients_sharded else contents.total
     moved = 30 * owned + 8 * local + sharding.moved_bytes * contents.total
-    seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds
+    seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + step_overhead(job)
     if job.stack.per_parameter_shards:
         matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
         # One copy into the reduce-scatter buffer, one out of the all-gather's, for every rank's part of every matrix.

@@ -181,12 +181,13 @@ class _Products:
 
     def __init__(self, job: Job, contents: RankContents) -> None:
         device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
+        stack = job.running_stack
         self._layers: list[dict[Split, list[Seconds]]] = []
         for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
             for one in layer_operators(job.model, shape, moe=moe) if layers else ():
                 if one.split != "none":
-                    by_split[one.split].append(operator_seconds(one, device, recipe, job.stack))
+                    by_split[one.split].append(operator_seconds(one, device, recipe, stack))
             self._layers.append(by_split)
 
     def share_beside(self, line: _Line, seconds: float) -> float:
