@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.api.given import JobArguments
+from shardwise.api.inputs import job_from
 from shardwise.cost.compute.flops import recomputed_flops_per_token
 from shardwise.cost.step.floor import stage_compute
 from shardwise.cost.step.prediction import predict
@@ -82,27 +84,22 @@ def test_the_only_expert_of_a_device_is_a_matmul_like_any_other() -> None:
     assert products[1] > 1.02 * products[0]
 
 
-def on_one_gpu(device: str = "dgx-h200", gpus: int = 1, **training: Any) -> Job:
-    fields = {
-        "model": "gpt2",
-        "cluster": device,
-        "strategy": {"dp": gpus, "microbatch": 8},
-        "training": {"seq": 1024, **training},
-    }
-    return Job.from_dict(fields)
+def on_gpus(cluster: str = "dgx-h200", gpus: int = 1, **training: Any) -> Job:
+    fields = {f"training.{name}": value for name, value in {"seq": 1024, **training}.items()}
+    return job_from(JobArguments(model="gpt2", cluster=cluster, gpus=gpus, overrides=fields), runs_here=True)[0]
 
 
 def test_what_our_engine_runs_is_what_is_priced() -> None:
     """A recorded step has neither launches nor a host's cost; a compiled one moves fewer bytes. Others stay."""
     plain, recorded, compiled = (
-        on_one_gpu(graphs=graphs, compile=compiled)
+        on_gpus(graphs=graphs, compile=compiled)
         for graphs, compiled in ((False, False), ("auto", False), ("auto", True))
     )
     efficiency = plain.cluster.device.efficiency
     assert predict(plain).step_seconds > predict(recorded).step_seconds + efficiency.step_seconds
     assert predict(recorded).step_seconds > predict(compiled).step_seconds
     assert step_overhead(recorded) == 0
-    for job in (on_one_gpu(gpus=2), on_one_gpu("laptop"), replace(recorded, stack=load("stack", Stack, "nemo"))):
+    for job in (on_gpus(gpus=2), on_gpus("laptop"), replace(recorded, stack=load("stack", Stack, "nemo"))):
         assert step_overhead(job) == job.cluster.device.efficiency.step_seconds
         assert job.running_stack.cuda_graphs == "none"
     assert job.running_stack is job.stack
