@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -127,6 +128,20 @@ def test_a_replay_makes_no_one_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_failed_recording_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a wait is not seen before."""
+    monkeypatch.setattr("shardwise.engine.graphs._waits_of_the_host", lambda seen: nullcontext([]))
+    job, stream = job_with(GPT, "fp32", False), torch.cuda.current_stream()
+    engine = Engine(replace(job, training=replace(job.training, graphs="auto")), device="cuda")
+    (stage,) = engine.stages.values()
+    stage.register_forward_hook(lambda module, inputs, output: output * float(output.isfinite()))
+    batches = [of_step(GPT, number) for number in range(STEPS)]
+    losses = torch.stack([engine.step(one).loss for one in batches])
+    assert "cannot be recorded" in str(engine.graphs.reason) and torch.cuda.current_stream() == stream
+    plain = Engine(job, device="cuda")
+    torch.testing.assert_close(losses, torch.stack([plain.step(one).loss for one in batches]), rtol=1e-5, atol=1e-6)
+
+
 def test_what_makes_the_host_wait_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
     job = job_with(GPT, "fp32", False)
     engine = Engine(replace(job, training=replace(job.training, graphs="auto")), device="cuda")
@@ -134,7 +149,8 @@ def test_what_makes_the_host_wait_runs_as_written(caplog: pytest.LogCaptureFixtu
     stage.register_forward_hook(lambda module, inputs, output: output * float(output.isfinite()))
     batches = [of_step(GPT, number) for number in range(STEPS)]
     losses = torch.stack([engine.step(one).loss for one in batches])
-    assert engine.graphs.recorded == 0 and "cannot be recorded" in str(engine.graphs.reason)
+    assert engine.graphs.recorded == 0
+    assert "the host waits for the device, in test_graphs_gpu.py" in str(engine.graphs.reason)
     assert len([line for line in caplog.messages if "no CUDA graphs" in line]) == 1
     plain = Engine(job, device="cuda")
     torch.testing.assert_close(losses, torch.stack([plain.step(one).loss for one in batches]), rtol=1e-5, atol=1e-6)

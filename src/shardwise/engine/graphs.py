@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.torch_private import foreach_copy_, profiler_enabled
+from shardwise.engine.torch_private import foreach_copy_, new_graph_pool, profiler_enabled, recording
 from shardwise.engine.trainer import StepResult
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -27,7 +29,7 @@ from shardwise.spec.units import readable_bytes
 
 _logger = logging.getLogger("shardwise.engine")
 
-WARM_STEPS = 2  # before a step is recorded: kernels are compiled and chosen, workspaces allocated
+WARM_STEPS = 3  # before a step is recorded: kernels are compiled and chosen; the last shows what a graph cannot do
 MOST_GRAPHS = 4  # rows of packed documents have a shape for each power of two
 USABLE = 0.95  # of a device's memory
 
@@ -59,44 +61,45 @@ class StepGraphs:
         self.reason: str | None = None
         self._seen: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, _Graph] = {}
-        self._pool: Any = None  # of memory, which all graphs share: they never run at once
+        self._pool = new_graph_pool() if device.type == "cuda" else None  # all graphs share it: they never run at once
         problem = why_not_recorded(job, device)
         if problem is not None:
             self._give_up(problem, told=device.type == "cuda" and job.training.graphs is not False)
 
     def __call__(self, batch: Batch, *, loss_limit: Tensor | float | None) -> StepResult:
-        graph = None if self.reason is not None or profiler_enabled() else self._graph(batch)
-        if graph is None:  # a profile needs the ranges that the host marks
+        if self.reason is not None or profiler_enabled():  # a profile needs the ranges that the host marks
             return self._step(batch, loss_limit=loss_limit)
-        return graph.replay(batch, [group["lr"] for group in self._groups], loss_limit)
+        shape = _shape(batch)
+        graph = self._graphs.get(shape) or self._recorded(batch, shape)
+        if graph is not None:
+            return graph.replay(batch, [group["lr"] for group in self._groups], loss_limit)
+        with _waits_of_the_host(seen=self._seen[shape] == WARM_STEPS) as waits:
+            result = self._step(batch, loss_limit=loss_limit)
+        if waits:
+            self._give_up(f"the host waits for the device, in {waits[0]}")
+        return result
 
     @property
     def recorded(self) -> int:
         """How many graphs there are."""
         return len(self._graphs)
 
-    def _graph(self, batch: Batch) -> _Graph | None:
-        """That of the batch's shape, recorded once there have been enough such steps."""
-        shape = _shape(batch)
-        if shape not in self._graphs:
-            self._seen[shape] += 1
-            if self._seen[shape] > WARM_STEPS and self.recorded < MOST_GRAPHS:
-                self._record(batch, shape)
-        return self._graphs.get(shape)
-
-    def _record(self, batch: Batch, shape: Hashable) -> None:
+    def _recorded(self, batch: Batch, shape: Hashable) -> _Graph | None:
+        """A new graph, once there have been enough steps of that shape."""
+        self._seen[shape] += 1
+        if self._seen[shape] <= WARM_STEPS or self.recorded == MOST_GRAPHS:
+            return None
         problem = None if self._required else _too_little_room()
-        if problem is not None:
-            self._give_up(problem)
-            return
-        try:
-            graph = self._graphs[shape] = _Graph(self._step, self._groups, batch, self._pool)
-            self._pool = graph.pool
-        except RuntimeError as error:
-            self._forget()
-            torch.cuda.empty_cache()
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._give_up(f"the step cannot be recorded: {lines[0]}")
+        if problem is None:
+            try:
+                self._graphs[shape] = _Graph(self._step, self._groups, batch, self._pool)
+                return self._graphs[shape]
+            except RuntimeError as error:
+                self._forget()
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                problem = f"the step cannot be recorded: {lines[0]}"
+        self._give_up(problem)
+        return None
 
     def _give_up(self, problem: str, told: bool = True) -> None:
         if self._required:
@@ -116,11 +119,9 @@ class _Graph:
         self._limit = torch.full((), torch.inf, device=device)
         self._graph = torch.cuda.CUDAGraph()
         gc.collect()  # tensors of earlier steps must not be freed while recording
-        # Relaxed: what threads call meanwhile, such as NCCL's, concerns other streams.
-        with _rates_of(groups, self._rates), torch.cuda.graph(self._graph, pool, capture_error_mode="relaxed"):
+        with _rates_of(groups, self._rates), recording(self._graph, pool):
             result = step(self._batch, loss_limit=self._limit)
             self._numbers = torch.stack([result.loss, result.gradient_norm])
-        self.pool = self._graph.pool()
 
     def replay(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> StepResult:
         foreach_copy_(_tensors(self._batch), _tensors(batch))
@@ -129,6 +130,28 @@ class _Graph:
         self._limit.fill_(torch.inf if loss_limit is None else loss_limit)
         self._graph.replay()
         return StepResult(*self._numbers.clone().unbind())  # the next replay writes there again
+
+
+@contextmanager
+def _waits_of_the_host(seen: bool) -> Iterator[list[str]]:
+    """Where the host waits for the device inside, which no graph can do; known when it ends, if ``seen``."""
+    found: list[str] = []
+    if not (seen and torch.cuda.is_available()):
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for one in told:
+        if "called a synchronizing CUDA operation" in str(one.message):
+            found.append(f"{Path(one.filename).name}, line {one.lineno}")
+        elif "prototype feature" not in str(one.message):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 @contextmanager

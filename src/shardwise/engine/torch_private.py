@@ -6,7 +6,8 @@ A private name may go with any release. The version beside each is the one it wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -209,3 +210,25 @@ def gather_ranks(group: Any) -> int:
 def gather_stream(group: Any, async_op: bool) -> Any:
     """The stream that reads the shards."""
     return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+
+
+# CUDA graphs (2.11 to 2.13): a recording that fails leaves its stream current and the allocator at its memory pool.
+
+
+def new_graph_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Records what is launched inside; relaxed, as calls of other threads, such as NCCL's, concern other streams."""
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool, capture_error_mode="relaxed"):
+            yield
+    except RuntimeError:
+        with suppress(RuntimeError):
+            _C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        raise
