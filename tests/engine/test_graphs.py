@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.recompute_cases import GPT, batch, job_of
+from engine.workers import on_ranks
 from shardwise.engine import graphs
 from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
 from shardwise.engine.graphs import WARM_STEPS, StepGraphs, why_not_recorded
 from shardwise.engine.trainer import StepResult
 from shardwise.spec.errors import SpecError
@@ -72,7 +76,11 @@ class Steps:
 
 def steps_of(one: Job) -> tuple[Steps, StepGraphs]:
     steps = Steps()
-    return steps, StepGraphs(one, steps.step, steps.groups, steps.forget)
+    return steps, StepGraphs(one, steps.groups)
+
+
+def run_once(steps: Steps, graphs: StepGraphs, number: int = 2) -> None:
+    graphs(steps.step, steps.forget, rows(number), None)
 
 
 @pytest.fixture
@@ -104,12 +112,12 @@ def test_a_shape_is_recorded_after_it_has_run_as_written(monkeypatch: pytest.Mon
     monkeypatch.setattr(graphs, "_Graph", Replayed)
     steps, run = steps_of(job())
     for _ in range(WARM_STEPS + 3):
-        run(rows(2), loss_limit=None)
+        run_once(steps, run)
     assert (steps.plain, steps.replayed, run.recorded) == (WARM_STEPS, 3, 1)
-    run(rows(4), loss_limit=None)
+    run_once(steps, run, 4)
     assert (steps.plain, run.recorded) == (WARM_STEPS + 1, 1)
     with torch.profiler.profile():
-        run(rows(2), loss_limit=None)
+        run_once(steps, run)
     assert (steps.plain, steps.replayed) == (WARM_STEPS + 2, 3)
 
 
@@ -124,15 +132,30 @@ def test_a_step_that_cannot_be_recorded_runs_as_written(
     steps, run = steps_of(job())
     with caplog.at_level(logging.WARNING):
         for _ in range(WARM_STEPS + 3):
-            run(rows(2), loss_limit=None)
+            run_once(steps, run)
     assert (steps.plain, steps.forgotten) == (WARM_STEPS + 3, 1)
     (line,) = caplog.messages
     assert line == ("no CUDA graphs: the step cannot be recorded: operation not permitted when stream is capturing")
-    _, required = steps_of(job(graphs=True))
+    steps, required = steps_of(job(graphs=True))
     for _ in range(WARM_STEPS):
-        required(rows(2), loss_limit=None)
+        run_once(steps, required)
     with pytest.raises(SpecError, match="the step cannot be recorded"):
-        required(rows(2), loss_limit=None)
+        run_once(steps, required)
+
+
+def an_engine_lives_on() -> bool:
+    """Whether what a reference held is still there without a collection of garbage: gigabytes, on a GPU."""
+    gc.disable()
+    engine = Engine(job())
+    engine.step(Batch.of(*batch(GPT, 0)))
+    left = weakref.ref(engine)
+    del engine
+    gc.enable()
+    return left() is not None
+
+
+def test_no_cycle_of_references_keeps_an_engine() -> None:
+    assert on_ranks(1, an_engine_lives_on) == [False]
 
 
 def test_what_a_batch_has_decides_which_graph_it_takes() -> None:

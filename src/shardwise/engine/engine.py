@@ -62,10 +62,10 @@ class Engine(Trainer[Batch]):
         initialise_parts(stages.values(), job.model, seed)
         super().__init__(job, place, mesh, stages, tied, data, call_decoder, DECODER)
         self.mixtures = [one for stage in stages.values() for one in stage.modules() if isinstance(one, MoELayer)]
-        self.graphs = StepGraphs(job, super().step, self.optimizer.param_groups, self._end_step)
+        self.graphs = StepGraphs(job, self.optimizer.param_groups)
 
     def step(self, batch: Batch, *, loss_limit: Tensor | float | None = None) -> StepResult:
-        return self.graphs(batch, loss_limit=loss_limit)
+        return self.graphs(super().step, self._end_step, batch, loss_limit)
 
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         self.require_rows(batch.tokens.shape[0], exactly=True)

@@ -48,15 +48,15 @@ def why_not_recorded(job: Job, device: torch.device) -> str | None:
 
 
 class StepGraphs:
-    """Runs ``step``, by graphs where it can; ``reason`` says why there are none, if so.
+    """Runs steps, by graphs where it can; ``reason`` says why there are none, if so. ``groups`` are the optimizer's.
 
-    ``groups`` are the optimizer's. A recording computes nothing: after a failed one, ``forget`` drops what it left in
-    the host's bookkeeping, and the step runs as it is written. Where the job requires graphs, that is an error.
+    A recording computes nothing: after a failed one the step runs as it is written. Where the job requires graphs, that
+    is an error.
     """
 
-    def __init__(self, job: Job, step: PlainStep, groups: list[dict[str, Any]], forget: Callable[[], None]) -> None:
+    def __init__(self, job: Job, groups: list[dict[str, Any]]) -> None:
         device = groups[0]["params"][0].device
-        self._step, self._groups, self._forget = step, groups, forget
+        self._groups = groups
         self._required = job.training.graphs is True
         self.reason: str | None = None
         self._seen: Counter[Hashable] = Counter()
@@ -66,15 +66,18 @@ class StepGraphs:
         if problem is not None:
             self._give_up(problem, told=device.type == "cuda" and job.training.graphs is not False)
 
-    def __call__(self, batch: Batch, *, loss_limit: Tensor | float | None) -> StepResult:
+    def __call__(
+        self, step: PlainStep, forget: Callable[[], None], batch: Batch, loss_limit: Tensor | float | None
+    ) -> StepResult:
+        """``forget`` drops what a failed recording of ``step`` has left in the host's bookkeeping."""
         if self.reason is not None or profiler_enabled():  # a profile needs the ranges that the host marks
-            return self._step(batch, loss_limit=loss_limit)
+            return step(batch, loss_limit=loss_limit)
         shape = _shape(batch)
-        graph = self._graphs.get(shape) or self._recorded(batch, shape)
+        graph = self._graphs.get(shape) or self._recorded(step, forget, batch, shape)
         if graph is not None:
             return graph.replay(batch, [group["lr"] for group in self._groups], loss_limit)
         with _waits_of_the_host(seen=self._seen[shape] == WARM_STEPS) as waits:
-            result = self._step(batch, loss_limit=loss_limit)
+            result = step(batch, loss_limit=loss_limit)
         if waits:
             self._give_up(f"the host waits for the device, in {waits[0]}")
         return result
@@ -84,7 +87,7 @@ class StepGraphs:
         """How many graphs there are."""
         return len(self._graphs)
 
-    def _recorded(self, batch: Batch, shape: Hashable) -> _Graph | None:
+    def _recorded(self, step: PlainStep, forget: Callable[[], None], batch: Batch, shape: Hashable) -> _Graph | None:
         """A new graph, once there have been enough steps of that shape."""
         self._seen[shape] += 1
         if self._seen[shape] <= WARM_STEPS or self.recorded == MOST_GRAPHS:
@@ -92,10 +95,10 @@ class StepGraphs:
         problem = None if self._required else _too_little_room()
         if problem is None:
             try:
-                self._graphs[shape] = _Graph(self._step, self._groups, batch, self._pool)
+                self._graphs[shape] = _Graph(step, self._groups, batch, self._pool)
                 return self._graphs[shape]
             except RuntimeError as error:
-                self._forget()
+                forget()
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 problem = f"the step cannot be recorded: {lines[0]}"
         self._give_up(problem)
