@@ -2,6 +2,7 @@
 
 python bench/fp8.py check|casts|linear
 python bench/fp8.py step bf16 fp8 [--layers 8] [--batch 2] [--recompute full] [--optimizer adamw] [--profile fp8]
+python bench/fp8.py gradients fp8 [--layers 2]
 python bench/fp8.py text bf16 fp8 --steps 300 [--eager]
 """
 
@@ -247,6 +248,35 @@ def one_step(given: argparse.Namespace, precision: str) -> None:
         print_kernels(lambda: engine.step(batch))
 
 
+def gradients(given: argparse.Namespace) -> None:
+    """How far every gradient of one step is from that of bf16, from the same weights: by norm, and by direction."""
+    world_of_one()
+    expected: dict[str, Tensor] = {}
+    for precision, eager in [("bf16", True), *((one, eager) for one in given.precisions for eager in (True, False))]:
+        setattr(engine_module, "initialise_parts", initialise)  # noqa: B010
+        given.eager = eager
+        job = job_of(given, precision, 1, 4096, hidden=4096, layers=given.layers, heads=32, kv_heads=8, ffn=14336,
+                     vocab=32768)  # fmt: skip
+        engine = engine_module.Engine(job, device="cuda")
+        torch.manual_seed(1)
+        tokens = torch.randint(32768, (1, 4097), device="cuda")
+        loss = float(engine.forward_backward(Batch.of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())))
+        found = {one.name: engine.gradient(one) for one in engine.parameters}
+        held = {name: one.float() for name, one in found.items() if one is not None}
+        expected = expected or held
+        off = {name: error(one, expected[name].double()) for name, one in held.items()}
+        worst = sorted(off.items(), key=lambda one: -one[1])[:4]
+        same = {name: float(torch.cosine_similarity(one.flatten(), expected[name].flatten(), 0))
+                for name, one in held.items()}  # fmt: skip
+        print(f"{precision} {'eager' if eager else 'compiled'}: loss {loss:.5f}, {len(held)} gradients, median "
+              f"{statistics.median(off.values()):.2%} off, least cosine {min(same.values()):.4f}, worst",
+              ", ".join(f"{name} {one:.1%}" for name, one in worst), flush=True)  # fmt: skip
+        del engine, found, held
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
 def print_kernels(run: Callable[[], Any], times: int = 2, most: int = 24) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(times):
@@ -267,12 +297,12 @@ def text(given: argparse.Namespace) -> None:
     data = torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8).cuda()
     for precision in given.precisions:
         setattr(engine_module, "initialise_parts", initialise)  # noqa: B010
-        job = job_of(given, precision, 16, 1024, hidden=1024, layers=6, heads=16, ffn=2816, vocab=256)
+        job = job_of(given, precision, 8, 1024, hidden=768, layers=6, heads=12, ffn=2048, vocab=256)
         engine = engine_module.Engine(job, device="cuda")
         random = torch.Generator().manual_seed(0)
         losses = []
         for _ in range(given.steps):
-            starts = torch.randint(len(data) - 1025, (16, 1), generator=random).cuda()
+            starts = torch.randint(len(data) - 1025, (8, 1), generator=random).cuda()
             rows = data[starts + torch.arange(1025, device="cuda")].long()
             losses.append(engine.step(Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())).loss)
         found = torch.stack(losses).cpu()
@@ -282,7 +312,7 @@ def text(given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "casts", "linear", "step", "text"))
+    parser.add_argument("what", choices=("check", "casts", "linear", "step", "gradients", "text"))
     parser.add_argument("precisions", nargs="*", default=["bf16", "fp8", "fp8-rowwise", "fp8-blockwise"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2)
@@ -294,8 +324,8 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.what in ("step", "text"):
-        {"step": step, "text": text}[given.what](given)
+    if given.what in ("step", "gradients", "text"):
+        {"step": step, "gradients": gradients, "text": text}[given.what](given)
     else:
         {"check": check, "casts": casts, "linear": linear}[given.what]()
 

@@ -102,7 +102,7 @@ def parts(scaling: str, kind: str, rank: int, size: int) -> dict[str, tuple[Tens
         expected = [alone[0], alone[1][..., mine], alone[2][:, mine]]
         return dict(zip(names, zip(found, expected)))
     gathered = kind == "gathered columns"
-    products = ScaledProducts(scaling, outputs_over=group, gathered=gathered)
+    products = ScaledProducts(scaling, outputs_over=group, entry="gathered" if gathered else "copied")
     own = slice(rank * 128 // size, (rank + 1) * 128 // size) if gathered else slice(None)
     found = run(products, hidden[:, own], weights[0][mine], gradients[0][..., mine])
     expected = [alone[0][..., mine], alone[1][:, own], alone[2][mine]]
@@ -119,3 +119,24 @@ def parts_here(scaling: str, kind: str) -> dict[str, float]:
 
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def own_network(precision: str, strategy: Any) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a network of Hugging Face."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise.engine.parallelize import parallelize
+    from shardwise.spec.strategy import Strategy
+    from shardwise.spec.training import Training
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=16, **shape))
+    training = Training(global_batch=2, seq=16, precision=precision)
+    parallel = parallelize(network, Strategy(microbatch=2, **strategy), training=training)
+    random = torch.Generator().manual_seed(0)
+    results = []
+    for _ in range(2):
+        tokens = torch.randint(61, (2, 16), generator=random)
+        results.append(parallel.step({"input_ids": tokens, "labels": tokens}))
+    return [float(one.loss) for one in results], [float(one.gradient_norm) for one in results]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.fp8_cases import PRECISIONS, SCALINGS, counts, error, job_of, parts_here, trained
+from engine.fp8_cases import PRECISIONS, SCALINGS, counts, error, job_of, own_network, parts_here, trained
 from engine.workers import on_ranks
 from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.fp8.linear import ScaledProducts
@@ -193,6 +193,26 @@ def test_tensor_parallelism_follows_one_process(precision: str, sequence_paralle
         assert found[1] == pytest.approx(norms, rel=2e-2)
 
 
+LATENT = {"heads": 4, "mla": {"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32, "q_rank": 64}}
+
+
+def test_latent_attention_under_tensor_parallelism_follows_one_process() -> None:
+    """Its up-projections are cut, but what enters them is summed by others."""
+    ((losses, norms, _),) = on_ranks(1, trained, job_of("fp8", model=LATENT))
+    for found in on_ranks(2, trained, job_of("fp8", 2, tp=2, model=LATENT)):
+        assert found[0] == pytest.approx(losses, rel=1e-3)
+        assert found[1] == pytest.approx(norms, rel=2e-2)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str)
+def test_a_network_of_others_follows_bf16(strategy: dict[str, object]) -> None:
+    pytest.importorskip("transformers")
+    ((losses, norms),) = on_ranks(1, own_network, "bf16", {})
+    for found in on_ranks(2 if strategy else 1, own_network, "fp8", strategy):
+        assert found[0] != losses and found[0] == pytest.approx(losses, rel=FP8_BOUNDS["loss"])
+        assert found[1] == pytest.approx(norms, rel=FP8_BOUNDS["gradient_norm"])
+
+
 @pytest.mark.parametrize("recompute", [{}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
 def test_weights_are_cast_once_a_step(recompute: dict[str, object]) -> None:
     """In neither the second microbatch nor a recomputed layer: four groups of layers that read one input, 2 layers."""
@@ -232,12 +252,8 @@ def test_widths_that_blocks_do_not_divide_are_refused() -> None:
     assert verdict(job_of("fp8-blockwise", microbatch=2)).status == "refused"  # 64 tokens
 
 
-def test_a_weight_that_is_kept_transposed_is_refused() -> None:
-    with pytest.raises(SpecError, match="Conv1D keeps its weight transposed"):
-        cast_a_transposed_weight()
-
-
-def cast_a_transposed_weight() -> None:
+def test_other_networks_are_refused() -> None:
+    """Without a table of their layers, or with weights that are kept transposed."""
     from shardwise.engine.mesh import Mesh
     from shardwise.engine.patterns import Patterns
     from shardwise.spec.strategy import Strategy
@@ -250,4 +266,7 @@ def cast_a_transposed_weight() -> None:
     network = nn.ModuleDict({"layer": nn.ModuleDict({"a": Conv1D()})})
     table = Patterns("layer", "", "", "", (), columns={"layer.a": ""})
     alone = Mesh(Strategy(), "cpu", dict.fromkeys(("tp", "shard"), ((0,),)), {})
-    apply_fp8(network, alone, table, "tensor")
+    with pytest.raises(SpecError, match="no table names the linear layers of ModuleDict"):
+        apply_fp8(network, alone, Patterns("layer", "", "", "", ()), "tensor")
+    with pytest.raises(SpecError, match="Conv1D keeps its weight transposed"):
+        apply_fp8(network, alone, table, "tensor")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.fp8.linear import Group, ScaledProducts
+from shardwise.engine.fp8.linear import Entry, ScaledProducts
 from shardwise.engine.fp8.scaling import BLOCK
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.patterns import Patterns, matching
@@ -58,6 +58,9 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
     if not scaling:
         return
     require_device(mesh.device, scaling)
+    if not (patterns.columns or patterns.fused or patterns.rows):
+        problem = f"no table names the linear layers of {type(stage).__name__}, which FP8 is for"
+        raise SpecError("training.precision", problem, "pass patterns=, or precision: bf16")
     strategy = mesh.strategy
     divided = mesh.size("shard") > 1 or strategy.offload.weights or strategy.offload.gradients
     kept = strategy.zero < 3 or strategy.keep_parameters or not divided
@@ -65,11 +68,11 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
     found = _named(stage, (*patterns.columns, *patterns.fused), ScaledProducts(scaling, outputs_over=group))
     found |= _named(stage, patterns.rows, ScaledProducts(scaling, inputs_over=group))
     found |= _named(stage, patterns.headless, ScaledProducts(scaling), BLOCK if scaling == "block" else 1)
-    gathered = group is not None and strategy.sequence_parallel
+    entry: Entry = "" if group is None else "gathered" if strategy.sequence_parallel else "copied"
     if any(True for _ in matching(stage, patterns.experts)):
         _logger.info("routed experts stay in bf16: only the other linear layers are multiplied in FP8")
     for _, layer in matching(stage, patterns.layers):
-        casts = list(_of_layer(layer, found, scaling, group, gathered))
+        casts = list(_of_layer(layer, found, ScaledProducts(scaling, outputs_over=group, entry=entry)))
         setattr(layer, _CASTS, casts)
         if kept:
             layer.register_forward_pre_hook(_cast_before)
@@ -84,14 +87,14 @@ def _named(
 
 
 def _of_layer(
-    layer: nn.Module, found: dict[nn.Module, ScaledProducts], scaling: str, group: Group, gathered: bool
+    layer: nn.Module, found: dict[nn.Module, ScaledProducts], of_projections: ScaledProducts
 ) -> Iterable[WeightsInFp8]:
     together = set()
     region: Any
     for region in layer.modules():
         maps = region.projections() if hasattr(region, "projections") else ()
         if maps:
-            casts = WeightsInFp8(maps, ScaledProducts(scaling, outputs_over=group, gathered=gathered))
+            casts = WeightsInFp8(maps, of_projections)
             region.project = casts
             together.update(maps)
             yield casts

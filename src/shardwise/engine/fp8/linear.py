@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from shardwise.engine.tensor.collectives import start_gather, start_scatter, sta
 from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 
 Group = dist.ProcessGroup | None
+Entry = Literal["", "copied", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class ScaledProducts:
     """How layers of one input are multiplied.
 
     Tensor parallelism: ``inputs_over`` are the ranks that the inputs of these layers are cut over, ``outputs_over``
-    those of the outputs; every rank scales as one that holds all would. Hidden states enter layers that are cut by
-    their outputs: whole, or ``gathered`` from parts of the sequence.
+    those of the outputs; every rank scales as one that holds all would. ``entry``: how hidden states enter layers that
+    are cut by their outputs, unless others see to it: "copied", so that their gradients are summed over the ranks, or
+    "gathered" from parts of the sequence.
     """
 
     scaling: str
     inputs_over: Group = None
     outputs_over: Group = None
-    gathered: bool = False
+    entry: Entry = ""
 
     def weight_forms(self, weights: Sequence[Tensor], plain: bool = True, turned: bool = True) -> list[Tensor]:
         """Values and scales of both forms of the stacked weights."""
@@ -44,7 +46,7 @@ class ScaledProducts:
     def __call__(self, hidden: Tensor, weights: Sequence[Tensor], forms: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         """The outputs of each layer; ``forms`` of their weights, where these have been cast before."""
         outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
-            hidden, self.scaling, self.inputs_over, self.outputs_over, self.gathered, len(weights), *weights,
+            hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), *weights,
             *(forms or ()),
         )  # fmt: skip
         return outputs
@@ -83,12 +85,13 @@ class _ScaledProducts(torch.autograd.Function):
         scaling: str,
         inputs_over: Group,
         outputs_over: Group,
-        gathered: bool,
+        entry: Entry,
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, forms = tensors[:count], tensors[count:]
-        ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.gathered = scaling, inputs_over, outputs_over, gathered
+        gathered = entry == "gathered"
+        ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry
         ctx.count, ctx.are_cast = count, len(forms) > 0
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
@@ -114,9 +117,10 @@ class _ScaledProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         scaling, group, saved = ctx.scaling, ctx.outputs_over, ctx.saved_tensors
-        kept, others = (saved[:1], saved[1:]) if ctx.gathered else (saved[:2], saved[2:])
+        gathered = ctx.entry == "gathered"
+        kept, others = (saved[:1], saved[1:]) if gathered else (saved[:2], saved[2:])
         waits = not torch.compiler.is_compiling() and ctx.deferrable and is_deferring()
-        early = start_gather(kept[0], group) if ctx.gathered and not waits else None
+        early = start_gather(kept[0], group) if gathered and not waits else None
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         largest = _largest(flat, scaling, False, group)
         values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, True)
@@ -128,12 +132,12 @@ class _ScaledProducts(torch.autograd.Function):
                 others = plan.weight_forms(others, plain=False)[2:]
             of_rows = product(Form(values, scales), Form(others[0], others[1], scaling == "block"), dtype, False)
             of_hidden = torch.unflatten(of_rows, 0, gradients[0].shape[:-1])
-            if group is not None:
-                pending = (start_scatter if ctx.gathered else start_sum)(of_hidden, group)
+            if ctx.entry:
+                pending = (start_scatter if gathered else start_sum)(of_hidden, group)
 
         def of_weights() -> Sequence[Tensor]:
             inputs = kept
-            if ctx.gathered:
+            if gathered:
                 rows = (early or start_gather(kept[0], group)).wait().flatten(0, -2)
                 largest = _largest([rows], scaling, False)
                 inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
