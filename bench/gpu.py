@@ -41,14 +41,19 @@ from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
-LLAMA = Model(
-    layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, max_seq=8192, activation="swiglu",
-    norm="rmsnorm", norm_bias=False, name="1.5B",
-)  # fmt: skip
-MODELS = {"1.5b": LLAMA, "2.8b": replace(LLAMA, layers=8, hidden=4096, ffn=14336, name="2.8B")}
+
+def llama(name: str, layers: int, hidden: int, ffn: int) -> Model:
+    return Model(
+        layers=layers, hidden=hidden, heads=32, kv_heads=8, ffn=ffn, vocab=128256, max_seq=8192, activation="swiglu",
+        norm="rmsnorm", norm_bias=False, name=name,
+    )  # fmt: skip
+
+
+MODELS = {"1.5b": llama("1.5B", 16, 2048, 8192), "2.8b": llama("2.8B", 8, 4096, 14336)}
 BATCHES = {"2x8192": (2, 8192), "4x4096": (4, 4096)}
 SHAPES = {f"{model}-{batch}": (MODELS[model], *BATCHES[batch]) for model in MODELS for batch in BATCHES}
 RATE, CLIP = 3e-4, 1.0
+KEPT = 64  # batches
 PACKAGES = ("torch", "triton", "transformers", "torchtitan")
 Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and labels: the mean loss
 
@@ -152,14 +157,14 @@ def compared(shape: str, peers: list[str], given: argparse.Namespace) -> Iterato
 
 
 class Data:
-    """Random tokens, other ones in each step."""
+    """Random tokens, other ones in each step: gradients of what is known by heart are small, and their products fast."""
 
     def __init__(self, vocab: int, rows: int, seq: int) -> None:
-        text = torch.randint(vocab, (4, rows, seq + 1), generator=torch.Generator().manual_seed(0)).cuda()
+        text = torch.randint(vocab, (KEPT, rows, seq + 1), generator=torch.Generator().manual_seed(0)).cuda()
         self.tokens, self.labels = text[..., :-1].contiguous(), text[..., 1:].contiguous()
 
     def of_step(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[number % 4], self.labels[number % 4]
+        return self.tokens[number % KEPT], self.labels[number % KEPT]
 
 
 class Contender:
@@ -170,7 +175,8 @@ class Contender:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._losses: list[Tensor] = []
 
-    def run(self, tokens: Tensor, labels: Tensor) -> None:
+    def run(self, data: Data) -> None:
+        tokens, labels = data.of_step(len(self._losses))
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         self._losses.append(self.step(tokens, labels).detach())
@@ -198,8 +204,8 @@ def built(make: Callable[[], Step], data: Data, warm_up: int) -> Iterator[Conten
     torch.cuda.reset_peak_memory_stats()
     one = Contender(make())
     try:
-        for number in range(warm_up):
-            one.run(*data.of_step(number))
+        for _ in range(warm_up):
+            one.run(data)
         one.peak_bytes = torch.cuda.max_memory_allocated() - before
         yield one
     finally:
@@ -217,7 +223,7 @@ def take_turns(contenders: list[Contender], data: Data, steps: int) -> None:
         one.begin_turns()
     for number in range(steps):
         for one in contenders if number % 2 else contenders[::-1]:
-            one.run(*data.of_step(number))
+            one.run(data)
 
 
 # -- shardwise -------------------------------------------------------------------------------------------

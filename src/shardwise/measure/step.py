@@ -24,7 +24,6 @@ from shardwise.spec.units import readable_bytes
 from shardwise.training.loop import Timestamp
 from shardwise.training.metrics.memory import peak_during
 
-BATCHES = 2  # that the steps take in turn: a step must not profit from the tokens of the one before
 # As drivers call devices: the preset that has them.
 PRESETS = {
     "NVIDIA H200": "dgx-h200",
@@ -127,20 +126,20 @@ def measure_step(
     on_progress("building the model")
     with _world(job, here):
         engine = Engine(job, device=job.run_device, seed=seed)
-        batches = [_random_batch(engine, seed + number) for number in range(BATCHES)]
+        random = torch.Generator(engine.device).manual_seed(seed)
         for number in range(warmup):
             on_progress(f"warm-up, step {number + 1} of {warmup}")
-            result = engine.step(batches[number % BATCHES])
+            result = engine.step(_random_batch(engine, random))
             if number == 0:
                 first = result.loss
         stamps = [Timestamp(engine.device)]
         for number in range(steps):
             on_progress(f"step {number + 1} of {steps}")
-            result = engine.step(batches[number % BATCHES])
+            result = engine.step(_random_batch(engine, random))
             stamps.append(Timestamp(engine.device))
             stamps[-2].wait()
         stamps[-1].wait()
-        peak = _peak_bytes(engine, batches[0])
+        peak = _peak_bytes(engine, _random_batch(engine, random))
         return MeasuredStep(
             analyze(job), _name(engine.device),
             tuple(later.seconds_since(earlier) for earlier, later in pairwise(stamps)),
@@ -163,13 +162,12 @@ def _world(job: Job, here: Started | None) -> Iterator[None]:
         raise DoesNotFit("strategy", problem, "a smaller microbatch, or recompute: full") from None
 
 
-def _random_batch(engine: Engine, seed: int) -> Batch:
-    """This rank's sequences; every label counts."""
-    job, mesh = engine.job, engine.mesh
-    random = torch.Generator().manual_seed(seed)
-    text = torch.randint(job.model.vocab, (job.sequences, job.training.seq + 1), generator=random)
-    whole = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    return whole.share(mesh.rank("dp"), mesh.size("dp")).changed(lambda tensor: tensor.to(engine.device))
+def _random_batch(engine: Engine, random: torch.Generator) -> Batch:
+    """This rank's sequences of the next step; every label counts."""
+    job, mesh, device = engine.job, engine.mesh, engine.device
+    size = (job.sequences, job.training.seq + 1)
+    text = torch.randint(job.model.vocab, size, generator=random, device=device)
+    return Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous()).share(mesh.rank("dp"), mesh.size("dp"))
 
 
 def _peak_bytes(engine: Engine, batch: Batch) -> int:
