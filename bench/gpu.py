@@ -157,7 +157,7 @@ def compared(shape: str, peers: list[str], given: argparse.Namespace) -> Iterato
 
 
 class Data:
-    """Random tokens, other ones in each step: gradients of what is known by heart are small, and their products fast."""
+    """Random tokens, other ones in each step: gradients of what is known by heart are small, which is faster."""
 
     def __init__(self, vocab: int, rows: int, seq: int) -> None:
         text = torch.randint(vocab, (KEPT, rows, seq + 1), generator=torch.Generator().manual_seed(0)).cuda()

@@ -40,7 +40,8 @@ def test_a_step_is_measured_beside_its_prediction(capsys: pytest.CaptureFixture[
     assert found["memory_error"] == pytest.approx(0, abs=0.2)
     assert found["peak_bytes"] == pytest.approx(found["predicted_bytes"] / (1 + found["memory_error"]))
     assert found["first_loss"] == pytest.approx(math.log(512), rel=0.05)  # tokens are random, and new in each step
-    assert found["last_loss"] == pytest.approx(found["first_loss"], rel=0.1) != found["first_loss"]
+    assert found["last_loss"] == pytest.approx(found["first_loss"], rel=0.1)
+    assert found["last_loss"] != found["first_loss"]
     assert found["graphs"] == "not used: a CPU has none"
 
 
