@@ -59,6 +59,7 @@ class Offloaded:
 
     def __init__(self, job: Job, base: Strategy, contents: RankContents, sharding: Sharding, offload: Offload) -> None:
         """``contents`` and ``sharding`` are those of the whole batch; ``base`` has the degrees."""
+        job = job.unchecked(strategy=base.unchecked(offload=offload))  # whole masters where they are offloaded
         self.offload, self.overlapped = offload, base.overlap.offload
         self.contents, self.recipe = contents, job.recipe
         self.sharding = replace(sharding, offload=offload)

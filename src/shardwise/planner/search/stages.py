@@ -114,9 +114,9 @@ def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
 
 def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
     training, strategy, sharding = job.training, job.strategy, sharding_of(job.strategy)
-    stay = float(rank_state_bytes(contents, sharding, training.precision, training.optimizer))
+    stay = float(rank_state_bytes(contents, sharding, job.recipe, training.optimizer))
     if strategy.keep_parameters:  # else a rank gathers a layer at a time, however many it has
-        stay += float(gathered_bytes(contents, sharding, training.recipe))
+        stay += float(gathered_bytes(contents, sharding, job.recipe))
     one_microbatch = job.unchecked(strategy=_plain(job, 1, (job.model.layers,)))
     kept = activation_bytes(one_microbatch, contents) * (1 - strategy.offload.activations)
     seconds = _seconds(job, contents) if timed is None else timed.seconds
