@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.recompute_cases import GPT, batch, job_of
+from engine.recompute_cases import GPT, MIXTURE, batch, job_of
 from engine.workers import on_ranks
 from shardwise.engine import graphs
 from shardwise.engine.batch import Batch
@@ -38,6 +38,8 @@ def job(**training: Any) -> Job:
         (job(), GPU, None),
         (job(), torch.device("cpu"), "a CPU has none"),
         (job(graphs=False), GPU, "training.graphs is false"),
+        (replace(job_of(MIXTURE), training=replace(job().training, compile=True)), GPU, "only where graphs: true"),
+        (replace(job_of(MIXTURE), training=replace(job().training, compile=True, graphs=True)), GPU, None),
         (job_of(GPT, dp=2), GPU, "several processes"),
         (job_of(GPT, offload=Offload(optimizer=0.5)), GPU, "offloaded"),
     ],

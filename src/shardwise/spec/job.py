@@ -86,6 +86,8 @@ class Job(Spec):
             return "the host starts the exchanges of several processes"
         if self.strategy.offload.any or "optimizer" in self.run.automatic:
             return "the host moves what is offloaded"
+        if self.training.graphs == "auto" and self.training.compile and self.model.moe:
+            return "compiled mixtures of experts are recorded only where graphs: true asks for it"
         return None
 
     @property
