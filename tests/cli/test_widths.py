@@ -189,7 +189,9 @@ def _verified() -> None:
         model=SimpleNamespace(name="tiny", layers=1, hidden=64), training=SimpleNamespace(precision="fp32"),
     )  # fmt: skip
     worst = SimpleNamespace(value=1.2e-7, where="layers.3.attention.project_queries_keys_values.weight of step 2")
-    found: Any = SimpleNamespace(job=job, steps=1, tolerance=1e-5, ok=True, worst={"loss": worst, "gradient": worst})
+    found: Any = SimpleNamespace(
+        job=job, steps=1, tolerance=1e-5, ok=True, worst={"loss": worst, "gradient": worst}, in_fp8={}
+    )
     asked: Any = job
     verification_page(asked, found).print()
 

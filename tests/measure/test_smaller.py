@@ -46,7 +46,8 @@ def test_a_small_model_is_of_the_same_kind(name: str) -> None:
     job = on_fewer_ranks(JOBS[name], 8)
     small = with_small_model(job)
     assert small.model.hidden <= 256 and small.training.seq <= 256
-    assert set(techniques_of(small)) - {"own-stages"} == set(techniques_of(job)) - {"own-stages"}
+    widths = {"own-stages", "ragged-widths", "ragged-blocks"}  # what depends on them only matters to FP8
+    assert set(techniques_of(small)) - widths == set(techniques_of(job)) - widths
     assert small.model.activation == job.model.activation and small.model.norm == job.model.norm
 
 

@@ -160,6 +160,9 @@ def _world(job: Job, here: Started | None) -> Iterator[None]:
         needed = readable_bytes(analyze(job).memory.total)
         problem = f"a step ran out of the device's memory; {needed} were predicted"
         raise DoesNotFit("strategy", problem, "a smaller microbatch, or recompute: full") from None
+    finally:
+        if here is None and dist.is_initialized():  # after a failure
+            dist.destroy_process_group()
 
 
 def _random_batch(engine: Engine, random: torch.Generator) -> Batch:
