@@ -2,9 +2,16 @@
 
     PYTHONPATH=src python bench/unseen_steps.py --calibrated cluster.yaml --out bench/results/unseen-steps-h200.json
 
-Dense models and mixtures, sequences of 1k to 32k tokens, all kinds of recompute, compiled or not, bf16 and FP8, one or
-several microbatches. ``cluster.yaml`` is what `shardwise calibrate` writes on the same machine; without it only the
-catalogue's prediction is shown. A step that does not run is listed with the reason.
+``cluster.yaml`` is what `shardwise calibrate` writes on the same machine; without it only the catalogue's prediction is
+shown. A step that does not run is listed with the reason. The steps are the rows of a YAML file, ``unseen_steps.yaml``
+or another ``--configurations``: dense models and mixtures, sequences of 1k to 32k tokens, all kinds of recompute,
+compiled or not, bf16 and FP8, one or several microbatches. A row has a model, the number of its ``layers`` (all if left
+out), ``sequences`` of a step with ``seq`` tokens each, those of a ``microbatch`` (all if left out), and any other field
+of a job by its path, such as ``training.compile``.
+
+    PYTHONPATH=src python bench/unseen_steps.py --measured bench/results/unseen-steps-h200.json --calibrated other.yaml
+
+predicts the steps that were measured before once more, on any machine: after a change of prices or of a calibration.
 """
 
 from __future__ import annotations
@@ -14,101 +21,92 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.api.given import JobArguments
 from shardwise.api.inputs import job_from
-from shardwise.cost.analysis import analyze
-from shardwise.measure.step import cluster_name_here, measure_step
+from shardwise.cost.analysis import Analysis, analyze
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import parse_yaml
 from shardwise.spec.job import Job
 
-COMPILED = {"training.compile": True}
-FULL = {"strategy.recompute": "full"}
-SELECTIVE = {"strategy.recompute": "selective"}
+CONFIGURATIONS = Path(__file__).with_suffix(".yaml")
+_SHORT = {
+    "layers": "model.layers",
+    "sequences": "training.global_batch",
+    "seq": "training.seq",
+    "microbatch": "strategy.microbatch",
+}
+Configuration = Mapping[str, Any]
 
 
-def fp8(recipe: str) -> dict[str, Any]:
-    return {"training.precision": recipe, **COMPILED}
+@dataclass(frozen=True)
+class Measured:
+    """What one configuration took on a GPU of ``cluster``."""
 
-
-# model, its layers (0: all), sequences, tokens of each, microbatch, other fields
-CONFIGURATIONS: tuple[tuple[str, int, int, int, int, dict[str, Any]], ...] = (
-    ("gpt2", 0, 16, 1024, 16, {}),
-    ("gpt2-medium", 0, 8, 1024, 8, COMPILED),
-    ("gpt3-760m", 0, 4, 2048, 4, COMPILED),
-    ("qwen3-0.6b", 0, 4, 2048, 4, {}),
-    ("llama3.2-1b", 0, 4, 2048, 4, {}),
-    ("llama3.2-1b", 0, 1, 16384, 1, COMPILED),
-    ("llama3.2-1b", 0, 1, 32768, 1, {**COMPILED, **FULL}),
-    ("llama3.2-3b", 0, 2, 4096, 2, COMPILED),
-    ("qwen3-4b", 12, 2, 4096, 2, COMPILED),
-    ("mistral-7b", 6, 2, 8192, 2, COMPILED),
-    ("llama3-8b", 8, 2, 4096, 2, {}),
-    ("llama3-8b", 8, 4, 4096, 4, {**COMPILED, **FULL}),
-    ("llama3-8b", 8, 4, 4096, 4, SELECTIVE),
-    ("llama3-8b", 8, 1, 32768, 1, {**COMPILED, **FULL}),
-    ("llama3-8b", 8, 8, 2048, 2, COMPILED),
-    ("llama2-13b", 6, 4, 4096, 2, COMPILED),
-    ("llama3-8b", 8, 2, 8192, 2, fp8("fp8")),
-    ("llama3-8b", 8, 4, 4096, 4, fp8("fp8-rowwise")),
-    ("qwen3-8b", 8, 4, 4096, 4, fp8("fp8-blockwise")),
-    ("llama3-8b", 16, 4, 8192, 2, {**fp8("fp8"), **FULL}),
-    ("qwen3-30b-a3b", 3, 4, 2048, 4, {}),
-    ("qwen3-30b-a3b", 4, 8, 4096, 2, {}),
-    ("mixtral-8x7b", 1, 4, 4096, 4, {}),
-    ("deepseek-v2-lite", 4, 2, 4096, 2, {}),
-)
+    configuration: Configuration
+    cluster: str
+    seconds: float
+    peak_bytes: int
+    graphs: str
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A measured step and its predictions; ``calibrated_error`` is None without a calibrated cluster."""
+    """A measured step beside its predictions, as relative errors; ``calibrated_error`` is None without a cluster."""
 
     name: str
-    seconds: float
+    measured: Measured
     catalogue_error: float
     calibrated_error: float | None
-    peak_bytes: int
     memory_error: float
-    graphs: str
 
 
-def job_of(number: int, cluster: str) -> Job:
-    model, layers, sequences, seq, microbatch, other = CONFIGURATIONS[number]
-    fields = {"training.global_batch": sequences, "training.seq": seq, "strategy.microbatch": microbatch, **other}
-    if layers:
-        fields["model.layers"] = layers
-    return job_from(JobArguments(model=model, cluster=cluster, gpus=1, overrides=fields), runs_here=True)[0]
+def job_of(row: Configuration, cluster: str) -> Job:
+    given = {"microbatch": row["sequences"], **row}
+    fields = {_SHORT.get(name, name): value for name, value in given.items() if name != "model"}
+    return job_from(JobArguments(model=row["model"], cluster=cluster, gpus=1, overrides=fields), runs_here=True)[0]
 
 
-def name_of(number: int) -> str:
-    model, layers, sequences, seq, microbatch, other = CONFIGURATIONS[number]
-    words = [model, *([f"{layers} layers"] if layers else []), f"{sequences} x {seq:,}"]
-    words += [f"microbatch {microbatch}"] if microbatch < sequences else []
-    return ", ".join([*words, *("compiled" if value is True else str(value) for value in other.values())])
+def name_of(row: Configuration) -> str:
+    words = [row["model"], *([f"{row['layers']} layers"] if "layers" in row else [])]
+    words.append(f"{row['sequences']} x {row['seq']:,}")
+    words += [f"microbatch {row['microbatch']}"] if "microbatch" in row else []
+    return ", ".join([*words, *(_word(name, row[name]) for name in row if name not in _SHORT and name != "model")])
 
 
-def compared(number: int, calibrated: str | None, steps: int) -> Compared:
-    job = job_of(number, cluster_name_here("cuda"))
-    found = measure_step(job, None, steps=steps, warmup=5, on_progress=lambda text: None)
-    error = None
-    if calibrated is not None:
-        error = analyze(job_of(number, calibrated)).predicted_seconds / found.median_seconds - 1
-    return Compared(name_of(number), found.median_seconds, found.seconds_error, error, found.peak_bytes,
-                    found.memory_error, found.graphs)  # fmt: skip
+def _word(field: str, value: object) -> str:
+    last = {"compile": "compiled"}.get(field.split(".")[-1], field.split(".")[-1])
+    return last if value is True else f"no {last}" if value is False else str(value)
+
+
+def measured(row: Configuration, steps: int) -> Measured:
+    from shardwise.measure.step import cluster_name_here, measure_step
+
+    cluster = cluster_name_here("cuda")
+    found = measure_step(job_of(row, cluster), None, steps=steps, warmup=5, on_progress=lambda text: None)
+    return Measured(dict(row), cluster, found.median_seconds, found.peak_bytes, found.graphs)
+
+
+def compared(one: Measured, calibrated: str | None) -> Compared:
+    priced = analyze(job_of(one.configuration, one.cluster))
+    error = None if calibrated is None else _error(analyze(job_of(one.configuration, calibrated)), one)
+    held = priced.memory.total - priced.memory.allowance
+    return Compared(name_of(one.configuration), one, _error(priced, one), error, held / one.peak_bytes - 1)
+
+
+def _error(priced: Analysis, one: Measured) -> float:
+    return priced.predicted_seconds / one.seconds - 1
 
 
 def line(one: Compared) -> str:
     later = "" if one.calibrated_error is None else f", calibrated {one.calibrated_error:+6.1%}"
-    times = f"{1e3 * one.seconds:8.1f} ms, catalogue {one.catalogue_error:+6.1%}{later}"
-    memory = f"{one.peak_bytes / 1e9:5.1f} GB, memory {one.memory_error:+6.1%}"
-    return f"{one.name:60} {times}, {memory}, graphs {one.graphs}"
+    times = f"{1e3 * one.measured.seconds:8.1f} ms, catalogue {one.catalogue_error:+6.1%}{later}"
+    memory = f"{one.measured.peak_bytes / 1e9:5.1f} GB, memory {one.memory_error:+6.1%}"
+    return f"{one.name:66} {times}, {memory}, graphs {one.measured.graphs}"
 
 
 def summary(title: str, errors: Sequence[float]) -> str:
@@ -125,35 +123,63 @@ def show(rows: Sequence[Compared]) -> None:
     print(summary("memory", [one.memory_error for one in rows]))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibrated", help="cluster file of `shardwise calibrate`")
-    parser.add_argument("--out", type=Path, help="results as JSON")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no configuration after so many")
-    options = parser.parse_args()
-    rows: list[Compared] = []
+def all_measured(rows: Sequence[Configuration], steps: int, seconds: float) -> Iterator[Measured]:
+    """Each of ``rows`` that runs; none is started after so many ``seconds``."""
+    import torch
+
     begun = time.monotonic()
-    for number in range(len(CONFIGURATIONS)):
-        if time.monotonic() - begun > options.seconds:
+    for number, row in enumerate(rows):
+        if time.monotonic() - begun > seconds:
             print(f"out of time after {number} configurations")
-            break
+            return
         try:
-            rows.append(one := compared(number, options.calibrated, options.steps))
+            yield measured(row, steps)
         except (SpecError, RuntimeError) as error:
-            print(f"{name_of(number):60} {str(error).splitlines()[0][:120]}", flush=True)
-            continue
+            print(f"{name_of(row):66} {str(error).splitlines()[0][:120]}", flush=True)
         finally:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             torch.compiler.reset()
-        print(line(one), flush=True)
-    show(rows)
+
+
+def chosen(text: str | None, rows: Sequence[Any]) -> list[Any]:
+    """Those that ``text`` names by their numbers from 0 on, such as 0-5,8; all without it."""
+    if text is None:
+        return list(rows)
+    spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [rows[number] for span in spans for number in range(span[0], span[-1] + 1)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=Path, default=CONFIGURATIONS, help="other rows, as YAML")
+    parser.add_argument("--rows", help="only some, such as 0-5,8")
+    parser.add_argument("--measured", type=Path, help="results of an earlier run: nothing is measured")
+    parser.add_argument("--calibrated", help="cluster file of `shardwise calibrate`")
+    parser.add_argument("--out", type=Path, help="results as JSON")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no configuration after so many")
+    options = parser.parse_args()
+    if options.measured is not None:
+        content = json.loads(options.measured.read_text(encoding="utf-8"))
+        found = iter(chosen(options.rows, [Measured(**one["measured"]) for one in content.pop("rows")]))
+    else:
+        import torch
+
+        content = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+        content["device"] = torch.cuda.get_device_name(0)
+        text = options.configurations.read_text(encoding="utf-8")
+        rows = chosen(options.rows, parse_yaml(text, str(options.configurations)))
+        found = all_measured(rows, options.steps, options.seconds)
+    results = []
+    for step in found:
+        results.append(compared(step, options.calibrated))
+        print(line(results[-1]), flush=True)
+    if results:
+        show(results)
     if options.out is not None:
-        versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name(0)}
-        content = {"date": time.strftime("%Y-%m-%d"), **versions, "rows": [asdict(one) for one in rows]}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        options.out.write_text(json.dumps({**content, "rows": [asdict(one) for one in results]}, indent=1) + "\n")
     return 0
 
 
