@@ -17,7 +17,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.presets import resolve
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Overlap, Strategy
 from shardwise.spec.support import Verdict, verdict
 from shardwise.spec.training import Optimization, Training
 
@@ -44,7 +44,12 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "hybrid-2": {"dp": 4, "zero": 2, "shard_group": 2},
         "hybrid-3": {"dp": 4, "zero": 3, "shard_group": 2},
     },
-    "tensor": {"one": {}, "sp": {"tp": 2}, "plain": {"tp": 2, "sequence_parallel": False}},
+    "tensor": {
+        "one": {},
+        "sp": {"tp": 2},
+        "plain": {"tp": 2, "sequence_parallel": False},
+        "overlapped": {"tp": 2, "overlap": {"tp": True}},
+    },
     "context": {
         "one": {},
         "ring": {"cp": 2, "context_method": "ring"},
@@ -115,7 +120,9 @@ class Layout:
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for name, value in self.values:
-            fields |= FACTORS[name][value] if name in FACTORS else {}
+            chosen = FACTORS[name][value] if name in FACTORS else {}
+            overlap = {**fields.get("overlap", {}), **chosen.get("overlap", {})}
+            fields |= {**chosen, **({"overlap": overlap} if overlap else {})}
         return fields
 
     @property
@@ -137,7 +144,7 @@ def job_of(model: Model, fields: Mapping[str, Any], microbatches: int | None = N
         model = replace(model, layers=3, published_parameters=None)
     microbatches = microbatches or (4 if "pp" in fields else 3)
     try:
-        strategy = Strategy(**fields)
+        strategy = Strategy(**{**fields, "overlap": Overlap(**fields.get("overlap", {}))})
         batch = strategy.data_parallel * strategy.microbatch * microbatches
         return Job(
             model=model,

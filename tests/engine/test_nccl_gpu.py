@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero-3": (DENSE, {"dp": 4, "zero": 3}),
     "hybrid": (DENSE, {"dp": 4, "zero": 3, "shard_group": 2}),
     "tp": (DENSE, {"dp": 2, "tp": 2}),
+    "overlapped tp": (DENSE, {"dp": 1, "tp": 4, "overlap": {"tp": True}}),
+    "overlapped tp and zero-3": (DENSE, {"dp": 2, "tp": 2, "zero": 3, "overlap": {"tp": True}}),
     "pp": (DENSE, {"dp": 2, "pp": 2, "schedule": "zb-h1"}),
     "cp": (DENSE, {"dp": 2, "cp": 2}),
     "ulysses": (DENSE, {"dp": 2, "cp": 2, "context_method": "ulysses"}),

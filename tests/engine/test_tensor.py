@@ -19,7 +19,7 @@ from shardwise.measure.verify import deviation, global_norm
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise
 from shardwise.spec.model import LatentAttention, Model
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Overlap, Strategy
 
 LLAMA = Model(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=50, activation="swiglu", norm="rmsnorm",
               norm_bias=False, qk_norm=True)  # fmt: skip
@@ -66,13 +66,20 @@ def cut(model: Model, strategy: Strategy) -> tuple[float, dict[str, Any], torch.
     return loss.item(), gradients, decoder(tokens, positions=positions).detach()
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+WAYS: dict[str, Any] = {
+    "sequence parallel": {},
+    "plain": {"sequence_parallel": False},
+    "overlapped": {"overlap": Overlap(tp=True)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("gpt", 2), ("latent", 2), ("mixed", 2)])
-def test_loss_gradients_and_logits_are_those_of_one_process(name: str, tp: int, sequence_parallel: bool) -> None:
+def test_loss_gradients_and_logits_are_those_of_one_process(name: str, tp: int, way: str) -> None:
     model = MODELS[name]
     loss, gradients, logits = whole(model)
     rounding, norm = negligible(gradients), global_norm(gradients.values())
-    strategy = Strategy(tp=tp, sequence_parallel=sequence_parallel)
+    strategy = Strategy(tp=tp, **WAYS[way])
     for rank_loss, parts, rank_logits in on_ranks(tp, cut, model, strategy):
         assert rank_loss == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(rank_logits, logits, atol=1e-6, rtol=1e-5)

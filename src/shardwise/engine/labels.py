@@ -26,6 +26,8 @@ class Called:
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
+    GATHERED_PARTS = "send parts of an all-gather"
+    SUMMED_PARTS = "send parts of a reduce-scatter"
     WHOLE_GRADIENTS = "all-reduce of whole parameters' gradients"
     LARGEST_LOGITS = "all-reduce of largest logits"
     EXPONENTIALS = "all-reduce of exponentials"
@@ -90,8 +92,15 @@ _OF_A_KIND = {
     CollectiveKind.REDUCE_SCATTER: (Called.REDUCE_SCATTER, Called.KEY_VALUE_GRADIENTS, Called.GRADIENT_SHARDS),
     CollectiveKind.ALL_TO_ALL: (Called.HEADS, Called.DISPATCH, Called.COMBINE, Called.GRADIENT_CODES),
     CollectiveKind.BROADCAST: (Called.LOSS,),
-    CollectiveKind.SEND_RECV: (Called.PASSED_KEYS_AND_VALUES, Called.PASSED_GRADIENTS),
+    CollectiveKind.SEND_RECV: (
+        Called.PASSED_KEYS_AND_VALUES, Called.PASSED_GRADIENTS, Called.GATHERED_PARTS, Called.SUMMED_PARTS,
+    ),
 }  # fmt: skip
+# Messages that together are a collective, decomposed so that matmuls run beside them.
+_PART_OF = {
+    Called.GATHERED_PARTS: CollectiveKind.ALL_GATHER,
+    Called.SUMMED_PARTS: CollectiveKind.REDUCE_SCATTER,
+}
 _PRICED_AS = {called: kind for kind, several in _OF_A_KIND.items() for called in several}
 # Where the time of a phase counts.
 _PARTS = {
@@ -114,7 +123,8 @@ class Label:
     """``part`` is the part of a step to which the range's own time counts; empty: the same as its surroundings.
 
     ``what`` tells a collective (begin or wait) from others of its ``dimension`` and is not read further;
-    ``collective`` is its kind, if it has a price of its own. ``message`` is what the receiver of a message between
+    ``collective`` is its kind, if it has a price of its own; ``part_of`` the kind that several messages are together.
+    ``message`` is what the receiver of a message between
     pipeline stages waits for.
     """
 
@@ -127,6 +137,7 @@ class Label:
     pass_kind: PassKind | None = None
     stage: int | None = None
     collective: CollectiveKind | None = None
+    part_of: CollectiveKind | None = None
     message: str = ""
     over_the_batch: bool = False
     ends_when_waited: bool = False  # a send or a receive of gloo, whenever it was done
@@ -254,7 +265,10 @@ def _begun(dimension: str, what: str, size_bytes: int) -> Label:
     gradients = _BACKWARD.fullmatch(what)
     collective = _PRICED_AS.get(gradients[1] if gradients else what)
     over_the_batch = what == Called.OVER_THE_BATCH
-    return Label("begin", part, dimension, what, size_bytes, collective=collective, over_the_batch=over_the_batch)
+    return Label(
+        "begin", part, dimension, what, size_bytes, collective=collective, part_of=_PART_OF.get(what),
+        over_the_batch=over_the_batch,
+    )  # fmt: skip
 
 
 def _part(dimension: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
+from shardwise.collectives.decomposed import share_beside_products
 from shardwise.cost.compute.operators import (
     fully_recomputed_share,
     layer_operators,
@@ -158,8 +159,8 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
 
     Megatron-LM starts the collectives that the next matmul does not depend on before it, and waits for them after
     (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
-    The others overlap only where the matmul is decomposed into tp pieces, one of which stays exposed (Wang et al.
-    2022).
+    The others overlap only where the matmul is decomposed into tp parts, one of which stays exposed
+    (`collectives.decomposed`).
     """
     strategy = job.strategy
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
@@ -173,7 +174,9 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
         return whole
     fitting = products.share_beside(line, float(whole.cost.seconds))
     window: Window = "forward" if line.beside == "forward" else "backward"
-    return replace(whole, window=window, unhideable=1 - fitting * (1.0 if at_once else 1 - 1 / strategy.tp))
+    return replace(
+        whole, window=window, unhideable=1 - fitting * (1.0 if at_once else share_beside_products(strategy.tp))
+    )
 
 
 class _Products:

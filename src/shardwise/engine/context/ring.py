@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.collectives.ring_messages import RingMessages
 from shardwise.engine.context.blocks import BackwardInputs, Gradients, Merged, Seen
 from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.spec.errors import SpecError
 
 KEYS_TAG, GRADIENTS_TAG = 1, 2  # gloo matches messages in flight by tag, NCCL by their order
@@ -127,36 +127,19 @@ class _RingExchange:
     """Each rank sends a buffer to the next and receives one from the one before it, into two buffers in turn."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, what: str, overlap: bool) -> None:
-        self.group, self.tag, self.what, self.overlap = group, tag, what, overlap
+        self.messages, self.overlap = RingMessages(group, "cp", what, tag), overlap
         self.received: list[Tensor] = []
-        self.works: list[dist.Work] = []
-        self.sending: Tensor | None = None
         self.started = 0
 
     def start(self, sending: Tensor) -> None:
         if len(self.received) < 2:
             self.received.append(torch.empty_like(sending))
-        arriving = self.received[self.started % 2]
+        self.messages.start(sending, self.received[self.started % 2])
         self.started += 1
-        rank, size = self.group.rank(), self.group.size()
-        with sent("cp", self.what, sending):
-            self.works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sending, group=self.group, tag=self.tag, group_peer=(rank + 1) % size),
-                    dist.P2POp(dist.irecv, arriving, group=self.group, tag=self.tag, group_peer=(rank - 1) % size),
-                ]
-            )
-        self.sending = sending  # kept until it is sent
         if not self.overlap:
-            self._wait()
+            self.messages.wait()
 
     def finish(self) -> Tensor:
         """What was received; on a GPU only the stream waits for it."""
-        self._wait()
+        self.messages.wait()
         return self.received[(self.started - 1) % 2]
-
-    def _wait(self) -> None:
-        with waited("cp", self.what):
-            for work in self.works:
-                work.wait()
-        self.works, self.sending = [], None

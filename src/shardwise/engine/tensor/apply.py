@@ -30,6 +30,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     if mesh.size("tp") == 1:
         return
     rank, group, sequence_parallel = mesh.rank("tp"), mesh.group("tp"), mesh.strategy.sequence_parallel
+    overlap = mesh.strategy.overlap.tp
     regions = _regions(root, patterns)
     for pattern, heads in patterns.columns.items():
         for _, linear in matching(root, pattern):
@@ -43,10 +44,10 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
                 change_attribute(module, path, lambda count: count // group.size())
     for pattern in patterns.rows:
         for name, linear in list(matching(root, pattern)):
-            replace_module(root, name, RowLinear(linear, rank, group, sequence_parallel))
+            replace_module(root, name, RowLinear(linear, rank, group, sequence_parallel, overlap))
     for region in regions.values():
         if hasattr(region, "project"):
-            region.project = column_matmuls(group, sequence_parallel)  # type: ignore[assignment]
+            region.project = column_matmuls(group, sequence_parallel, overlap)  # type: ignore[assignment]
             if hasattr(region, "every_head"):
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
         else:  # keeps the gathered states; a region that names its projections keeps only a part

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.parameters import HeldPart, keep, note_part
 from shardwise.engine.tensor.collectives import copy, reduce, scatter, start_gather, start_scatter, start_sum
+from shardwise.engine.tensor.decomposed import products_of_gathered, scattered_product
 from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 from shardwise.layout.sharding import kv_copies, part_held
 
@@ -67,10 +68,13 @@ class RowLinear(nn.Module):
     """A linear layer that holds the weights of its own inputs: outputs are summed over the ranks, then the bias added.
 
     Under sequence parallelism each rank adds the bias to its own tokens, so that the bias's gradient is partial.
-    ``multiply`` may be replaced by another matmul of inputs and weight.
+    ``multiply`` may be replaced by another matmul of inputs and weight. ``overlap``: part by part, each while the one
+    before is summed over the ranks.
     """
 
-    def __init__(self, linear: Any, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    def __init__(
+        self, linear: Any, rank: int, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool = False
+    ) -> None:
         super().__init__()
         size = group.size()
         width = sizes(linear)[0] // size
@@ -83,22 +87,29 @@ class RowLinear(nn.Module):
             note_part(self, "bias", part)
         self.group, self.join = group, scatter if sequence_parallel else reduce
         self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.overlap = overlap and sequence_parallel
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight = self.weight.T if self.transposed else self.weight
-        outputs = self.join(self.multiply(inputs, weight), self.group)
+        if self.overlap:
+            outputs = scattered_product(inputs, weight, self.group)
+        else:
+            outputs = self.join(self.multiply(inputs, weight), self.group)
         return outputs if self.bias is None else outputs + self.bias
 
 
 Project = Callable[..., tuple[Tensor, ...]]
 
 
-def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool) -> Project:
-    """Replaces `project_each` in a region that is cut over ``group``."""
+def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool = False) -> Project:
+    """Replaces `project_each` in a region that is cut over ``group``.
+
+    ``overlap``: each part of the hidden states is multiplied while the next is gathered.
+    """
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
         tensors = [tensor for one in maps for tensor in (one.weight, one.bias)]
-        outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, *tensors)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, overlap, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
     return project
@@ -114,11 +125,18 @@ class _ColumnMatmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *tensors: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        overlap: bool,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_defer()
         ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(hidden)
+        if overlap and sequence_parallel:
+            return products_of_gathered(hidden, group, ctx.weights, ctx.biases)
         whole = start_gather(hidden, group).wait() if sequence_parallel else hidden
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases))
 
@@ -142,7 +160,7 @@ class _ColumnMatmuls(torch.autograd.Function):
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
         of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
-        return (pending.wait() if pending else None, None, None, *of_maps)
+        return (pending.wait() if pending else None, None, None, None, *of_maps)
 
 
 def sum_of_matmuls(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:

@@ -59,6 +59,11 @@ class CollectiveLog:
         group = _group_of(args)
         ranks = tuple(dist.get_process_group_ranks(group))
         label = next((one for one in reversed(self._labels) if one.what), Label("none"))
+        if kind in (CollectiveKind.SEND_RECV, RECEIVE) and label.part_of is not None:
+            if kind == CollectiveKind.SEND_RECV:  # n−1 of them are a collective of n such parts
+                size = round(_bytes(args[0]) * len(ranks) / (len(ranks) - 1))
+                self.sent.append(Sent(str(label.part_of), ranks, size, label))
+            return
         if kind in (CollectiveKind.SEND_RECV, RECEIVE):
             peer = dist.get_global_rank(group, args[2])
             self.sent.append(Sent(kind, ranks, _bytes(args[0]), label, peer))
