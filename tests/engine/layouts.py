@@ -68,6 +68,8 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "ep": {"ep": 2, "expert_tp": 1},
         "ep-deduplicated": {"ep": 2, "expert_tp": 1, "dispatch": "deduplicated"},
         "ep-expert-tp": {"ep": 2},
+        "ep-overlapped": {"ep": 2, "expert_tp": 1, "overlap": {"ep": True}},
+        "ep-expert-tp-overlapped": {"ep": 2, "overlap": {"ep": True}},
     },
     "recompute": {
         "none": {},

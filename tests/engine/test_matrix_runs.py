@@ -65,6 +65,7 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "buckets": ({}, {"bucket": "4KiB"}),
     "error-feedback": ({"compression": {"method": "int8", "error_feedback": False}}, {"compression": "int8"}),
     "compressed-momentum": ({"compression": "1bit"}, {"compression": {"method": "1bit-adam", "exact_steps": 2}}),
+    "ep-overlap": ({**EXPERTS, "ep": 2}, {**EXPERTS, "ep": 2, "overlap": {"ep": True}}),
     "tp-overlap": ({"tp": 2}, {"tp": 2, "overlap": {"tp": True}}),
     "tp-plain": ({"tp": 2}, {"tp": 2, "sequence_parallel": False}),
     "ep": (EXPERTS, {**EXPERTS, "ep": 2}),

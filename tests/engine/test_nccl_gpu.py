@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ulysses": (DENSE, {"dp": 2, "cp": 2, "context_method": "ulysses"}),
     "tp and pp": (DENSE, {"dp": 1, "tp": 2, "pp": 2}),
     "ep": (EXPERTS, {"dp": 4, "ep": 2}),
+    "overlapped ep": (EXPERTS, {"dp": 4, "ep": 2, "overlap": {"ep": True}}),
     "a named collective": (DENSE, {"dp": 4, "collective": "halving_doubling"}),
 }
 WORLD, STEPS = 4, 3

@@ -33,7 +33,7 @@ def alone() -> Iterable[Layout]:
     for name in ("data", "tensor", "context", "pipeline"):
         for value in tuple(FACTORS[name])[1:]:
             yield Layout.of("tiny", **{name: value})
-    for value in ("ep", "ep-deduplicated"):
+    for value in ("ep", "ep-deduplicated", "ep-overlapped"):
         yield Layout.of("tiny-moe", data="zero-0", experts=value)
     for value in ("one", "ep-expert-tp"):
         yield Layout.of("tiny-moe", data="zero-0", tensor="sp", experts=value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from shardwise.models.mlp import activation_of
 from shardwise.spec.model import Model
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+Work = Callable[[Tensor, Multiply], Any]
 
 
 class GroupedExperts(nn.Module):
@@ -31,8 +35,15 @@ class GroupedExperts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden)) if biased else None
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each."""
+    def forward(self, rows: Tensor, counts: Tensor | Work) -> Any:
+        """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each.
+
+        Several calls for one gathering of the parameters: ``counts`` may be a function that is given the rows, in any
+        order, and `multiply`.
+        """
+        return counts(rows, self.multiply) if callable(counts) else self.multiply(rows, counts)
+
+    def multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         up = _product(rows, self.up, self.up_bias, ends)
         gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends),)
@@ -129,6 +140,20 @@ class TokenExchange(Protocol):
 
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
         """The experts' rows back at their tokens [tokens, hidden], weighted by ``weights`` [tokens, k] and summed."""
+
+
+Beside = Callable[[], Tensor]
+Mixed = tuple[Tensor, Tensor | None]
+
+
+def mix_in_turn(
+    exchange: TokenExchange, experts: GroupedExperts, rows: Tensor, indices: Tensor, weights: Tensor,
+    beside: Beside | None,
+) -> Mixed:  # fmt: skip
+    """Each token's experts, weighted and summed; and what ``beside`` computes of the same tokens."""
+    sorted_rows, counts, handle = exchange.dispatch(rows, indices)
+    mixed = exchange.combine(experts(sorted_rows, counts), weights, handle)
+    return mixed, None if beside is None else beside()
 
 
 class LocalExchange:

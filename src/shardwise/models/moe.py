@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange, count_tokens, save_inputs
+from shardwise.models.experts import (
+    GroupedExperts,
+    LocalExchange,
+    Mixed,
+    TokenExchange,
+    count_tokens,
+    mix_in_turn,
+    save_inputs,
+)
 from shardwise.models.mlp import MLP
 from shardwise.spec.model import Model
 
@@ -146,6 +155,7 @@ class MoELayer(BuffersInFp32):
     What may be replaced or set from outside:
 
     - ``exchange`` carries tokens to experts and back (see `TokenExchange`);
+    - ``mix`` has tokens, experts and the shared expert meet: one after the other, or overlapped;
     - ``sum_over_sequence`` turns the counts [batch, experts] of the tokens at hand into those of whole sequences;
     - ``balance_scale`` is what each sequence's balance loss is multiplied by: the coefficient over the number of
       sequences of the step, times whatever else the gradients of the loss are later divided by. A tensor may change
@@ -169,6 +179,7 @@ class MoELayer(BuffersInFp32):
         self.balance_coefficient = model.numerics.balance_loss
         self.balance_scale: Tensor | float | None = None
         self.exchange: TokenExchange = LocalExchange(self.number)
+        self.mix: Callable[..., Mixed] = mix_in_turn
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -176,9 +187,10 @@ class MoELayer(BuffersInFp32):
         indices, weights, scores = self.router(rows)
         if self.training:
             weights = self._balanced(weights, indices, scores, batch=hidden.shape[0])
-        sorted_rows, counts, handle = self.exchange.dispatch(rows, indices)
-        mixed = self.exchange.combine(self.experts(sorted_rows, counts), weights, handle).view_as(hidden)
-        return mixed if self.shared is None else mixed + self._shared(hidden)
+        beside = None if self.shared is None else partial(self._shared, hidden)
+        mixed, shared = self.mix(self.exchange, self.experts, rows, indices, weights, beside)
+        mixed = mixed.view_as(hidden)
+        return mixed if shared is None else mixed + shared
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None

@@ -19,6 +19,8 @@ class Stack(Spec):
 
     ``overlap`` is what a job on this stack overlaps unless its strategy says otherwise. ``tp_overlap`` says how:
     "decomposed" cuts the matmul into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
+    ``ep_overlap``: exchanges of tokens overlap with the computation of other "microbatches", which some schedules run
+    beside them, or with that of other "chunks" of the same tokens.
     ``tp_gradients`` says whether the collectives of a split matmul's backward pass run "beside" the one of its two
     matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
@@ -61,6 +63,7 @@ class Stack(Spec):
     overlap: Overlap = field(default_factory=Overlap)
     tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
     tp_gradients: Literal["beside", "in turn"] = "beside"
+    ep_overlap: Literal["microbatches", "chunks"] = "microbatches"
     scattered_messages: bool = False
     full_recompute: Literal["whole", "as needed"] = "whole"
     gradient_reduce: Literal["fp32", "bf16"] = "fp32"

@@ -61,21 +61,12 @@ def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
             yield from _each(f"{one.name} + odd-pipeline", "refused", f"{one.name} pairs its ranks", instead)
         elif not one.runs:
             yield from _each(one.name, "priced only", "this engine does not run it", f"schedule: {one.instead}")
-        if not one.hides_exchange:
-            yield from _one_at_a_time(one.name)
         if one.splits_backward:  # the compiler makes one function of a layer's backward pass
             yield from _each(
                 f"compile + {one.name}", "needs",
                 "a compiled layer computes the gradients of its inputs and weights together",
                 f"compile: false, or schedule: {schedules.chosen_chunks_schedules()[0]}", "training.compile", False,
             )  # fmt: skip
-
-
-def _one_at_a_time(technique: str) -> Iterator[Finding]:
-    hides = next(one.name for one in schedules.own_schedules() if one.hides_exchange and one.runs)
-    reason = f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it"
-    remedy = f"schedule: {hides}, or overlap.ep: false"
-    return _each(f"ep-overlap + {technique}", "needs", reason, remedy, "strategy.overlap.ep", False)
 
 
 _FEWER_OPERATORS = (
@@ -118,8 +109,12 @@ MATRIX: tuple[Finding, ...] = (
     *_each("tp-overlap + fp8|fp8-rowwise|fp8-blockwise", "needs",
            "8-bit matmuls scale their whole input, which is there only once all of it is gathered",
            "overlap.tp: false, or precision: bf16", "strategy.overlap.tp", False),
-    *_each("ep-overlap", "priced only", "this engine cannot overlap the token exchange with another microbatch",
-           "overlap.ep: false", "strategy.overlap.ep"),
+    *_each("ep-overlap + deduplicated-dispatch", "priced only",
+           "the second level of this exchange needs the result of the first: this engine overlaps plain exchanges",
+           "dispatch: all-to-all, or overlap.ep: false", "strategy.overlap.ep"),
+    *_each("ep-overlap + tp-plain", "needs",
+           "ranks that hold the same tokens divide them before they are exchanged",
+           "sequence_parallel: true, or overlap.ep: false", "strategy.sequence_parallel", True),
     *_each("pp-overlap", "priced only", "this engine does not overlap pipeline messages",
            "overlap.pp: false", "strategy.overlap.pp"),
     *_each("no-dp-overlap", "priced only", "this engine always overlaps gradient reduction and weight gathering",
@@ -129,7 +124,6 @@ MATRIX: tuple[Finding, ...] = (
     *_each("tp-overlap + tp-plain", "needs",
            "only the all-gather and reduce-scatter of sequence parallelism can be split into pieces that overlap"
            " matmuls", "sequence_parallel: true, or overlap.tp: false", "strategy.sequence_parallel", True),
-    *_one_at_a_time("no-pipeline"),
     # Newton-Schulz needs whole matrices: Liu et al. 2025, arXiv 2502.16982, section 2.3. Megatron-LM allows ZeRO-1.
     *_each("muon + zero-2|zero-3|zero-3-kept|tp|expert-tp", "priced only",
            "muon works on whole matrices and these are sharded; the gather it would need is neither priced nor run",

@@ -136,7 +136,7 @@ TECHNIQUES: dict[str, Uses] = {
     "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
     # experts
     "ep": lambda s, t, m: s.ep > 1,
-    "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),  # under another microbatch
+    "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),  # under other tokens' experts
     "expert-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1),
     "expert-tp-unlike-tp": lambda s, t, m: (
         (m.moe is not None) & (s.expert_tensor_parallel > 1) & (s.expert_tensor_parallel != s.tp)
@@ -195,8 +195,10 @@ GIVEN: frozenset[str] = frozenset(
         *("named-collective", "in-network-collective"),
     )
 )
-# Which communication overlaps, which the stack decides.
-OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "no-dp-overlap", "no-offload-overlap"))
+# Which communication overlaps and how tokens are dispatched, which the stack decides.
+OF_STACK: frozenset[str] = frozenset(
+    ("tp-overlap", "ep-overlap", "deduplicated-dispatch", "pp-overlap", "no-dp-overlap", "no-offload-overlap")
+)
 
 
 def techniques() -> dict[str, Uses]:

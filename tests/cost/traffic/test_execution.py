@@ -56,6 +56,22 @@ def test_async_tp_hides_what_pytorch_fuses_and_only_beside_its_own_product() -> 
         assert cut[what].exposed_seconds == plain[what].seconds
 
 
+def test_our_exchange_overlaps_chunk_by_chunk() -> None:
+    """In two chunks: half of each exchange has the experts of the other chunk beside it, a dispatch also the shared."""
+    routed = {"experts": 64, "top_k": 2, "ffn": 16384}
+    model = {"layers": 4, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 1024}
+    strategy = {"ep": 8, "dp": 8, "overlap": {"ep": True}}
+    found = {}
+    for shared in (0, 16384):
+        fields = {"model": {**model, "moe": {**routed, "shared_ffn": shared}}, "cluster": "dgx-h100:1"}
+        case = Job.from_dict({**fields, "strategy": strategy, "training": {"seq": 8192, "global_batch": 8}})
+        found[shared] = {one.what: one.exposed_seconds / one.seconds for one in predict(case).ranks[0].traffics}
+    for way in ("forward", "backward"):
+        assert found[0][f"combine, {way}"] == found[16384][f"combine, {way}"] == pytest.approx(0.5)
+        assert found[0][f"dispatch, {way}"] == pytest.approx(0.5)
+        assert found[16384][f"dispatch, {way}"] == pytest.approx(0.0)
+
+
 def test_a_collective_at_the_networks_speed_takes_few_channels() -> None:
     assert busy_share("nvlink", {"nvlink": 2.0}) == 1
     assert busy_share("nvlink", {"infiniband": 2.0}) == 0

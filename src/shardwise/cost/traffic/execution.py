@@ -60,8 +60,8 @@ def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Ma
     taken = job.cluster.device.units_taken
     if dimension == "offload":
         return taken.copies
-    if dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed":
-        return taken.copies  # its pieces are copied between symmetric buffers
+    if dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed" and not job.stack.is_own:
+        return taken.copies  # its pieces are copied between symmetric buffers; ours are messages
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
     if kind is CollectiveKind.ALL_TO_ALL and dimension != "dp":

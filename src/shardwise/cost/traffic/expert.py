@@ -2,6 +2,8 @@
 
 A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
 section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
+Exchanges may overlap with computation: of another microbatch (DualPipe), or of other chunks of the same tokens, as this
+project's engine does (`engine/experts/overlapped.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from math import prod
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.compute.operators import fully_recomputed_share
+from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
+from shardwise.cost.compute.roofline import operator_seconds
+from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.network import level_names, spanned
-from shardwise.cost.traffic.overlap import Window
+from shardwise.cost.traffic.overlap import Pass, Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.groups import expert_runs
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
+
+EXCHANGED_CHUNKS = 2  # of a microbatch's tokens, where exchanges overlap chunk by chunk
 
 
 def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
@@ -44,8 +50,36 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         for payload, more in ((sent_forward(role), again), (sent_backward(role), 0.0)):
             traffic = _exchange(job, model.moe, topology, payload, token_bytes, calls * (1 + more))
             window: Window = payload.in_pass if strategy.overlap.ep else "none"
-            traffics.append(replace(traffic, window=window, repeated=more / (1 + more)))
+            alone = 1 - _share_beside_chunks(job, traffic) if job.stack.ep_overlap == "chunks" else 0.0
+            traffics.append(replace(traffic, window=window, repeated=more / (1 + more), unhideable=alone))
     return traffics
+
+
+def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
+    """Share of an exchange that fits beside the computation of other chunks of the same tokens.
+
+    Of n chunks each dispatch but the first has the experts of the chunk before beside it, each combine but the last
+    those of the chunk after; the first dispatch has the shared expert. Backward passes are the mirror image.
+    """
+    experts, shared = _experts_seconds(job, traffic.payload.in_pass)
+    chunk, others = float(traffic.cost.seconds) / EXCHANGED_CHUNKS, EXCHANGED_CHUNKS - 1
+    if not chunk:
+        return 0.0
+    beside = others * min(chunk, experts / EXCHANGED_CHUNKS)
+    if traffic.payload.role is Role.DISPATCH:
+        beside += min(chunk, shared)
+    return beside / (EXCHANGED_CHUNKS * chunk)
+
+
+def _experts_seconds(job: Job, which: Pass) -> tuple[float, float]:
+    """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
+    device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
+    found = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
+    for one in layer_operators(job.model, layer_shape(job), moe=True):
+        if one.role in found:
+            seconds = operator_seconds(one, device, recipe, stack)
+            found[one.role] += float(seconds.forward if which == "forward" else seconds.backward)
+    return found[OperatorRole.EXPERTS], found[OperatorRole.MLP]
 
 
 def _exchange(

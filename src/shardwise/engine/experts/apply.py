@@ -15,6 +15,7 @@ from shardwise.engine.experts.exchanges import (
     SummedExchange,
 )
 from shardwise.engine.experts.loads import sequence_sum
+from shardwise.engine.experts.overlapped import mix_overlapped
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.models.experts import LocalExchange, TokenExchange
@@ -43,6 +44,9 @@ def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_ran
         mixture.sum_over_sequence = sequence_sum(mesh, strategy)
         if exchange is not None:
             mixture.exchange = exchange
+        if strategy.overlap.ep and strategy.ep > 1:
+            mixture.mix = mix_overlapped
+            mixture.experts.exchange = exchange  # type: ignore[assignment]  # its forward pass communicates: not to be compiled as a whole
     return exchange
 
 

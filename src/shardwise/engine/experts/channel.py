@@ -13,6 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from shardwise.engine.autograd import with_gradient
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.labels import in_backward
 from shardwise.engine.mesh import Mesh, new_group, own
-from shardwise.engine.profiler_ranges import sent
+from shardwise.engine.profiler_ranges import Pending, sent, wait_for
 from shardwise.spec.errors import SpecError
 
 
@@ -60,6 +61,13 @@ class Channel:
         swap = partial(dist.all_to_all_single, output_split_sizes=list(receive), input_split_sizes=list(send))
         return self.run(swap, rows, sum(receive), send, what)
 
+    def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> tuple[Tensor, Pending]:
+        """`exchange` in the background: the result, which is valid after the wait. ``rows`` are contiguous."""
+        swap = partial(dist.all_to_all_single, output_split_sizes=list(receive), input_split_sizes=list(send))
+        works: list[Pending] = []
+        result = self.run(lambda *a, **k: works.append(swap(*a, **k, async_op=True)), rows, sum(receive), send, what)
+        return result, works[0]
+
     def run(
         self, collective: Callable[..., Any], rows: Tensor, received: int, counts: Sequence[int], what: str
     ) -> Tensor:
@@ -88,6 +96,66 @@ def exchange_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> 
     there = partial(channel.exchange, send=splits.send, receive=splits.receive)
     back = partial(channel.exchange, send=splits.receive, receive=splits.send)
     return _both_ways(rows, channel, what, there, back)
+
+
+class RowsInFlight:
+    """An all-to-all of rows that others compute beside, and of their gradients the other way, likewise.
+
+    `start` and `finish` are two functions to autograd: what is between them in the forward pass is computed while the
+    rows are on their way, and its gradients while theirs are.
+    """
+
+    def __init__(self, channel: Channel, splits: Splits, what: str) -> None:
+        self.channel, self.splits, self.what = channel, splits, what
+        self._source: Tensor | None = None  # kept until it is sent
+        self._coming: Tensor | None = None
+        self._work: Pending | None = None
+        self._called = what
+
+    def start(self, rows: Tensor) -> Tensor:
+        """The result to come, for `finish` alone."""
+        result: Tensor = _StartRows.apply(rows, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def finish(self, coming: Tensor) -> Tensor:
+        result: Tensor = _FinishRows.apply(coming, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def leave(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], called: str) -> Tensor:
+        self._source, self._called = rows.contiguous(), called
+        self._coming, self._work = self.channel.start(self._source, send, receive, called)
+        return self._coming
+
+    def arrive(self) -> Tensor:
+        wait_for(self._work, self.channel.dimension, self._called)
+        assert self._coming is not None
+        arrived, self._source, self._work, self._coming = self._coming, None, None, None
+        return arrived
+
+
+class _StartRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: RowsInFlight) -> Tensor:
+        ctx.flight = flight
+        return flight.leave(rows, flight.splits.send, flight.splits.receive, flight.what)
+
+    @staticmethod
+    def backward(ctx: Any, sent_gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.arrive(), None
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, flight: RowsInFlight) -> Tensor:
+        ctx.flight = flight
+        flight.arrive()
+        return coming.view_as(coming)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        flight = ctx.flight
+        flight.leave(gradient, flight.splits.receive, flight.splits.send, in_backward(flight.what))
+        return gradient, None  # in the shape of what it is the gradient of; the other end reads what arrives
 
 
 def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Tensor:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class FlatRoute:
     part_rows: tuple[int, ...]  # of each rank that splits the same experts
     by_expert: Tensor  # order of the rows for the experts, and back
     by_source: Tensor
+    counts: Tensor  # rows of each expert here
 
 
 class FlatExchange:
@@ -63,28 +65,39 @@ class FlatExchange:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, FlatRoute]:
         with named(sorting_name("ep", Called.DISPATCH)):
-            arriving, numbers = self._count(indices)
-            host = HostCopy(numbers) if self.assumed is None else self.assumed
-            copies = sorted_copies(indices)
-            copied = spread(rows, copies)
-            splits, part_rows = self._sizes(host, indices.numel())
-            blocks = arriving.view(-1, self.local)
-            by_expert = _by_expert(blocks, sum(part_rows))
-            route = FlatRoute(copies, splits, part_rows, by_expert, inverse(by_expert))
-            arrived = exchange_rows(copied, self.ranks, splits, Called.DISPATCH)
-            arrived = gather_rows(arrived, self.parts, part_rows, Called.EXPERT_TOKENS)
-            if self.local > 1:
-                arrived = reorder_rows(arrived, route.by_expert, route.by_source)
-            return arrived, blocks.sum(0), route
+            (route,) = self.routes([indices])
+            arrived = exchange_rows(spread(rows, route.copies), self.ranks, route.splits, Called.DISPATCH)
+            return self.arrived(arrived, route), route.counts, route
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: FlatRoute) -> Tensor:
         with named(sorting_name("ep", Called.COMBINE)):
-            if self.local > 1:
-                rows = reorder_rows(rows, handle.by_source, handle.by_expert)
-            rows = scatter_sum(rows, self.parts, handle.part_rows, Called.EXPERT_OUTPUTS)
-            rows = return_rows(rows, self.ranks, handle.splits, Called.COMBINE)
+            rows = return_rows(self.leaving(rows, handle), self.ranks, handle.splits, Called.COMBINE)
             return collect(rows, handle.copies, weights.flatten())
+
+    def routes(self, chosen: Sequence[Tensor]) -> list[FlatRoute]:
+        """Of tokens that are sent apart: those of ``chosen[i]`` [tokens, k] together. The host waits once for all."""
+        counted = [self._count(indices) for indices in chosen]
+        hosts = [HostCopy(numbers) if self.assumed is None else self.assumed for _, numbers in counted]
+        copies = [sorted_copies(indices) for indices in chosen]
+        found = []
+        for indices, (arriving, _), host, copied in zip(chosen, counted, hosts, copies):
+            splits, part_rows = self._sizes(host, indices.numel())
+            blocks = arriving.view(-1, self.local)
+            by_expert = _by_expert(blocks, sum(part_rows))
+            found.append(FlatRoute(copied, splits, part_rows, by_expert, inverse(by_expert), blocks.sum(0)))
+        return found
+
+    def arrived(self, rows: Tensor, route: FlatRoute) -> Tensor:
+        """Rows that have been received, as the experts take them."""
+        rows = gather_rows(rows, self.parts, route.part_rows, Called.EXPERT_TOKENS)
+        return reorder_rows(rows, route.by_expert, route.by_source) if self.local > 1 else rows
+
+    def leaving(self, rows: Tensor, route: FlatRoute) -> Tensor:
+        """The experts' rows, as they are sent back."""
+        if self.local > 1:
+            rows = reorder_rows(rows, route.by_source, route.by_expert)
+        return scatter_sum(rows, self.parts, route.part_rows, Called.EXPERT_OUTPUTS)
 
     def _count(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that arrive: [parts, ranks, local experts]; and the numbers that the host needs."""

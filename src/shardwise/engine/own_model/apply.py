@@ -31,6 +31,7 @@ from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.models.experts import TokenExchange
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 IMPLEMENTATION = "shardwise"
@@ -77,6 +78,9 @@ def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank
     An experts module maps (rows, indices of their experts [rows, k], weights [rows, k]) to rows, and has its number
     of experts in ``num_experts``.
     """
+    if mesh.strategy.overlap.ep and mesh.size("ep") > 1:
+        problem = "networks of others have no shared expert and no chunks to overlap an exchange with"
+        raise SpecError("strategy.overlap.ep", problem, "overlap.ep: false")
     exchange = exchange_of(number, mesh, mesh.strategy, node_of_rank)
     for _, experts in matching(root, patterns.experts):
         cut_experts(experts, mesh, patterns.expert_features)
