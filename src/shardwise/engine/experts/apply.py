@@ -46,7 +46,8 @@ def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_ran
             mixture.exchange = exchange
         if strategy.overlap.ep and strategy.ep > 1:
             mixture.mix = mix_overlapped
-            mixture.experts.exchange = exchange  # type: ignore[assignment]  # its forward pass communicates: not to be compiled as a whole
+            # Its forward pass communicates, and is not to be compiled as a whole.
+            mixture.experts.exchange = exchange  # type: ignore[assignment]
     return exchange
 
 
