@@ -11,6 +11,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.parameters import local
 from shardwise.engine.torch_private import TorchDispatchMode, operator_name
 from shardwise.measure.reference import sample_batch
+from shardwise.models.layer import Layer
 from shardwise.spec import Job
 
 PRECISIONS = ("fp8", "fp8-rowwise", "fp8-blockwise")
@@ -20,9 +21,9 @@ MODEL = {"name": "small", "hidden": 128, "layers": 2, "heads": 2, "ffn": 256, "v
          "activation": "swiglu", "norm": "rmsnorm"}  # fmt: skip
 
 
-def job_of(precision: str, ranks: int = 1, *, model: Any = None, **strategy: Any) -> Job:
-    """Two microbatches of 128 tokens."""
-    training = {"precision": precision, "seq": 32, "global_batch": 8}
+def job_of(precision: str, ranks: int = 1, *, model: Any = None, global_batch: int = 8, **strategy: Any) -> Job:
+    """Two microbatches of 128 tokens, unless there is another ``global_batch``."""
+    training = {"precision": precision, "seq": 32, "global_batch": global_batch}
     strategy = {"microbatch": 4} | strategy
     return Job.from_dict(
         {"model": MODEL | (model or {}), "cluster": f"laptop:{ranks}", "training": training, "strategy": strategy}
@@ -140,3 +141,26 @@ def own_network(precision: str, strategy: Any) -> tuple[list[float], list[float]
         tokens = torch.randint(61, (2, 16), generator=random)
         results.append(parallel.step({"input_ids": tokens, "labels": tokens}))
     return [float(one.loss) for one in results], [float(one.gradient_norm) for one in results]
+
+
+def wide_bytes_in_use(job: Job) -> int:
+    """Memory of the weights of linear layers as they are seen in a forward pass."""
+    engine = Engine(job)
+    found: list[int] = []
+    layers = [one for stage in engine.stages.values() for one in stage.modules() if isinstance(one, Layer)]
+    for layer in layers:
+        linear = layer.mlp.down
+        linear.register_forward_pre_hook(lambda one, _: found.append(one.weight.untyped_storage().nbytes()))
+    engine.step(share(engine, 0))
+    assert len(found) >= len(layers)
+    return sum(found)
+
+
+def gradients_here(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+    """Weights as they are multiplied, the gradients of one batch, and the batch."""
+    engine = Engine(job)
+    batch = share(engine, 0)
+    weights = {one.name: one.parameter.detach().clone() for one in engine.parameters}
+    engine.forward_backward(batch)
+    found = {one.name: engine.gradient(one) for one in engine.parameters}
+    return weights, {name: one.clone() for name, one in found.items() if one is not None}, batch.tokens, batch.labels

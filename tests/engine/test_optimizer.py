@@ -17,6 +17,7 @@ from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, de
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.errors import SpecError
 from shardwise.spec.training import Optimization, Training
+from shardwise.training.metrics.memory import TensorBytes
 
 SHAPES = {
     "embedding.weight": (11, 6),
@@ -301,3 +302,20 @@ def test_every_element_counts_once_in_the_norm() -> None:
 def test_the_local_tensor_of_a_whole_one_is_itself() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert local(parameter).data_ptr() == parameter.data_ptr()
+
+
+def test_no_master_stays_whole_while_other_states_are_allocated() -> None:
+    """A bf16 weight, half a master, two moments: 12 bytes, and once the fp32 master that is being split."""
+    given = {f"layers.{number}.weight": nn.Parameter(torch.zeros(64, 64)) for number in range(16)}
+    elements = sum(one.numel() for one in given.values())
+    masters: dict[nn.Parameter, Tensor] = {}
+    for one in given.values():
+        masters[one] = one.detach().clone()
+        one.data = one.to(torch.bfloat16)
+    memory = TensorBytes()
+    memory.watch([*given.values(), *masters.values()])
+    with memory:
+        optimizer = build_optimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
+    assert len(optimizer.rests) == 16 and not masters
+    assert memory.live == pytest.approx(12 * elements, rel=0.001)  # scalars besides
+    assert memory.peak < 13.5 * elements

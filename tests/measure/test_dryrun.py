@@ -140,6 +140,10 @@ LLAMA = {
     "zb-h1-recomputed": job(
         "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-h1", "recompute": "full"}, 32, seq=8192
     ),
+    "fp8": job("llama3-8b", {"dp": 8, "zero": 3}, 8, seq=8192, precision="fp8"),
+    "fp8-selective": job(
+        "llama3-8b", {"pp": 4, "dp": 2, "recompute": "selective"}, 8, seq=4096, precision="fp8-blockwise"
+    ),
     "offload-optimizer": job("llama3-8b", {"dp": 8, "zero": 1, "offload": {"optimizer": 0.5}}, 16, seq=8192),
     "offload-activations": job("llama3-8b", {"dp": 8, "zero": 1, "offload": {"activations": 1.0}}, 16, seq=8192),
     "offload-all": job(

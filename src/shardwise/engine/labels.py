@@ -61,6 +61,7 @@ class Called:
     CODES_OF_SUMS = "all-gather of compressed gradients"
     GRADIENT_SHARDS = "reduce-scatter of gradients"
     PARAMETERS = "all-gather of parameters"
+    LARGEST_WEIGHTS = "all-reduce of largest weights"
     MOMENTUM = "all-gather of Muon's momentum"
     GRADIENT_NORM = "sum of the gradients' norm"
     OVER_THE_BATCH = "sum over the batch"
@@ -83,7 +84,7 @@ _OF_A_KIND = {
     CollectiveKind.ALL_REDUCE: (
         Called.ALL_REDUCE, Called.WHOLE_GRADIENTS, Called.LARGEST_LOGITS, Called.EXPONENTIALS, Called.TIED_GRADIENTS,
         Called.GRADIENTS, Called.LATE_GRADIENTS, Called.WORKERS_WEIGHTS, Called.FIRST_FACTORS, Called.SECOND_FACTORS,
-        Called.GRADIENT_NORM, Called.OVER_THE_BATCH,
+        Called.GRADIENT_NORM, Called.OVER_THE_BATCH, Called.LARGEST_WEIGHTS,
     ),
     CollectiveKind.ALL_GATHER: (
         Called.ALL_GATHER, Called.DOCUMENTS, Called.KEYS_AND_VALUES, Called.CODES_OF_SUMS, Called.PARAMETERS,

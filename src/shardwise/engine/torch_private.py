@@ -184,6 +184,11 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
 
 
+def local_shard(parameter: Any) -> Any:
+    """The very tensor that FSDP asks for what to send (2.11 on): `to_local` would make another."""
+    return parameter._local_tensor
+
+
 def gather_in_background(root: Any) -> None:
     """Without streams only an asynchronous all-gather overlaps with computation."""
     root._set_unshard_async_op(True)

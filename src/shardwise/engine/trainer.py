@@ -79,8 +79,9 @@ class Trainer(ABC, Generic[Given]):
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload, whole_masters=job.whole_masters,
+            on_split=lambda parameter: data.forget_masters([parameter]),
         )  # fmt: skip
-        data.forget_masters([*self.optimizer.cut, *self.optimizer.rests])
+        data.forget_masters(self.optimizer.cut)
         data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
@@ -161,6 +162,7 @@ class Trainer(ABC, Generic[Given]):
         """Weights may have changed since they were cast; the first microbatch casts them again."""
         for one in self.in_fp8:
             one.forms = None
+        self.data.before_step()
 
     def _end_step(self) -> None:
         self.data.after_step()

@@ -31,6 +31,15 @@ def sums_once(strategy: Strategy, shards: int) -> bool:
     return 1 < shards < strategy.gradient_group and strategy.pp == 1
 
 
+def gathers_in_fp8(strategy: Strategy, scaling: str) -> bool:
+    """Whether weights are gathered in the FP8 form that they are multiplied in: by ZeRO-3, for every use.
+
+    Not with a scale for each row: then the backward pass multiplies other numbers than the forward pass.
+    """
+    again = strategy.zero == 3 and not strategy.keep_parameters and divided_over(strategy) > 1
+    return again and scaling in ("tensor", "block") and not strategy.offload.weights
+
+
 def kv_copies(tp: int, key_value_heads: int | None) -> int:
     """Tensor-parallel ranks that hold the same key-value heads, where there are fewer heads than ranks."""
     return tp // min(tp, key_value_heads or tp)

@@ -75,7 +75,9 @@ def differentiate_(
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product with a number in another format, with no copy in its own."""
+    """The product with a number: in another format with no copy in its own, in the same one in place."""
+    if dtype == tensor.dtype:
+        return tensor.mul_(factor)
     result = torch.empty_like(tensor, dtype=dtype)
     if not kernels.run_on(tensor.device):
         return torch.mul(tensor, factor, out=result)

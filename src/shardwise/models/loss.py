@@ -82,7 +82,7 @@ class _CrossEntropySum(torch.autograd.Function):
         entropy: Entropy,
     ) -> Tensor:
         for_hidden, for_weight, for_bias = wanted = [one and differentiated for one in ctx.needs_input_grad[:3]]
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = hidden.dtype, _gradient_format(weight), None if bias is None else _gradient_format(bias)
         vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -103,15 +103,20 @@ class _CrossEntropySum(torch.autograd.Function):
                 add_product(of_weight, logits.T, hidden[part])
             del logits  # the largest tensor of the step: none stays beside that of the next part
         parts = (None if one is None else one[:vocabulary] for one in (of_weight, of_bias))
-        ctx.save_for_backward(of_hidden, *parts)
+        ctx.gradients = (of_hidden, *parts)  # not saved: what may become a gradient as it is must have no other owner
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        scaled_ones = (
-            None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-        )
+        found, ctx.gradients = ctx.gradients, None
+        scaled_ones = (None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(found, ctx.dtypes))
         return (*scaled_ones, None, None, None, None, None)
+
+
+def _gradient_format(weight: Tensor) -> torch.dtype:
+    """Of the gradient that a parameter accumulates."""
+    wanted = weight.grad_dtype if weight.is_leaf else None
+    return wanted or weight.dtype
 
 
 def _in_whole_columns(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

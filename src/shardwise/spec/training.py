@@ -80,11 +80,19 @@ class Recipe:
         return self.weight if self.compute == "fp32" else min(self.weight, 2)
 
     @property
+    def gathered_for_every_use(self) -> float:
+        """The same of a weight that is multiplied in FP8 and gathered for each pass, by this project's engine.
+
+        With a scale for each row the passes multiply different numbers, and bf16 ones are gathered.
+        """
+        return 1.0 if self.fp32_shards and self.scaling in ("tensor", "block") else self.gathered
+
+    @property
     def of_experts(self) -> Recipe:
         """The recipe of routed experts."""
         if not self.wide_experts:
             return self
-        return replace(self, compute=self.wide, copies=0.0, linear_input=self.activation)
+        return replace(self, compute=self.wide, copies=0.0, linear_input=self.activation, scaling="")
 
     @property
     def wide(self) -> str:

@@ -76,6 +76,11 @@ class _Sizes:
     separate_gate: bool  # the gate of a gated MLP is a kernel of its own
     gate_input: float
     attention_outputs: tuple[float, ...]  # one for the projection's backward pass, one for attention's own, or for both
+    kept_casts: bool  # an input is kept as it is cast for its matmul, so that nothing makes it again
+
+    def again(self, operator: str, element: float) -> str:
+        """The operator that makes an input of a linear layer again, of so many bytes per ``element``; none if kept."""
+        return "" if self.kept_casts and element < self.element else operator
 
 
 def _sizes(job: Job) -> _Sizes:
@@ -91,7 +96,7 @@ def _sizes(job: Job) -> _Sizes:
     cut = strategy.tp > 1 and strategy.sequence_parallel and job.stack.gathered_inputs == "16-bit"
     return _Sizes(
         tokens, region, strategy.tp, job.training.seq, element, linear_input, element if cut else linear_input,
-        separate, gate_input, outputs,
+        separate, gate_input, outputs, job.stack.is_own and not job.training.compile,
     )  # fmt: skip
 
 
@@ -118,7 +123,9 @@ def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
     again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
     return [
         SavedTensor(SavedRole.NORM_INPUTS, normed * hidden * sizes.element),
-        SavedTensor(SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.region_input, again),
+        SavedTensor(
+            SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.region_input, sizes.again(again, sizes.region_input)
+        ),
     ]
 
 
@@ -190,7 +197,9 @@ def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.
     before, again = 2 if model.gated else 1, "" if share is Share.EXPERTS else "mlp-up"
     tensors = [
         SavedTensor(SavedRole.ACTIVATION_INPUTS, before * wide * sizes.gate_input, again, share),
-        SavedTensor(SavedRole.ACTIVATION_OUTPUT, wide * sizes.linear_input, "activation", share),
+        SavedTensor(
+            SavedRole.ACTIVATION_OUTPUT, wide * sizes.linear_input, sizes.again("activation", sizes.linear_input), share
+        ),
     ]
     if sizes.separate_gate:
         # SiLU saves its input, and the product of gate and up its two: SiLU's output is one of them.

@@ -53,7 +53,7 @@ class HeldMemory:
         """The part of ``gathered`` at a loss that is a gradient left by an earlier backward pass."""
         if self.moment != "loss":
             return 0.0
-        unit = divided_units(self.contents, self.sharding, tied=self.job.model.tied_embeddings)
+        unit = divided_units(self.contents, self.sharding, self.job.recipe, tied=self.job.model.tied_embeddings)
         return _or_zero(left_over(unit, self.sharding, self.job.recipe))
 
     @cached_property
@@ -72,6 +72,17 @@ class HeldMemory:
         contents, tied = self.contents, self.job.model.tied_embeddings
         ends = contents.others / contents.total
         return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
+
+    @cached_property
+    def last_share(self) -> Any:
+        """The share of a rank's gradients that do not exist in the backward pass of its first layer.
+
+        Those of this layer and, unless the head has made it, of the embedding.
+        """
+        contents, tied = self.contents, self.job.model.tied_embeddings
+        ends = contents.others / contents.total
+        of_embedding = contents.has_embedding * (1 - tied * contents.has_head) / select(contents.has_head, 2, 1)
+        return (1 - ends) / maximum(1, contents.layers) + ends * of_embedding
 
 
 def held_at(
@@ -153,7 +164,9 @@ class Absent(NamedTuple):
     ``left_over`` is part of what is gathered. ``reduced``: ZeRO reduces the gradients of a single microbatch layer by
     layer, so they never exist all at once. ``growing``: other gradients grow while the activations of a microbatch are
     freed; ``not_yet`` is the part of them, and of a recomputed layer that is restored late, still missing at the fuller
-    end. The gradient of the head exists after the first loss.
+    end: the last layer, where all activations are there and no gradient but the head's, which exists after the first
+    loss; or the first layer, where its own activations are and all gradients but its own and the embedding's. These
+    come when what the layer holds beside is freed.
     """
 
     left_over: Any = 0.0
@@ -217,9 +230,17 @@ class MomentMemory:
             if some(later):
                 there = passes.losses_before if at_loss else 1.0
                 growing = passes.alone * later * (1 - there * spread(held.head_share))
-        late = 0.0 if at_loss else passes.late
+        if at_loss:
+            return Absent(left, reduced, growing, growing)
+        late = passes.late
         if some(growing) or some(late):
-            not_yet = minimum(growing + late, self.activations / passes.in_flight)
+            of_pass = self.activations / passes.in_flight
+            unmade = growing * 0.0
+            if some(growing):
+                own = of_pass / maximum(1, spread(held.contents.layers))
+                last = passes.alone * later * spread(held.last_share)
+                unmade = minimum(maximum(0.0, last - own), passes.others("layer"))
+            not_yet = minimum(growing + late, of_pass + unmade)
         return Absent(left, reduced, growing, not_yet)
 
     @cached_property

@@ -21,6 +21,7 @@ from shardwise.cost.memory.activations import (
 )
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
+from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.training import Recipe
@@ -179,8 +180,8 @@ def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, which their gradients are written over; the gradients of the head and of its input.
 
     The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
-    end, when no logits are left. With tensor parallelism the whole head input is beside its gradient. Tokens that
-    prediction modules predict are of the same pieces.
+    end, when no logits are left, unless it becomes a whole fp32 gradient as it is. With tensor parallelism the whole
+    head input is beside its gradient. Tokens that prediction modules predict are of the same pieces.
     """
     weights, element = head_weights(job), job.training.recipe.activation
     tokens = job.microbatch_tokens * (1 + job.model.mtp_layers)
@@ -188,7 +189,9 @@ def loss_moment_bytes(job: Job) -> float:
     logits = min(tokens, loss_tokens_at_once(rows)) * rows
     inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
     padded = element * weights if rows % 8 and job.run_device == "cuda" else 0  # the head with rows of zeros
-    return max(element * weights, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
+    divided = job.strategy.zero > 0 and divided_over(job.strategy) > 1
+    rounded = element * weights if job.training.recipe.gradient < 4 or divided else 0.0
+    return max(rounded, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
@@ -201,8 +204,9 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     tokens, tp = job.microbatch_tokens, job.strategy.tp
     region = tokens / tp if strategy.sequence_parallel else tokens
     # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and
-    # its gradient have been exchanged for each other.
-    more = 4 if model.gated else 1
+    # its gradient have been exchanged for each other. A compiled kernel makes the first two and that input at once,
+    # beside its gradient (measured: bench/peak_memory.py).
+    more = (3 if job.training.compile else 4) if model.gated else 1
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
     if moe and model.moe:
         routed = tokens / tp * model.moe.top_k
@@ -224,7 +228,7 @@ def gathered_bytes(
     it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
     does not reshard its root, which backward would gather again at once.
     """
-    unit = divided_units(contents, sharding, tied=tied)
+    unit = divided_units(contents, sharding, recipe, tied=tied)
     if recipe.fp32_shards:
         return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
@@ -232,7 +236,7 @@ def gathered_bytes(
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
-def divided_units(contents: RankContents, sharding: Sharding, *, tied: bool) -> Units:
+def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool) -> Units:
     """What is gathered and reduced together. Experts that no other device holds are whole already."""
     alone = sharding.offload.weights + sharding.offload.gradients > 0  # then they come and go by units all the same
     dense, experts = (alone | (shards > 1) for shards in (sharding.shards, sharding.expert_shards))
@@ -240,17 +244,23 @@ def divided_units(contents: RankContents, sharding: Sharding, *, tied: bool) -> 
     ends = contents.others * dense
     both_ends = contents.has_embedding * contents.has_head * (not tied)
     layer, end = layers / maximum(1, contents.layers), ends / select(both_ends, 2, 1)
-    return Units(layers, layer, ends, end, contents.has_embedding)
+    each = recipe.gathered if sharding.offload.weights else recipe.gathered_for_every_use
+    in_use = contents.layer_matrices * dense * each + contents.experts * experts * recipe.of_experts.gathered
+    return Units(layers, layer, ends, end, contents.has_embedding, in_use / maximum(1, contents.layers))
 
 
 class Units(NamedTuple):
-    """Parameters that FSDP gathers and reduces together: of all layers, of one, and of an end of the model."""
+    """Parameters that FSDP gathers and reduces together: of all layers, of one, and of an end of the model.
+
+    ``layer_bytes`` are those of a layer that is gathered for every use.
+    """
 
     layers: Any
     layer: Any
     ends: Any
     end: Any
     has_embedding: Any
+    layer_bytes: Any
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:
@@ -259,9 +269,9 @@ def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment)
     At the loss the head, the last layer on its way, and what the pass before has left. In a layer itself and the next,
     and what was reduced before it and is waited for.
     """
-    parameters = unit.end + unit.layer if moment == "loss" else 2 * unit.layer
-    parameters = select(sharding.keep_parameters, unit.layers + unit.ends, parameters) * recipe.gathered
-    gathered = (sharding.zero == 3) * parameters
+    in_use = unit.end * recipe.gathered + unit.layer_bytes if moment == "loss" else 2 * unit.layer_bytes
+    whole = (unit.layers + unit.ends) * recipe.gathered
+    gathered = (sharding.zero == 3) * select(sharding.keep_parameters, whole, in_use)
     if moment == "loss":
         return gathered + left_over(unit, sharding, recipe)
     reduced = maximum(unit.layer, unit.end) * recipe.gradient if sharding.gradients_sharded else 0.0

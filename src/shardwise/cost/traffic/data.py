@@ -90,8 +90,8 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 class SentParameters(NamedTuple):
-    """Parameters that are sent together: all, those of them in layers, their thin factors under powersgd, and all in
-    whole blocks for every rank under other compression.
+    """Parameters that are sent together: all, those of them in layers, their thin factors under powersgd, all in whole
+    blocks for every rank under other compression, and those that are multiplied in FP8 where the recipe says so.
 
     Numbers, or arrays of several kinds of rank.
     """
@@ -101,6 +101,7 @@ class SentParameters(NamedTuple):
     first_factors: Any = 0.0
     second_factors: Any = 0.0
     in_blocks: Any = 0.0
+    multiplied: Any = 0.0
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -119,8 +120,8 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     dense = whole(contents.dense, strategy.gradient_group)
     experts = whole(contents.experts, strategy.expert_data_parallel)
     return (
-        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense),
-        SentParameters(contents.experts, contents.experts, *thin[1], experts),
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, contents.layer_matrices),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts, contents.experts * job.stack.fp8_experts),
     )
 
 
@@ -147,6 +148,8 @@ def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
 class GradientWire(NamedTuple):
     """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
 
+    ``narrower``: bytes less of each parameter that is gathered for every use and multiplied in FP8.
+
     ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
     summed once a step, however often they are made. ``compression`` is that of whole gradients, ``synchronise`` says
     when workers synchronise.
@@ -159,6 +162,7 @@ class GradientWire(NamedTuple):
     sums_once: bool = False
     compression: Compression = Compression()
     synchronise: Synchronise = Synchronise()
+    narrower: float = 0.0
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -169,7 +173,10 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
     fsdp = stack.sharded_parameters == "fp32 shards"
     gathered = 1.0 if narrow else recipe.weight
     late, compression = not stack.per_parameter_shards, job.strategy.compression
-    return GradientWire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise)
+    narrower = job.recipe.gathered - job.recipe.gathered_for_every_use
+    return GradientWire(
+        gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower
+    )
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,9 @@ def data_lines(
     reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
     gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
     whole, part = unit.all * gradient, unit.all * gradient / shards
-    gathered = unit.all * weight
+    again = not (sharding.gathers_once or sharding.offload.weights)
+    less = unit.multiplied * wire.narrower if again else 0.0
+    gathered = unit.all * weight - less
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     late = not sharding.gradients_sharded
     sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
@@ -232,9 +241,8 @@ def data_lines(
     else:
         lines.append(_meeting(unit, part, wire.synchronise))
     if not sharding.gathers_once:
-        once_more = unit.in_layers * weight if wire.ends_once else gathered
-        again = DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False)
-        lines.insert(0, again)
+        once_more = unit.in_layers * weight - less if wire.ends_once else gathered
+        lines.insert(0, DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False))
     return lines
 
 

@@ -102,6 +102,12 @@ class DataParallel:
         if masters:
             foreach_copy_(list(masters), list(masters.values()))
 
+    def before_step(self) -> None:
+        """Call before the first forward pass of weights that may have changed."""
+        for part in self.parts.values():
+            if isinstance(part, Sharded):
+                part.before_step()
+
     def before_microbatch(self, last: bool) -> None:
         for part in self.parts.values():
             part.before_microbatch(last)

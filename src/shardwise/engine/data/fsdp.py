@@ -14,10 +14,13 @@ from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
 from shardwise.engine.data.units import Unit
+from shardwise.engine.fp8.apply import gather_in_fp8
+from shardwise.engine.fp8.gathers import GatherScales
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
+from shardwise.layout.sharding import gathers_in_fp8
 
 
 class Sharded:
@@ -39,6 +42,8 @@ class Sharded:
         sums: GradientSums,
     ) -> None:
         strategy = mesh.strategy
+        self.mesh, self.scaling = mesh, precision.scaling
+        self.fp8_scales: GatherScales | None = None  # of weights that are gathered in FP8
         self.reduces_always = strategy.gradients_sharded
         self.keeps_parameters = strategy.zero < 3 or strategy.keep_parameters
         self.in_pipeline = strategy.pp > 1
@@ -86,7 +91,14 @@ class Sharded:
                     reduction.unfinished = None  # what leaves has to be complete
 
     def start(self) -> None:
-        """Nothing to do: the shards are the masters."""
+        """Call once the parameters have memory; the shards are the masters."""
+        if self.scaling and gathers_in_fp8(self.mesh.strategy, self.scaling) and self.fp8_scales is None:
+            self.fp8_scales = gather_in_fp8(self.units[-1], self.mesh.group("shard"))
+
+    def before_step(self) -> None:
+        """Call once weights have their values of the step."""
+        if self.fp8_scales is not None:
+            self.fp8_scales.find()
 
     def before_microbatch(self, last: bool) -> None:
         """Call before the forward pass; ``last``: of the step."""

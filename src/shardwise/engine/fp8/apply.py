@@ -11,13 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.fp8.gathers import GatheredWeight, GatherScales, WeightsTogether, drop_wide_weights
 from shardwise.engine.fp8.linear import Entry, ScaledProducts
 from shardwise.engine.fp8.scaling import BLOCK
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import RowLinear, is_linear
+from shardwise.layout.sharding import gathers_in_fp8
 from shardwise.spec.errors import SpecError
 
 _logger = logging.getLogger("shardwise.engine")
@@ -28,20 +31,26 @@ class WeightsInFp8:
     """Linear layers of one input, and the FP8 forms of their weights, while these do not change.
 
     The layer that they are in asks for the forms before it runs: then neither another microbatch nor a recomputed
-    layer casts them again. Weights that are gathered for every use are cast for every use.
+    layer casts them again. Weights that are gathered in bf16 for every use are cast for every use; those that come in
+    FP8 (``gathered``) are used as they are.
     """
 
     def __init__(self, layers: Sequence[Any], products: ScaledProducts) -> None:
         self.layers, self.products = tuple(layers), products
         self.forms: list[Tensor] | None = None
+        self.gathered: tuple[GatheredWeight, ...] = ()
 
     def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        outputs = self.products(hidden, [one.weight for one in layers], self.forms)
+        outputs = self._outputs(hidden, [one.weight for one in layers])
         return tuple(one if layer.bias is None else one + layer.bias for one, layer in zip(outputs, layers))
 
     def one(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """The output of a single layer, without its bias."""
-        return self.products(hidden, [weight], self.forms)[0]
+        return self._outputs(hidden, [weight])[0]
+
+    def _outputs(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        here = [one.form for one in self.gathered] if self.gathered else None
+        return self.products(hidden, weights, self.forms, here)
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -76,6 +85,8 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
         setattr(layer, _CASTS, casts)
         if kept:
             layer.register_forward_pre_hook(_cast_before)
+        elif gathers_in_fp8(strategy, scaling):
+            layer.register_forward_pre_hook(_drop_before)
 
 
 def _named(
@@ -120,6 +131,23 @@ def _alone(linear: Any, products: ScaledProducts) -> WeightsInFp8:
 def _cast_before(layer: nn.Module, arguments: Any) -> None:
     for one in getattr(layer, _CASTS):
         one.cast()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _drop_before(layer: nn.Module, arguments: Any) -> None:
+    for one in getattr(layer, _CASTS):
+        if one.gathered:
+            drop_wide_weights(one.layers)
+
+
+def gather_in_fp8(stage: nn.Module, group: dist.ProcessGroup) -> GatherScales:
+    """Weights of a stage under `fully_shard` are gathered in FP8 from now on; their scales are still to be found."""
+    together = []
+    for one in weights_in_fp8([stage]):
+        products = one.products
+        one.gathered = tuple(GatheredWeight(layer.weight, products.scaling, group) for layer in one.layers)
+        together.append(WeightsTogether(one.gathered, products.inputs_over or products.outputs_over))
+    return GatherScales(together, group)
 
 
 def weights_in_fp8(stages: Iterable[nn.Module]) -> list[WeightsInFp8]:

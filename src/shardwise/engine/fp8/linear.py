@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
+from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, fp8_turned, product
 from shardwise.engine.fp8.scaling import Form
 from shardwise.engine.tensor.collectives import start_gather, start_scatter, start_sum
 from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
@@ -43,11 +44,24 @@ class ScaledProducts:
         largest = _largest(weights, self.scaling, True, self.inputs_over, self.outputs_over)
         return list(fp8_cast(list(weights), largest, self.scaling, False, True, plain, turned))
 
-    def __call__(self, hidden: Tensor, weights: Sequence[Tensor], forms: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """The outputs of each layer; ``forms`` of their weights, where these have been cast before."""
+    def __call__(
+        self,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        forms: Sequence[Tensor] | None,
+        gathered: Sequence[Form] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The outputs of each layer; ``forms`` of their weights, where these have been cast before, all together.
+
+        ``gathered``: the plain form of each weight, where only that exists and where its memory is filled again for the
+        backward pass.
+        """
+        of_weights = [*(forms or ())]
+        if gathered is not None:
+            of_weights = [*(one.values for one in gathered), *(one.scales for one in gathered)]
         outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
-            hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), *weights,
-            *(forms or ()),
+            hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), gathered is not None,
+            *weights, *of_weights,
         )  # fmt: skip
         return outputs
 
@@ -87,32 +101,30 @@ class _ScaledProducts(torch.autograd.Function):
         outputs_over: Group,
         entry: Entry,
         count: int,
+        each: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        weights, forms = tensors[:count], tensors[count:]
+        weights, forms, square = tensors[:count], tensors[count:], scaling == "block"
         gathered = entry == "gathered"
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry
-        ctx.count, ctx.are_cast = count, len(forms) > 0
+        ctx.count, ctx.are_cast, ctx.each = count, len(forms) > 0, each
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
         largest = _largest([rows], scaling, False, inputs_over)
         values, scales, turned, turned_scales = fp8_cast([rows], largest, scaling, False, False, True, not gathered)
-        if forms:
-            of_weights = Form(forms[0], forms[1], scaling == "block")
+        if each:
+            of_weights = [Form(*both, square) for both in zip(forms[:count], forms[count:])]
         else:
             plan = ScaledProducts(scaling, inputs_over, outputs_over)
-            plain, plain_scales, *_ = plan.weight_forms(weights, turned=False)
-            of_weights = Form(plain, plain_scales, scaling == "block")
+            plain, plain_scales, *_ = forms or plan.weight_forms(weights, turned=False)
+            of_weights = _rows_of_each(Form(plain, plain_scales, square), weights)
         if not torch.compiler.is_compiling():
             ctx.deferrable, ctx.weights = may_defer(), weights
         kept = (hidden,) if gathered else (turned, turned_scales)
-        ctx.save_for_backward(*kept, *(forms[2:] if forms else weights))
-        inputs, at, outputs = Form(values, scales), 0, []
-        for weight in weights:
-            some = of_weights.rows(at, at + weight.shape[0])
-            outputs.append(torch.unflatten(product(inputs, some, hidden.dtype, True), 0, whole.shape[:-1]))
-            at += weight.shape[0]
-        return tuple(outputs)
+        ctx.save_for_backward(*kept, *(forms if each else forms[2:] if forms else weights))
+        inputs = Form(values, scales)
+        outputs = (product(inputs, one, hidden.dtype, True) for one in of_weights)
+        return tuple(torch.unflatten(one, 0, whole.shape[:-1]) for one in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -127,7 +139,9 @@ class _ScaledProducts(torch.autograd.Function):
         dtype, widths = flat[0].dtype, [one.shape[1] for one in flat]
         pending = of_hidden = None
         if ctx.needs_input_grad[0]:
-            if not ctx.are_cast:
+            if ctx.each:
+                others = fp8_turned(list(others[: ctx.count]), list(others[ctx.count :]))
+            elif not ctx.are_cast:
                 plan = ScaledProducts(scaling, ctx.inputs_over, group)
                 others = plan.weight_forms(others, plain=False)[2:]
             of_rows = product(Form(values, scales), Form(others[0], others[1], scaling == "block"), dtype, False)
@@ -146,5 +160,10 @@ class _ScaledProducts(torch.autograd.Function):
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden
-        unread = len(ctx.needs_input_grad) - 6 - ctx.count
-        return (of_hidden, *(None,) * 5, *weight_gradients, *(None,) * unread)
+        unread = len(ctx.needs_input_grad) - 7 - ctx.count
+        return (of_hidden, *(None,) * 6, *weight_gradients, *(None,) * unread)
+
+
+def _rows_of_each(stacked: Form, weights: Sequence[Tensor]) -> list[Form]:
+    ends = list(accumulate(weight.shape[0] for weight in weights))
+    return [stacked.rows(start, stop) for start, stop in zip([0, *ends], ends)]

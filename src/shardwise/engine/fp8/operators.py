@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.engine.fp8.scaling import Form, cast, format_of, joined, scale_shape
+from shardwise.engine.fp8.scaling import BLOCK, Form, cast, format_of, joined, scale_shape
 
 Both = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -89,6 +89,30 @@ def _(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
     rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
     columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
     return first.new_empty(rows, dtype=torch.float32), first.new_empty(columns, dtype=torch.float32)
+
+
+@torch.library.custom_op("shardwise::fp8_turned", mutates_args=())
+def fp8_turned(values: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The turned form of stacked weights from the plain form of each, where both are the same numbers.
+
+    They are where all elements share a scale, or those of square blocks.
+    """
+    rows = torch.cat([one.view(torch.uint8) for one in values])  # bytes, since few operators know FP8
+    turned = rows.T.contiguous().view(values[0].dtype)
+    if scales[0].dim() == 0:
+        return turned, scales[0].clone()
+    blocks = -(-values[0].shape[1] // BLOCK)
+    table = torch.cat([one[:, :blocks] for one in scales]).T
+    return turned, F.pad(table, (0, -table.shape[1] % 4)).contiguous()
+
+
+@fp8_turned.register_fake
+def _(values: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    rows, columns = sum(one.shape[0] for one in values), values[0].shape[1]
+    turned = values[0].new_empty((columns, rows))
+    if scales[0].dim() == 0:
+        return turned, torch.empty_like(scales[0])
+    return turned, scales[0].new_empty(scale_shape(columns, rows, "block", True))
 
 
 def product(left: Form, right: Form, dtype: torch.dtype, fast: bool) -> Tensor:

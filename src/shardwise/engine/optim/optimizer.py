@@ -7,7 +7,7 @@ one kernel of ours, which needs no fp32 copies of gradients and writes the 16-bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     All states are allocated at the start: memory does not grow with the first step. ``offload`` says which are in the
     ``store``; of a parameter that is split between both, the device keeps a flat tensor. Without a store the masters of
-    bf16 parameters become ``rests``, unless ``whole_masters`` are asked for: others write them.
+    bf16 parameters become ``rests``, unless ``whole_masters`` are asked for: others write them. ``on_split`` is told of
+    each, so that no fp32 master stays while other states are allocated.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         store: Store | None = None,
         offload: Offload = NOWHERE,
         whole_masters: bool = False,
+        on_split: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
@@ -64,6 +66,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if store is None and not whole_masters and parameter.dtype == torch.bfloat16 and parameter in masters:
                     self._split(parameter)
+                    on_split(parameter)
                 self._begin(parameter, group["kind"])
 
     def _room(self, store: Store | None, offload: Offload) -> StoredStates:
@@ -315,15 +318,17 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     training: Training,
     *,
-    masters: Mapping[nn.Parameter, Tensor] | None = None,
+    masters: dict[nn.Parameter, Tensor] | None = None,
     store: Store | None = None,
     offload: Offload = NOWHERE,
     whole_masters: bool = False,
+    on_split: Callable[[nn.Parameter], None] = lambda parameter: None,
 ) -> LocalOptimizer:
     """The optimizer of a job for the parameters of this rank, by their names in the whole model.
 
     ``masters`` are the fp32 values of 16-bit parameters (`DataParallel.masters`), which are kept as they are if
-    ``whole_masters``. The share of states, weights and gradients that ``offload`` names is kept in the ``store``.
+    ``whole_masters``; the mapping becomes the optimizer's own. The share of states, weights and gradients that
+    ``offload`` names is kept in the ``store``.
     """
     settings = training.optimization
     if training.optimizer not in STATES:
@@ -339,10 +344,11 @@ def build_optimizer(
             for (kind, decayed), members in groups.items()
         ],
         settings,
-        dict(masters or {}),
+        {} if masters is None else masters,
         store,
         offload,
         whole_masters,
+        on_split,
     )
 
 

@@ -123,6 +123,7 @@ _MATMULS = {
     "aten::baddbmm": (1, 2, -1),
     "aten::_grouped_mm": (0, 1, -1),
     "shardwise::wide_product": (0, 1, 0),
+    "shardwise::fp8_product": (0, 2, 0),
     "shardwise::grouped_product": (0, 1, -1),
     "shardwise::grouped_product_of_columns": (0, 1, -1),
 }

@@ -28,7 +28,14 @@ from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
 from shardwise.measure.dryrun.extend import Moments, TracedShape
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import Holder, TracedCollective
-from shardwise.measure.dryrun.world import block_kernel, fake_tensors, nothing_moves, posing_as, replaced
+from shardwise.measure.dryrun.world import (
+    block_kernel,
+    fake_tensors,
+    nothing_moves,
+    posing_as,
+    replaced,
+    updates_in_one_pass,
+)
 from shardwise.models.layer import window_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
@@ -84,6 +91,8 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
             entered.enter_context(_as_many_recomputed(shape))
         entered.enter_context(_structure_is_real())
         entered.enter_context(nothing_moves())
+        if job.run_device == "cuda":
+            entered.enter_context(updates_in_one_pass())
         entered.enter_context(fake_tensors())
         memory = MemoryLog(places)
         entered.enter_context(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
+from shardwise.engine.optim import optimizer
+from shardwise.engine.optim.one_pass import OnePass
 from shardwise.engine.torch_private import (
     FakeStore,
     FakeTensorMode,
@@ -97,6 +100,14 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
         (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
         (loss, "add_product", _add_product),
         (SCRATCH, "lend", lambda elements, dtype: torch.empty(elements, dtype=dtype)),
+    )
+
+
+def updates_in_one_pass() -> AbstractContextManager[None]:
+    """AdamW takes no memory beside its states, as by the kernel of a GPU."""
+    on_a_gpu = SimpleNamespace(run_on=lambda device: True)
+    return replaced(
+        (optimizer, "kernels", on_a_gpu), (OnePass, "__call__", lambda one_pass, update, parts: list(parts) and None)
     )
 
 

@@ -1,0 +1,140 @@
+"""Loss on real text, FP8 beside bf16: a decoder of 100M parameters reads Python sources byte by byte.
+
+    PYTHONPATH=src python bench/fp8_text.py bf16 --steps 300 --seed 0 --out bf16-0.json   # one process per recipe
+    PYTHONPATH=src python bench/fp8_text.py --compare *.json
+
+The text is the source of the standard library and of PyTorch, as installed: tens of megabytes. All recipes start from
+the same weights and see the same batches; the learning rate warms up and falls as a cosine. The last losses are means
+of the last 20 steps; the held-out ones are of text that is not trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
+from shardwise.engine.world import joined
+from shardwise.spec.job import Job
+
+CLUSTER = {"levels": [{"size": 1, "link": "nvlink-4"}]}
+MODEL = {"name": "bytes", "hidden": 1024, "layers": 8, "heads": 16, "ffn": 2816, "vocab": 256, "activation": "swiglu",
+         "norm": "rmsnorm", "positions": "rope"}  # fmt: skip
+SMALL = {"hidden": 128, "layers": 2, "heads": 4, "ffn": 384}  # for a CPU
+WARM_UP, LOWEST_SHARE = 30, 0.1
+HELD_OUT_BATCHES, LAST = 8, 20
+MOST_BYTES = 64_000_000
+
+
+def source_text() -> Tensor:
+    """Sorted files, so that it is the same wherever the same versions are installed."""
+    roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent]
+    data, seen = bytearray(), set()
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            if path not in seen and ("site-packages" not in path.parts or root != roots[0]):
+                seen.add(path)
+                data += path.read_bytes()
+            if len(data) > MOST_BYTES:
+                break
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def rate_at(step: int, steps: int, highest: float) -> float:
+    if step < WARM_UP:
+        return highest * (step + 1) / WARM_UP
+    done = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return highest * (LOWEST_SHARE + (1 - LOWEST_SHARE) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def batch_from(data: Tensor, sequences: int, seq: int, random: torch.Generator, device: str) -> Batch:
+    starts = torch.randint(len(data) - seq - 1, (sequences, 1), generator=random)
+    rows = data[starts + torch.arange(seq + 1)].long().to(device)
+    return Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def trained(precision: str, given: argparse.Namespace) -> dict[str, Any]:
+    begun, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+    data = source_text()
+    held_out, data = data[-len(data) // 50 :], data[: -len(data) // 50]
+    model = {**MODEL, "max_seq": given.seq, **(SMALL if device == "cpu" else {})}
+    job = Job.from_dict({
+        "model": model, "cluster": {**CLUSTER, "device": "h200-sxm" if device == "cuda" else "cpu"},
+        "strategy": {"microbatch": given.batch},
+        "training": {"precision": precision, "seq": given.seq, "global_batch": given.batch, "compile": given.compile},
+    })  # fmt: skip
+    engine = Engine(job, device=device, seed=given.seed)
+    random = torch.Generator().manual_seed(given.seed)
+    losses, spent = [], time.monotonic()
+    for step in range(given.steps):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate_at(step, given.steps, given.rate)
+        losses.append(engine.step(batch_from(data, given.batch, given.seq, random, device)).loss)
+        if step % 50 == 49:
+            now = time.monotonic()
+            print(f"{precision} seed {given.seed}: step {step + 1}, {float(losses[-1]):.4f}, {now - begun:.0f} s since "
+                  f"the start, {now - spent:.0f} s of steps, {_reserved():.1f} GB", flush=True)  # fmt: skip
+    random = torch.Generator().manual_seed(12345)
+    unseen = [engine.evaluate(batch_from(held_out, given.batch, given.seq, random, device))
+              for _ in range(HELD_OUT_BATCHES)]  # fmt: skip
+    found = [float(one) for one in torch.stack(losses).cpu()]
+    return {"precision": precision, "seed": given.seed, "steps": given.steps, "rate": given.rate,
+            "text_bytes": len(data), "last": statistics.fmean(found[-LAST:]),
+            "held_out": float(torch.stack(unseen).mean()),
+            "losses": found}  # fmt: skip
+
+
+def _reserved() -> float:
+    return torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Every recipe beside bf16 of the same seed."""
+    plain = {one["seed"]: one for one in rows if one["precision"] == "bf16"}
+    for one in sorted(rows, key=lambda one: (one["precision"], one["seed"])):
+        beside = plain.get(one["seed"])
+        line = f"{one['precision']:14} seed {one['seed']}, {one['steps']} steps, {one['text_bytes'] / 1e6:.0f} MB: "
+        for name in ("last", "held_out"):
+            apart = "" if beside is None else f" ({one[name] / beside[name] - 1:+.2%})"
+            line += f"{name.replace('_', ' ')} {one[name]:.4f}{apart}  "
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("precisions", nargs="*")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--rate", type=float, default=3e-4, help="the highest")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compare", nargs="*", type=Path)
+    given = parser.parse_args()
+    if given.compare is not None:
+        compare([row for path in given.compare for row in json.loads(path.read_text())])
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    rows = []
+    with joined(0, 1, store, device="cuda" if torch.cuda.is_available() else "cpu"):
+        for precision in given.precisions:
+            rows.append(trained(precision, given))
+            if given.out is not None:
+                given.out.write_text(json.dumps(rows))
+    compare(rows)
+
+
+if __name__ == "__main__":
+    main()
