@@ -1,6 +1,6 @@
 """What a GPU holds at the peak of a step, allocation by allocation, beside the parts of the predicted memory.
 
-    PYTHONPATH=src python bench/peak_memory.py 20 16 --most 24      # numbers of bench/unseen_steps.py's configurations
+    PYTHONPATH=src python bench/peak_memory.py 20 16 --most 24      # numbers of bench/unseen_steps.yaml's steps, from 0
 
 PyTorch records every allocation with the lines of Python that made it; the record is replayed up to its fullest moment.
 What the same lines made counts together. Steps are not recorded as CUDA graphs, which reserve the same tensors.
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.measure.step import cluster_name_here
-from unseen_steps import job_of, name_of
+from unseen_steps import CONFIGURATIONS, Configuration, job_of, name_of
 
 STEPS = 2
 MOST_EVENTS = 2_000_000
@@ -64,8 +65,8 @@ def made_by(event: dict[str, Any]) -> str:
     return " < ".join(words) or "(autograd)"
 
 
-def peak_of(number: int, most_rows: int) -> None:
-    job = job_of(number, cluster_name_here("cuda"))
+def peak_of(row: Configuration, most_rows: int) -> None:
+    job = job_of(row, cluster_name_here("cuda"))
     parts = analyze(job).memory
     torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MOST_EVENTS)
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ def peak_of(number: int, most_rows: int) -> None:
         peak = torch.cuda.max_memory_allocated()
     found, live = live_at_peak(snapshot["device_traces"][0])
     planned = parts.total - parts.allowance
-    print(f"## {name_of(number)}: peak {peak / 1e9:.3f} GB, of the record {found / 1e9:.3f}, "
+    print(f"## {name_of(row)}: peak {peak / 1e9:.3f} GB, of the record {found / 1e9:.3f}, "
           f"building {built / 1e9:.3f}, predicted {planned / 1e9:.3f} ({planned / peak - 1:+.1%})")  # fmt: skip
     print("predicted GB:", ", ".join(f"{one} {getattr(parts, one) / 1e9:.3f}" for one in parts.PARTS))
     total: Counter[tuple[str, int]] = Counter((made_by(one), one["size"]) for one in live)
@@ -95,9 +96,10 @@ def main() -> None:
     parser.add_argument("numbers", nargs="+", type=int)
     parser.add_argument("--most", type=int, default=24)
     given = parser.parse_args()
+    rows = yaml.safe_load(CONFIGURATIONS.read_text())
     for number in given.numbers:
         try:
-            peak_of(number, given.most)
+            peak_of(rows[number], given.most)
         except Exception:
             traceback.print_exc()
         gc.collect()
