@@ -31,7 +31,8 @@ from shardwise.cost.accuracy.scored import published_runs
 from shardwise.cost.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
 from shardwise.spec import presets
-from shardwise.spec.hardware import Device, Efficiency
+from shardwise.spec.efficiency import Efficiency
+from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -32,7 +32,7 @@ from fit_devices import (
     with_constants,
 )
 from shardwise.cost.accuracy.runs import PublishedRun
-from shardwise.spec.hardware import Efficiency
+from shardwise.spec.efficiency import Efficiency
 
 What = Literal["model", "source", "device"]
 # Generations of a vendor's devices, oldest first, and in each the devices that are alike side by side.

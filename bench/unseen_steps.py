@@ -34,6 +34,7 @@ from shardwise.spec.files import parse_yaml
 from shardwise.spec.job import Job
 
 CONFIGURATIONS = Path(__file__).with_suffix(".yaml")
+HEATED_SECONDS = 2.0  # by steps that do not count: training goes on for hours
 _SHORT = {
     "layers": "model.layers",
     "sequences": "training.global_batch",
@@ -87,7 +88,8 @@ def measured(row: Configuration, steps: int) -> Measured:
     from shardwise.measure.step import cluster_name_here, measure_step
 
     cluster = cluster_name_here("cuda")
-    found = measure_step(job_of(row, cluster), None, steps=steps, warmup=5, on_progress=lambda text: None)
+    job = job_of(row, cluster)
+    found = measure_step(job, None, steps=steps, warmup=5, warmup_seconds=HEATED_SECONDS, on_progress=lambda text: None)
     return Measured(dict(row), cluster, found.median_seconds, found.peak_bytes, found.graphs)
 
 

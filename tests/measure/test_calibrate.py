@@ -28,7 +28,8 @@ from shardwise.measure.calibrate.fit import Residual, Wire, fit, fitted_device, 
 from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.hardware import Device, Efficiency
+from shardwise.spec.efficiency import Efficiency
+from shardwise.spec.hardware import Device
 from shardwise.spec.network import NetworkLevel
 
 BASE = Device(peak=FrozenMapping({"fp32": 1e12, "bf16": 1e12}), memory=2**34, memory_bandwidth=1e11, vendor="generic")

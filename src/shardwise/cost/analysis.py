@@ -14,7 +14,7 @@ from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import SimulatedStep, simulated_step
 from shardwise.cost.traffic.traffic import Traffic
-from shardwise.spec.hardware import Efficiency
+from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.rules import sequence_note

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,9 +118,19 @@ def require_measurable(job: Job, here: Started | None) -> None:
 
 
 def measure_step(
-    job: Job, here: Started | None, *, steps: int, warmup: int, seed: int = 0, on_progress: OnProgress
+    job: Job,
+    here: Started | None,
+    *,
+    steps: int,
+    warmup: int,
+    warmup_seconds: float = 0.0,
+    seed: int = 0,
+    on_progress: OnProgress,
 ) -> MeasuredStep:
     """Times ``steps`` steps after ``warmup`` others, in which kernels are built.
+
+    There are more of the latter where they take less than ``warmup_seconds``: a card that was idle runs faster than one
+    whose power limit has lowered its clocks.
 
     Steps follow each other as in training: the host waits for no step before it has launched the next one. On a CPU
     memory is counted in one further step, which that slows down.
@@ -127,11 +139,16 @@ def measure_step(
     with _world(job, here):
         engine = Engine(job, device=job.run_device, seed=seed)
         random = torch.Generator(engine.device).manual_seed(seed)
-        for number in range(warmup):
+        began = time.perf_counter()
+        for number in itertools.count():
+            if number >= warmup and time.perf_counter() - began > warmup_seconds:
+                break
             on_progress(f"warm-up, step {number + 1} of {warmup}")
             result = engine.step(_random_batch(engine, random))
             if number == 0:
                 first = result.loss
+            elif warmup_seconds:
+                Timestamp(engine.device).wait()
         stamps = [Timestamp(engine.device)]
         for number in range(steps):
             on_progress(f"step {number + 1} of {steps}")

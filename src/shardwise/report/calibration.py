@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.report.console import table, table_of
 from shardwise.report.page import Piece, paged
+from shardwise.spec.efficiency import MODES, PASSES, EngineKernels
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 @paged
 def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
     yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
+    own = found.cluster.device.efficiency.own
+    if own is not None:
+        yield table("Our engine's kernels", ("", "without the compiler", "compiled"), _mode_rows(own))
+        yield table("", ("", "measured"), _engine_rows(own))
     pairs = [(old, new) for old, new in zip(before.levels, found.cluster.levels) if new.width > 1]
     if pairs:
         yield table_of("Network", (one for pair in pairs for one in _levels(*pair)), _LEVEL_COLUMNS, numbers_from=2)
@@ -47,6 +52,7 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
             ("elementwise traffic, times the minimum", f"{own.elementwise_traffic:.2f}"),
             ("kernel launch", readable_seconds(own.operator_seconds)),
+            ("matmuls slowed down by the power limit, at most", f"{own.power_slowdown - 1:.0%}"),
             ("fixed cost of a step", readable_seconds(own.step_seconds)),
             ("compute units taken by overlapped collectives", f"{device.units_taken.collectives:.0%}"),
         ]
@@ -55,6 +61,32 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
         return rows
 
     return [(name, old, new) for (name, old), (_, new) in zip(shown(before), shown(after))]
+
+
+def _mode_rows(own: EngineKernels) -> list[tuple[str, str, str]]:
+    rows = [
+        (f"{name}, times the bytes of one kernel", f"{own.eager.get(name, 1):.1f}", f"{own.compiled.get(name, 1):.1f}")
+        for name in PASSES
+    ]
+    for name, seconds in (
+        ("kernels' starts in a layer", own.device_starts),
+        ("the host's time for it", own.host_launches),
+    ):
+        eager, compiled = (readable_seconds(seconds(mode, rotary=True, moe=False)) for mode in MODES)
+        rows.append((name, eager, compiled))
+    eager, compiled = (f"{own.routing.get(mode, 0.0):.1f}" for mode in MODES)
+    rows.append(("tokens sorted by expert, times one reading and writing", eager, compiled))
+    return rows
+
+
+def _engine_rows(own: EngineKernels) -> list[tuple[str, str]]:
+    rows = [
+        ("optimizer, times the bytes of its states", f"{own.update_traffic:.2f}"),
+        ("loss, times 10 bytes of a logit", f"{own.loss_traffic:.2f}"),
+        ("attention with a sliding window, its speed over the other's", f"{own.windowed_attention:.2f}"),
+    ]
+    rows += [(f"FP8 matmuls, a scale per {name}", f"{share:.0%} of the peak") for name, share in own.scaled.items()]
+    return rows
 
 
 def _levels(before: NetworkLevel, after: NetworkLevel) -> Iterator[tuple[str, NetworkLevel]]:

@@ -7,64 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardwise.spec.codec import FrozenMapping, Spec, count, quantity
+from shardwise.spec.codec import Spec, count, quantity
+from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.errors import SpecError
 from shardwise.spec.network import Link, NetworkLevel
 from shardwise.spec.presets import preset_field
 
-_SHARE, _PART = {"above": 0, "maximum": 1}, {"minimum": 0, "maximum": 1}
+_PART = {"minimum": 0, "maximum": 1}
 DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
 # The type whose rate a device without the key's type computes at.
 _WIDER = {"fp4": "fp8", "fp6": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32",
           "fp32": "fp64"}  # fmt: skip
 MOST_DEVICES = 10_000_000
-GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0.55, "fp4": 0.50})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency(Spec):
-    """How much of its peak a device sustains, and what a call costs: what a data sheet does not give.
-
-    `calibrate` replaces it by a measured one. ``gemm`` is the share of the peak that matmuls sustain in a long step,
-    per data type; ``gemm_rolloff`` the inner dimension at which half of it is left. ``operand_traffic`` is the share of
-    the operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a fused
-    kernel of the newest class reaches with heads of 128 features; ``older_attention`` is what the class before it
-    reaches of that, ``exponential_flops`` the matmul FLOPs that an exponential takes as long as: narrower heads have
-    more of them. ``score_flops`` are the FLOPs of a score besides its matmuls, which matter on CPUs. Matmuls of several
-    experts sustain ``expert_gemm`` of ``gemm``, half of it with ``expert_rolloff`` tokens each; one alone is like any.
-    ``routing_seconds`` is what every mixture-of-experts layer adds to a pass because the host waits for the number of
-    tokens that each expert gets, unless the whole step is one CUDA graph; ``routing_traffic`` how often the tokens are
-    read and written to sort them by expert. ``overlapped_tp_exposed`` is what stays exposed of tensor-parallel
-    communication that is sent tile by tile. ``device_spread`` is the standard deviation of a step's time between
-    devices, ``layer_jitter`` that of a layer's time between nodes, as shares.
-    """
-
-    gemm: Mapping[str, float] = field(default=GENERIC_GEMM, metadata=_SHARE)
-    gemm_rolloff: float = field(default=0.0, metadata={"minimum": 0})
-    operand_traffic: float = field(default=0.3, metadata={"minimum": 0})
-    expert_gemm: float = field(default=0.9, metadata=_SHARE)
-    expert_rolloff: float = field(default=300.0, metadata={"minimum": 0})
-    memory: float = field(default=0.85, metadata=_SHARE)
-    elementwise_traffic: float = field(default=1.0, metadata={"minimum": 0})
-    attention_forward: float = field(default=0.6, metadata=_SHARE)
-    attention_backward: float = field(default=0.5, metadata=_SHARE)
-    older_attention: float = field(default=0.6, metadata=_SHARE)
-    score_flops: float = field(default=0.0, metadata={"minimum": 0})
-    exponential_flops: float = field(default=0.0, metadata={"minimum": 0})
-    stored_scores_traffic: float = field(default=1.0, metadata={"minimum": 0})
-    routing_traffic: float = field(default=5.0, metadata={"minimum": 0})
-    routing_seconds: float = quantity("seconds", 9e-4, minimum=0)
-    overlapped_tp_exposed: float = field(default=0.2, metadata={"minimum": 0, "maximum": 1})
-    operator_seconds: float = quantity("seconds", 5e-6, minimum=0)
-    stage_call_seconds: float = quantity("seconds", 0.0, minimum=0)
-    device_spread: float = field(default=0.01, metadata={"minimum": 0})
-    layer_jitter: float = field(default=0.03, metadata={"minimum": 0})
-    step_seconds: float = quantity("seconds", 0.02, minimum=0)
-    source: str = "generic prior: no measurement of this device"
-
-    def gemm_share(self, data_type: str) -> float:
-        """Share of the peak of ``data_type``; a type that is not described takes the 16-bit share."""
-        return self.gemm.get(data_type, self.gemm.get("bf16", GENERIC_GEMM["bf16"]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
-from shardwise.cost.compute.flops import attended_tokens_of_rank
+from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
+from shardwise.cost.compute.pieces import loss_tokens_at_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
@@ -23,16 +24,20 @@ class OperatorRole(Enum):
     PROJECTION = "attention projection"
     ATTENTION = "attention"
     NORMS = "norms and residuals"
+    HEAD_NORMS = "norms of heads"
     ROTARY = "rotary embedding"
     ACTIVATION = "activation"
     MLP = "MLP"
     ROUTER = "router"
+    SCORES = "scores of the router"
     PERMUTE = "permute"
     EXPERTS = "experts"
     EXPERT_BIAS = "biases of experts"
     PREDICTION = "prediction projection"
     HEAD = "head"
     LOSS = "loss"
+    HEAD_GRADIENT = "gradient of the head"
+    STARTS = "starts of kernels"
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,12 @@ class Operator:
     inner: float = 0.0
     heads: float = 0.0
     attended: float = 1.0  # share of the keys that mask and window leave visible to a query
+    windowed: float = 0.0  # share of its FLOPs that is in layers with a sliding window
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     kernels: int = 1
     expert: bool = False
+    rotary: bool = False  # of a layer with rotary embedding
     matrices: float = 1.0  # of a grouped matmul, which divides the rows among them
     wide: bool = False  # stays in 16 bit in every recipe
     split: Split = "none"  # by tensor parallelism
@@ -84,7 +91,8 @@ def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Oper
     """Every operator of one dense or mixture-of-experts layer."""
     last = ends_with_product(model, moe=moe)
     mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
-    return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp)
+    starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=moe, rotary=model.positions == "rope")
+    return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp, starts)
 
 
 def ends_with_product(model: Model, *, moe: bool) -> bool:
@@ -130,7 +138,15 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
-                    recomputed_by="attention")  # fmt: skip
+                    windowed=_windowed_share(model, shape.seq), recomputed_by="attention")  # fmt: skip
+
+
+def _windowed_share(model: Model, seq: int) -> float:
+    if model.sliding_window is None or model.sliding_window >= seq:
+        return 0.0
+    every = model.sliding_window_every
+    full = seq / 2 if model.causal else seq
+    return 1.0 if every == 1 else 1 - full / every / attended_tokens(model, seq)
 
 
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
@@ -141,9 +157,12 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
     hidden = model.hidden * shape.region_tokens
     operators = [Operator(OperatorRole.NORMS, "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
                           kernels=4, recomputed_by="norm")]  # fmt: skip
+    heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
+    moved = 4 * heads * model.query_key_dim * shape.tokens
+    if model.qk_norm:  # reads one tensor and writes one; backward it also reads the gradient
+        operators.append(Operator(OperatorRole.HEAD_NORMS, "traffic", forward_bytes=moved, backward_bytes=1.5 * moved,
+                                  kernels=0))  # fmt: skip
     if model.positions == "rope":
-        heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
-        moved = 4 * heads * model.query_key_dim * shape.tokens
         operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
     return operators
 
@@ -176,8 +195,10 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     width = moe.ffn / shape.expert_tp
     up = (2 if model.gated else 1) * width
     moved = 4 * model.hidden * own
+    scores = 8 * moe.experts * shape.region_tokens  # fp32, read and written
     operators = [
         Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
+        Operator(OperatorRole.SCORES, "traffic", forward_bytes=scores, backward_bytes=scores, kernels=0),
         Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
         Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True, matrices=shape.local_experts),
         _activation(model, routed * width),
@@ -209,9 +230,14 @@ def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...
 def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
     logits = shape.tokens * model.vocab / shape.tp
+    # Of a head whose logits are made in pieces, the gradient is summed in fp32: it is read and written for each piece,
+    # set to zero before and scaled to 16 bits after; the gradient of the embedding is set to zero, written and added.
+    pieces = math.ceil(shape.tokens / loss_tokens_at_once(model.vocab / shape.tp))
+    summed = (8 * pieces + 18) * model.hidden * model.vocab / shape.tp
     return (
         Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
         Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
+        Operator(OperatorRole.HEAD_GRADIENT, "traffic", forward_bytes=summed, kernels=0),
     )
 
 

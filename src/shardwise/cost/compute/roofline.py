@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.compute.operators import Operator, OperatorRole
+from shardwise.spec.efficiency import EngineKernels
 from shardwise.spec.hardware import Device
 from shardwise.spec.stack import Stack
 from shardwise.spec.training import Recipe
@@ -53,15 +54,24 @@ class Seconds:
         return Seconds(self.forward, self.input_gradient + moved, self.weight_gradient - moved)
 
 
-def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
-    """Seconds of ``operator`` on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""
-    seconds = {"product": _product, "attention": _attention, "traffic": _traffic}[operator.kind]
-    return seconds(operator, device, recipe, stack)
+def operator_seconds(
+    operator: Operator, device: Device, recipe: Recipe, stack: Stack, slowdown: float = 1.0
+) -> Seconds:
+    """Seconds of ``operator`` on ``device`` in the formats of ``recipe``, as ``stack`` runs it.
+
+    Matmuls and attention take ``slowdown`` times as long as at full clock; what moves bytes does not.
+    """
+    if operator.kind == "traffic":
+        return _traffic(operator, device, recipe, stack)
+    if operator.kind == "attention":
+        return _attention(operator, device, recipe, stack) * slowdown
+    return _product(operator, device, recipe, stack) * slowdown + _product_casts(operator, device, recipe, stack)
 
 
 def _launch(device: Device, stack: Stack) -> float:
-    """Nothing for a step captured as a CUDA graph."""
-    return 0.0 if stack.launched_by_graphs else device.efficiency.operator_seconds
+    """Nothing for a step captured as a CUDA graph, and where the host's launches were measured by layers."""
+    measured = _own(device, stack) is not None
+    return 0.0 if stack.launched_by_graphs or measured else device.efficiency.operator_seconds
 
 
 def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
@@ -70,6 +80,8 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
         recipe = stack.for_experts(recipe)
     data_type = recipe.wide if operator.wide else recipe.compute
     rate = device.peak_flops(data_type) * efficiency.gemm_share(data_type)
+    if (own := _own(device, stack)) is not None and data_type == "fp8" and recipe.scaling in own.scaled:
+        rate = device.peak_flops(data_type) * own.scaled[recipe.scaling]
     rows, columns, inner = operator.rows, operator.columns, operator.inner
     if operator.expert:
         rows_of_each = rows / operator.matrices
@@ -84,14 +96,23 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     launch = _launch(device, stack)
 
     def seconds(depth: float, moved: float) -> float:
-        return operator.flops / rate * (1 + efficiency.gemm_rolloff / depth) + moved * exposed + launch
+        flops = operator.flops * (1 + efficiency.gemm_rolloff / depth) + 2 * efficiency.gemm_tail * depth
+        return flops / rate + moved * exposed + launch
 
-    matmuls = Seconds(
+    return Seconds(
         seconds(inner, read + written), seconds(columns, read + written), seconds(rows / operator.matrices, accumulated)
     )
-    if data_type in ("fp8", "fp4", "int8"):
-        matmuls += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
-    return matmuls
+
+
+def _product_casts(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    """Of the operands, where they are multiplied in 8 bit or less."""
+    if operator.expert:
+        recipe = stack.for_experts(recipe)
+    if operator.wide or recipe.compute not in ("fp8", "fp4", "int8"):
+        return Seconds()
+    own = _own(device, stack)
+    times = 1.0 if own is None else own.casts.get(recipe.scaling, 1.0)
+    return _casts(operator, stack) * (times / (device.memory_bandwidth * device.efficiency.memory))
 
 
 def _casts(operator: Operator, stack: Stack) -> Seconds:
@@ -115,12 +136,15 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     if stack.attention == "unfused":
         return _stored_scores_attention(operator, device, recipe, stack)
     scores = operator.rows * operator.columns * operator.heads
-    flops = (operator.flops + efficiency.score_flops * scores) * operator.attended
+    diagonal = min(1.0, efficiency.attention_rolloff / operator.columns)
+    flops = (operator.flops + efficiency.score_flops * scores) * (operator.attended + diagonal)
     older = 1.0 if stack.attention == "fused" else efficiency.older_attention
     # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel of the first (arXiv 2307.08691, section 4.1).
     older /= 1.9 if stack.attention == "flash-1" else 1.0
     features = operator.inner / operator.heads / 2
     older *= (1 + efficiency.exponential_flops / 512) / (1 + efficiency.exponential_flops / (4 * features))
+    if operator.windowed and (own := _own(device, stack)) is not None:
+        older *= 1 / (1 - operator.windowed + operator.windowed / own.windowed_attention)
     launch = _launch(device, stack)
     # The backward kernel has five matmuls where the forward one has two (Dao 2023, arXiv 2307.08691).
     return Seconds(
@@ -148,7 +172,44 @@ def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe,
     return Seconds(matmuls + forward + launch, 2 * matmuls + backward + launch)
 
 
+_MEASURED_PASSES = {OperatorRole.NORMS: "norms", OperatorRole.HEAD_NORMS: "head norms", OperatorRole.ROTARY: "rotary",
+                    OperatorRole.ACTIVATION: "activation"}  # fmt: skip
+_ONLY_MEASURED = (OperatorRole.HEAD_GRADIENT, OperatorRole.HEAD_NORMS, OperatorRole.SCORES, OperatorRole.STARTS)
+
+
+def _own(device: Device, stack: Stack) -> EngineKernels | None:
+    """What was measured of our own engine on the device, if it is what runs."""
+    return device.efficiency.own if stack.is_own else None
+
+
+def mode_of(stack: Stack) -> str:
+    return "compiled" if stack.elementwise == "compiled" else "eager"
+
+
+def _own_traffic(operator: Operator, own: EngineKernels, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    """What moves bytes in our own engine, by its measured kernels."""
+    if operator.role is OperatorRole.STARTS:
+        started = own.device_starts(mode_of(stack), rotary=operator.rotary, moe=operator.expert)
+        return Seconds(started / 3, 2 * started / 3)  # two of three products are in the backward pass
+    memory = device.memory_bandwidth * device.efficiency.memory * 2 / recipe.activation
+    if operator.role in _MEASURED_PASSES:
+        by_mode = own.compiled if mode_of(stack) == "compiled" else own.eager
+        passes = by_mode.get(_MEASURED_PASSES[operator.role], 1.0)
+    else:
+        others = {
+            OperatorRole.LOSS: own.loss_traffic,
+            OperatorRole.PERMUTE: own.routing.get(mode_of(stack), device.efficiency.routing_traffic),
+            OperatorRole.SCORES: own.score_traffic,
+        }
+        passes = others.get(operator.role, 1.0)
+    return Seconds(passes * operator.forward_bytes / memory, passes * operator.backward_bytes / memory)
+
+
 def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    if (own := _own(device, stack)) is not None:
+        return _own_traffic(operator, own, device, recipe, stack)
+    if operator.role in _ONLY_MEASURED:
+        return Seconds()
     efficiency = device.efficiency
     # Bytes are counted in 16 bit.
     memory = device.memory_bandwidth * efficiency.memory * 2 / recipe.activation

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import layer_operators
+from shardwise.cost.compute.pieces import loss_tokens_at_once
 from shardwise.cost.memory.activations import (
     SavedRole,
     head_weights,
@@ -30,20 +31,12 @@ from shardwise.spec.training import Recipe
 Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
 
-LOGITS_AT_ONCE = 2**28  # that the loss has in memory: half a GiB in 16 bits
 WIDE_LOGITS = 2**22  # of those, in fp32 at a time where a CPU computes their gradients: 16 MiB; a GPU has none
-EVEN_TOKENS = 128  # a product of whole tiles
 
 
 def padded_vocabulary(vocabulary: int) -> int:
     """The columns of the logits on a GPU, whose products are fast where rows have whole 16 bytes."""
     return vocabulary if vocabulary % 8 == 0 else -(-vocabulary // 64) * 64
-
-
-def loss_tokens_at_once(vocabulary: float) -> int:
-    """The tokens whose logits the loss has in memory, of a whole vocabulary or of a rank's part of it."""
-    tokens = max(1, int(LOGITS_AT_ONCE // vocabulary))
-    return tokens - tokens % EVEN_TOKENS if tokens > EVEN_TOKENS else tokens
 
 
 def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_kinds
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.hardware import GENERIC_GEMM
+from shardwise.spec.efficiency import GENERIC_GEMM
 from shardwise.spec.job import Job
 
 

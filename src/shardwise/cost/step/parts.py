@@ -82,7 +82,8 @@ def _beyond_rounding(difference: float, of: float) -> float:
 def _launched_at_once(job: Job) -> Job:
     """The same job where starting a kernel takes no time."""
     cluster, device = job.cluster, job.cluster.device
-    efficiency = device.efficiency.unchecked(operator_seconds=0.0)
+    own = device.efficiency.own and device.efficiency.own.unchecked(host_seconds={})
+    efficiency = device.efficiency.unchecked(operator_seconds=0.0, own=own)
     return job.unchecked(cluster=cluster.unchecked(device=device.unchecked(efficiency=efficiency)))
 
 

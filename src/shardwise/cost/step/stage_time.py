@@ -11,15 +11,18 @@ from shardwise.cost.compute.operators import (
     LayerShape,
     Operator,
     OperatorKind,
+    OperatorRole,
     ends_operators,
     fully_recomputed_share,
     layer_operators,
     share_run_again,
 )
-from shardwise.cost.compute.roofline import Seconds, operator_seconds
+from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds
 from shardwise.cost.memory.states import Sharding, owned_parameters
 from shardwise.layout.stages import RankContents
+from shardwise.spec.efficiency import EngineKernels
 from shardwise.spec.job import Job
+from shardwise.spec.parameters import parameter_count
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,28 @@ def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Second
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
+            whole = Seconds()
             for operator in layer_operators(job.model, shape, moe=moe):
-                yield operator, seconds_of(operator) * count
+                seconds = seconds_of(operator)
+                whole += seconds
+                yield operator, seconds * count
+            yield _HOST, _host_beyond(job, whole, moe=moe) * count
+
+
+_HOST = Operator(OperatorRole.STARTS, "traffic", kernels=0)
+
+
+def _host_seconds(job: Job, own: EngineKernels, *, moe: bool) -> float:
+    return own.host_launches(mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=moe)
+
+
+def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
+    """What the host's launches of a layer take longer than its kernels; a graph needs none."""
+    own, stack = job.cluster.device.efficiency.own, job.running_stack
+    if own is None or not stack.is_own or stack.launched_by_graphs:
+        return Seconds()
+    host = _host_seconds(job, own, moe=moe)
+    return Seconds(max(0.0, host / 3 - layer.forward), max(0.0, 2 * host / 3 - layer.backward))
 
 
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
@@ -88,12 +111,78 @@ def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]
 
 def _timed(job: Job) -> Callable[[Operator], Seconds]:
     device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
-    return lambda operator: operator_seconds(operator, device, recipe, stack)
+    slower = slowdown(job)
+    return lambda operator: operator_seconds(operator, device, recipe, stack, slower)
+
+
+def slowdown(job: Job) -> float:
+    """What the power limit makes matmuls and attention of a step longer by (`Efficiency.slowdown`)."""
+    efficiency = job.cluster.device.efficiency
+    if efficiency.power_slowdown == 1:
+        return 1.0
+    tensor, other = unslowed_seconds(job)
+    parameters = parameter_count(job.model) / job.strategy.tp
+    return efficiency.slowdown(tensor, other + _update_seconds(job, 38 * parameters, parameters))
+
+
+def unslowed_seconds(job: Job) -> tuple[float, float]:
+    """Matmuls with attention, and all else, of the passes of a step through the whole model at full clock.
+
+    Of the model, not of a rank: every part of a step has the same clock.
+    """
+    device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
+    shape, tensor, other = layer_shape(job), 0.0, 0.0
+    layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
+    parts = [(count, layer_operators(model, shape, moe=moe)) for count, moe in layers if count]
+    full = 1.0 if job.strategy.recompute == "full" else 0.0
+    for count, operators in (*parts, (1, ends_operators(model, shape))):
+        for operator in operators:
+            alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
+            again = share_run_again(job, operator, full)
+            once, twice = (float(one.total + again * one.forward) for one in (alone, doubled))
+            tensor += job.microbatches * count * (twice - once)
+            other += job.microbatches * count * (2 * once - twice)
+    return tensor, other
 
 
 def step_overhead(job: Job) -> float:
-    """What the host adds to a step: nothing where the step is one graph, its optimizer included."""
-    return 0.0 if job.running_stack.cuda_graphs == "step" else job.cluster.device.efficiency.step_seconds
+    """What the host adds to a step: nothing where the step is one graph, its optimizer included.
+
+    Where the host's launches were measured, only what the kernels of the layers do not hide.
+    """
+    efficiency, stack = job.cluster.device.efficiency, job.running_stack
+    if stack.cuda_graphs == "step":
+        return 0.0
+    if efficiency.own is None or not stack.is_own:
+        return efficiency.step_seconds
+    layers = ((job.model.layers - job.model.moe_layers, False), (job.model.moe_layers, True))
+    host = job.microbatches * sum(n * _host_seconds(job, efficiency.own, moe=moe) for n, moe in layers)
+    ahead = (sum(unslowed_seconds(job)) - host) / job.strategy.pp
+    return max(0.0, efficiency.step_seconds - max(0.0, ahead))
+
+
+def _update_seconds(job: Job, moved: Any, parameters: Any) -> Any:
+    """At sustained bandwidth; our own engine's pass over ``parameters`` as it was measured, where it was.
+
+    It reads and writes both moments (16 bytes), the weight and the rest of its master (8), and reads the gradient, as
+    does the norm.
+    """
+    efficiency = job.cluster.device.efficiency
+    if efficiency.own is not None and job.stack.is_own:
+        moved = efficiency.own.update_traffic * (24 + 2 * job.training.recipe.gradient) * parameters
+    return moved / (job.cluster.device.memory_bandwidth * efficiency.memory)
+
+
+_ACCUMULATION_BYTES = 10  # of a parameter: its 16-bit gradient is read, the fp32 sum read and written
+
+
+def _accumulation_seconds(job: Job, contents: RankContents) -> Any:
+    """What adding the gradients of all microbatches but the first takes, where it was measured."""
+    efficiency = job.cluster.device.efficiency
+    if efficiency.own is None or not job.stack.is_own:
+        return 0.0
+    moved = efficiency.own.accumulation_traffic * _ACCUMULATION_BYTES * contents.total * (job.microbatches - 1)
+    return moved / (job.cluster.device.memory_bandwidth * efficiency.memory)
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
@@ -106,7 +195,7 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     owned = owned_parameters(contents, sharding)
     local = owned if sharding.gradients_sharded else contents.total
     moved = 30 * owned + 8 * local + sharding.moved_bytes * contents.total
-    seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + step_overhead(job)
+    seconds = _update_seconds(job, moved, owned) + _accumulation_seconds(job, contents) + step_overhead(job)
     if job.stack.per_parameter_shards:
         matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
         # One copy into the reduce-scatter buffer, one out of the all-gather's, for every rank's part of every matrix.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,10 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import local_rank
+from shardwise.measure.calibrate.gpu_figures import CopyFigure, ProductFigure
+from shardwise.measure.calibrate.gpu_samples import GpuSamples, measure_gpu
 from shardwise.measure.calibrate.ranks import Rank, StoreBarrier, seconds_of
+from shardwise.measure.calibrate.steps import update_again
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster, Device
@@ -95,8 +97,8 @@ class DeviceSamples:
     copies: tuple[CopySample, ...]
     steps: tuple[StepSample, ...]
     host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
-    launch_seconds: float | None = None  # of a kernel on a GPU, which runs while the next ones are launched
     formats: tuple[MatmulSample, ...] = ()  # one small matmul in each, on a CPU: it may lack the instructions
+    gpu: GpuSamples | None = None
 
 
 # -- The job of one step of a small model on one device, as it is measured and as it is priced -------
@@ -118,7 +120,6 @@ def step_job(shape: StepShape, precision: str, device: Device | None = None) -> 
 
 # -- measuring ---------------------------------------------------------------------------------------
 
-_LAUNCHES = 500  # fewer than a GPU's queue holds
 _SMALL = (128, 96, 96)
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -147,32 +148,36 @@ CPU = Sizes(
      StepShape(2, 64, 8, 128, 2048, 16, 64)),
     ("fp32", "bf16", "fp16"),
 )  # fmt: skip
-GPU = Sizes(
-    ("bf16", "fp32"),
-    ((8192, 2048, 2048), (8192, 2048, 8192), (8192, 8192, 2048), (4096, 4096, 4096), (8192, 1024, 4096),
-     (2048, 4096, 14336), (16384, 512, 2048)),
-    ((4, 4096, 16, 128), (8, 2048, 16, 64), (1, 16384, 8, 128), (16, 1024, 16, 128)),
-    (2**28, 2**30),
-    # Large enough that the host launches kernels faster than they run.
-    (StepShape(4, 2048, 16, 8192, 32768, 8, 4096), StepShape(2, 4096, 32, 14336, 16384, 4, 4096),
-     StepShape(6, 1536, 12, 6144, 49152, 16, 2048), StepShape(2, 5120, 40, 13824, 32768, 2, 4096)),
-)  # fmt: skip
 
 
-def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
+def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> DeviceSamples:
     """Runs on every process of a node at once: a device is measured while its neighbours are busy."""
     torch.set_num_threads(threads)
-    index = local_rank(rank.number, max(1, torch.cuda.device_count())) if device_type == "cuda" else 0
-    device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
-    sizes, barrier = (GPU if device_type == "cuda" else CPU), StoreBarrier(rank.store, rank.world)
-    matmuls = tuple(_matmul(name, *one, device, barrier) for name in sizes.precisions for one in sizes.matmuls)
-    formats = tuple(_matmul(name, *_SMALL, device, barrier) for name in sizes.formats)
-    attentions = tuple(_attentions(sizes.precisions[0], sizes, device, barrier))
-    copies = tuple(_copies(sizes, device, barrier))
-    steps = tuple(_steps(sizes, device, barrier))
+    if device_type == "cuda":
+        return _measure_gpu(rank, threads, base)
+    device, barrier = torch.device("cpu"), StoreBarrier(rank.store, rank.world)
+    matmuls = tuple(_matmul(name, *one, device, barrier) for name in CPU.precisions for one in CPU.matmuls)
+    formats = tuple(_matmul(name, *_SMALL, device, barrier) for name in CPU.formats)
+    attentions = tuple(_attentions(CPU.precisions[0], CPU, device, barrier))
+    copies = tuple(_copies(CPU, device, barrier))
+    steps = tuple(_steps(CPU, device, barrier))
+    memory = _memory(device, rank.ranks_per_host)
+    return DeviceSamples(_name(device), threads, memory, matmuls, attentions, copies, steps, formats=formats)
+
+
+def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
+    """Its figures in the form of `GpuSamples`; what ranks are compared by also as every device's."""
+    device = torch.device("cuda", local_rank(rank.number, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    barrier = StoreBarrier(rank.store, rank.world)
+    found = measure_gpu(base, device, compiles=rank.first_of_host, meet=barrier.wait)
+    matmuls = [one for one in found.figures if isinstance(one, ProductFigure) and one.product == "forward"]
+    copies = [one for one in found.figures if isinstance(one, CopyFigure)]
     return DeviceSamples(
-        _name(device), threads, _memory(device, rank.ranks_per_host), matmuls, attentions, copies, steps,
-        tuple(_host_copies(device, barrier)), _launch(device), formats,
+        _name(device), threads, _memory(device, rank.ranks_per_host),
+        tuple(MatmulSample("bf16", one.rows, one.inner, one.columns, one.seconds) for one in matmuls), (),
+        tuple(CopySample(one.bytes, one.seconds) for one in copies), (),
+        tuple(_host_copies(device, barrier)), gpu=found,
     )  # fmt: skip
 
 
@@ -204,26 +209,10 @@ def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterat
 
 
 def _host_copies(device: torch.device, barrier: StoreBarrier) -> Iterator[CopySample]:
-    if device.type != "cuda":
-        return
     for size in (2**24, 2**28):
         source = torch.ones(size, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(size, dtype=torch.uint8, device=device)
         yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, barrier))
-
-
-def _launch(device: torch.device) -> float | None:
-    """The host's time to launch a kernel asynchronously."""
-    if device.type != "cuda":
-        return None
-    number = torch.zeros(1, device=device)
-    for _ in range(_LAUNCHES):
-        number.add_(1)
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(_LAUNCHES):
-        number.add_(1)
-    return (time.perf_counter() - began) / _LAUNCHES
 
 
 def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:
@@ -237,17 +226,9 @@ def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterato
             engine.step(batch)
             both = seconds_of(partial(engine.step, batch), device, barrier)
             engine.forward_backward(batch)
-            update = seconds_of(partial(_update_again, engine), device, barrier)
+            update = seconds_of(partial(update_again, engine), device, barrier)
             yield StepSample(shape, sizes.precisions[0], max(both - update, 1e-9), update)
             del engine
-
-
-def _update_again(engine: Engine) -> None:
-    """Repeats an update: the gradients that it frees are restored."""
-    kept = [(one.parameter, one.parameter.grad) for one in engine.parameters]
-    engine.update()
-    for parameter, gradient in kept:
-        parameter.grad = gradient
 
 
 def _name(device: torch.device) -> str:

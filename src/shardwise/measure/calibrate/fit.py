@@ -24,13 +24,15 @@ from shardwise.measure.calibrate.device_samples import (
 )
 from shardwise.measure.calibrate.link_samples import LinkSample
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.hardware import Device, Efficiency
+from shardwise.spec.efficiency import Efficiency
+from shardwise.spec.hardware import Device
 from shardwise.spec.network import NetworkLevel, Transport
 
 # -- non-negative coefficients that explain measured seconds -----------------------------------------
 
 Numbers = NDArray[np.float64]
 NEGLIGIBLE = 1e-9
+_DRAWN = 0.03  # of a value twice its expected one costs as much as an error of 1%
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,27 @@ class Fit:
     residuals: tuple[float, ...]
 
 
-def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None) -> Fit:
+def fit(
+    features: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    known: Sequence[float] | None = None,
+    expected: Sequence[float] | None = None,
+) -> Fit:
     """Minimises the relative errors of ``known + features · values``; every value is zero or more.
 
+    Where values are ``expected``, each is drawn to its own, a little: it stays there if no measurement depends on it.
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
     """
     measured = np.asarray(seconds, dtype=float)
     base = np.zeros_like(measured) if known is None else np.asarray(known, dtype=float)
     rows = np.asarray(features, dtype=float) / measured[:, None]
     scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    parts = _nonnegative(rows / scales, (measured - base) / measured)  # of the measurement that it explains most of
+    target = (measured - base) / measured
+    matrix = rows / scales
+    if expected is not None:
+        drawn = _DRAWN / (np.asarray(expected, dtype=float) * scales)
+        matrix, target = np.vstack([matrix, np.diag(drawn)]), np.append(target, np.full(len(drawn), _DRAWN))
+    parts = _nonnegative(matrix, target)  # of the measurement that it explains most of
     values = np.where(parts < NEGLIGIBLE, 0.0, parts) / scales
     model = base + np.asarray(features, dtype=float) @ values
     return Fit(tuple(values.tolist()), tuple((model / measured - 1).tolist()))
@@ -125,9 +138,7 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         device = _with_formats(device, one.formats)
     device, forward, backward = _with_attention(device, one.attentions)
     residuals += [Residual.of("attention, forward", forward), Residual.of("attention, backward", backward)]
-    if one.launch_seconds is not None:
-        device = replace(device, efficiency=replace(device.efficiency, operator_seconds=one.launch_seconds))
-    device, found = _with_steps(device, one.steps, calls_known=one.launch_seconds is not None)
+    device, found = _with_steps(device, one.steps)
     residuals.append(Residual.of("passes of small models", found))
     return _with_updates(device, one.steps), residuals
 
@@ -218,9 +229,8 @@ def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tu
     return replace(device, efficiency=efficiency), forward, backward
 
 
-def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: bool) -> tuple[Device, Fit]:
-    """The traffic of elementwise kernels over their minimum; and the cost of launching a kernel, unless that was
-    measured alone: a GPU runs kernels while the next ones are launched."""
+def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fit]:
+    """The traffic of elementwise kernels over their minimum, and the cost of starting one."""
 
     def priced(step: StepSample, **changes: float) -> float:
         efficiency = replace(device.efficiency, **changes)  # type: ignore[arg-type]
@@ -229,7 +239,7 @@ def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: boo
         return float(seconds.forward + seconds.backward)
 
     known = [priced(step) for step in steps]
-    names = ("elementwise_traffic",) if calls_known else ("elementwise_traffic", "operator_seconds")
+    names = ("elementwise_traffic", "operator_seconds")
     features = [[priced(step, **{name: 1.0}) - base for name in names] for step, base in zip(steps, known)]
     found = fit(features, [step.passes_seconds for step in steps], known)
     efficiency = replace(device.efficiency, **dict(zip(names, found.values)))  # type: ignore[arg-type]

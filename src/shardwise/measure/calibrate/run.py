@@ -17,6 +17,8 @@ from shardwise.launch.pool import Pool
 from shardwise.launch.torchrun import Started
 from shardwise.measure.calibrate.device_samples import DeviceSamples, measure_device
 from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
+from shardwise.measure.calibrate.fit_gpu import fitted_gpu
+from shardwise.measure.calibrate.gpu_samples import middle_gpu
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, measure_overlap, slowest
 from shardwise.measure.calibrate.ranks import PoolRanks, Rank, Ranks, hosts_of, started_ranks
 from shardwise.measure.doctor.host import MOST_BYTES, timed_read, timed_write
@@ -155,7 +157,7 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
         hosts = hosts_of(ranks)
         if "device" in request.parts:
             report(f"device: matmuls, attention, memory and steps on {cluster.devices} at once")
-            samples = ranks.run(measure_device, request.device, request.threads)
+            samples = ranks.run(measure_device, request.device, request.threads, cluster.device)
             device, found = _device(request, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
             slow += slow_devices(samples, hosts)
@@ -197,7 +199,11 @@ def _ranks(request: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]
 
 def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
     known = request.device == "cuda"
-    device, residuals = fitted_device(request.cluster.device, samples, known_peak=known)
+    base, of_gpus = request.cluster.device, [one.gpu for one in samples if one.gpu is not None]
+    if of_gpus:
+        device, residuals = fitted_gpu(base, middle_gpu(of_gpus), samples[0].memory_bytes)
+    else:
+        device, residuals = fitted_device(base, samples, known_peak=known)
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
     device = replace(device, efficiency=replace(device.efficiency, source=source))
     return (device if known else replace(device, name="calibrated-cpu", source=source)), residuals

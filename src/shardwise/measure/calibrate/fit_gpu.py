@@ -1,0 +1,321 @@
+"""From what was measured on a GPU to the constants that its steps are priced with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.cost.compute.operators import Operator, OperatorRole
+from shardwise.cost.compute.roofline import operator_seconds
+from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds, unslowed_seconds
+from shardwise.layout.stages import rank_contents
+from shardwise.measure.calibrate.fit import Fit, Residual, fit
+from shardwise.measure.calibrate.gpu_figures import AttentionFigure, CopyFigure, ProductFigure
+from shardwise.measure.calibrate.gpu_samples import GpuSamples
+from shardwise.measure.calibrate.steps import CaseSample, case_job
+from shardwise.measure.calibrate.sustained import Mix
+from shardwise.spec.codec import FrozenMapping
+from shardwise.spec.efficiency import MODES, PASSES, SCALINGS, Efficiency, EngineKernels
+from shardwise.spec.hardware import Device
+from shardwise.spec.job import Job
+from shardwise.spec.stack import default_stack
+from shardwise.spec.training import RECIPES
+
+_KEPT = ("device_spread", "layer_jitter", "overlapped_tp_exposed", "routing_seconds", "elementwise_traffic",
+         "older_attention", "stored_scores_traffic", "routing_traffic")  # fmt: skip  # what one GPU of ours cannot show
+_NOTHING = EngineKernels(
+    eager=FrozenMapping(dict.fromkeys(PASSES, 0.0)), compiled=FrozenMapping(dict.fromkeys(PASSES, 0.0)),
+    layer_seconds=FrozenMapping(), host_seconds=FrozenMapping(), update_traffic=0.0, loss_traffic=0.0,
+    accumulation_traffic=0.0, routing=FrozenMapping(dict.fromkeys(MODES, 0.0)), score_traffic=0.0,
+    casts=FrozenMapping(dict.fromkeys(SCALINGS, 0.0)),
+)  # fmt: skip
+
+
+def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[Device, list[Residual]]:
+    """``base`` with its data sheet's peaks, and all that was measured as shares of them."""
+    copies = [one for one in samples.figures if isinstance(one, CopyFigure)]
+    copied = max(2 * one.bytes / one.seconds for one in copies if 2 * one.bytes > 4 * base.cache)
+    slowest, other = fitted_power(samples.mixes)
+    kept = {name: getattr(base.efficiency, name) for name in _KEPT}
+    efficiency = Efficiency(
+        **kept, gemm=base.efficiency.gemm, operand_traffic=0.0, memory=min(1.0, copied / base.memory_bandwidth),
+        operator_seconds=0.0, step_seconds=0.0, power_slowdown=slowest, other_power=other, own=_NOTHING,
+    )  # fmt: skip
+    device = replace(base, driver_memory=max(0.0, base.memory - memory_bytes), efficiency=efficiency)
+    slowed = efficiency.slowdown_at(samples.figures_share)
+    products = [replace(one, seconds=one.seconds / slowed) for one in samples.figures if isinstance(one, ProductFigure)]
+    attentions = [replace(one, seconds=one.seconds / slowed)
+                  for one in samples.figures if isinstance(one, AttentionFigure)]  # fmt: skip
+    residuals: list[Residual] = []
+    for with_some in (_with_products, _with_experts, _with_scaled):
+        device, found = with_some(device, products)
+        residuals += found
+    device, found = _with_attention(device, attentions)
+    residuals += found
+    device, found = _with_steps(device, samples.cases)
+    return device, [*residuals, *found]
+
+
+def fitted_power(mixes: Sequence[Mix]) -> tuple[float, float]:
+    """``power_slowdown`` and ``other_power`` that explain matmuls beside more and more copies."""
+    best: tuple[float, float, float] = (float("inf"), 1.0, 0.7)
+    for other in range(40, 100, 2):
+        for percent in range(100, 150):
+            tried = Efficiency(power_slowdown=percent / 100, other_power=other / 100)
+            found = fit([(tried.slowdown_at(one.share),) for one in mixes], [one.seconds for one in mixes])
+            error = sum(one * one for one in found.residuals)
+            if error < best[0] - 1e-12:
+                best = error, tried.power_slowdown, tried.other_power
+    return best[1:]
+
+
+# -- kernels: a feature is the price with one coefficient, so there is no second model of a kernel ----
+
+
+def _changed(device: Device, **changes: Any) -> Device:
+    return replace(device, efficiency=replace(device.efficiency, **changes))
+
+
+def _own_changed(device: Device, **changes: Any) -> Device:
+    assert device.efficiency.own
+    return _changed(device, own=replace(device.efficiency.own, **changes))
+
+
+def _priced(figure: ProductFigure, device: Device) -> float:
+    operator = Operator(
+        OperatorRole.MLP, "product", figure.rows, figure.columns, figure.inner, matrices=figure.matrices,
+        expert=figure.matrices > 1,
+    )  # fmt: skip
+    recipe = next(one for one in RECIPES.values() if one.scaling == figure.scaling and one.wide == "bf16")
+    passes = operator_seconds(operator, device, recipe, default_stack()).passes
+    return float(passes[("forward", "input", "weight").index(figure.product)])
+
+
+def _with_products(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
+    """The asymptotic rate, the loss by short inner dimensions, by the last wave of tiles, and by operands."""
+    plain = [one for one in figures if one.matrices == 1 and not one.scaling]
+
+    def at(**changes: float) -> list[float]:
+        full = {"gemm": FrozenMapping({**device.efficiency.gemm, "bf16": 1.0}), "gemm_rolloff": 0.0, "gemm_tail": 0.0}
+        return [_priced(one, _changed(device, **{**full, "operand_traffic": 0.0, **changes})) for one in plain]
+
+    bare = at()
+    columns = [bare, *([one - none for one, none in zip(at(**{name: 1.0}), bare)]
+                       for name in ("gemm_rolloff", "gemm_tail", "operand_traffic"))]  # fmt: skip
+    features = [(*row, 1.0) for row in zip(*columns)]
+    found = fit(features, [one.seconds for one in plain])
+    slower, rolloff, tail, traffic, _ = found.values
+    share = min(1.0, 1 / slower)
+    gemm = FrozenMapping({**device.efficiency.gemm, **dict.fromkeys(("bf16", "fp16"), share)})
+    fitted = _changed(
+        device, gemm=gemm, gemm_rolloff=rolloff / slower, gemm_tail=tail / slower, operand_traffic=traffic
+    )
+    return fitted, [Residual.of("matmuls in bf16", found)]
+
+
+def _with_experts(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
+    grouped = [one for one in figures if one.matrices > 1]
+    even = _changed(device, expert_gemm=1.0, expert_rolloff=0.0)
+    bare = [_priced(one, even) for one in grouped]
+    features = [(base, base * one.matrices / one.rows) for base, one in zip(bare, grouped)]
+    found = fit(features, [one.seconds for one in grouped], expected=(1.0, 100.0))
+    slower, by_rows = found.values
+    slower = max(1.0, slower)
+    fitted = _changed(device, expert_gemm=1 / slower, expert_rolloff=by_rows / slower)
+    return fitted, [Residual.of("matmuls of experts", found)]
+
+
+def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
+    shares, residuals = {}, []
+    for scaling in dict.fromkeys(one.scaling for one in figures if one.scaling):
+        own = [one for one in figures if one.scaling == scaling]
+        full = _own_changed(device, scaled=FrozenMapping({scaling: 1.0}))
+        found = fit([(_priced(one, full),) for one in own], [one.seconds for one in own])
+        shares[scaling] = min(1.0, 1 / found.values[0])
+        residuals.append(Residual.of(f"matmuls in FP8, a scale per {scaling}", found))
+    gemm = FrozenMapping({**device.efficiency.gemm, **({"fp8": max(shares.values())} if shares else {})})
+    return _changed(_own_changed(device, scaled=FrozenMapping(shares)), gemm=gemm), residuals
+
+
+def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple[Device, list[Residual]]:
+    """Rates of both passes, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
+    plain = [one for one in figures if one.window is None]
+    forward = [one for one in plain if not one.both]
+    backward = [replace(both, seconds=both.seconds - one.seconds)
+                for one, both in zip(forward, [one for one in plain if one.both])]  # fmt: skip
+    best: tuple[float, float, Fit, Fit] | None = None
+    for rolloff in range(0, 1025, 32):
+        first = fit([_attention_work(one, rolloff) for one in forward], [one.seconds for one in forward])
+        per_flop, per_score = first.values
+        score_flops = per_score / per_flop if per_flop else 0.0
+        work = [
+            (flops + score_flops * scores,) for flops, scores in (_attention_work(one, rolloff) for one in backward)
+        ]
+        second = fit(work, [one.seconds for one in backward])
+        error = sum(abs(one) for one in (*first.residuals, *second.residuals))  # some sizes have kernels of their own
+        if best is None or error < best[0]:
+            best = error, float(rolloff), first, second
+    assert best
+    _, kept, first, second = best
+    per_flop, per_score = first.values
+    peak = device.peak_flops("bf16")
+    fitted = _changed(
+        device, attention_forward=min(1.0, 1 / (per_flop * peak)), score_flops=per_score / per_flop,
+        attention_backward=min(1.0, 2.5 / (second.values[0] * peak)), attention_rolloff=kept, exponential_flops=0.0,
+    )  # fmt: skip
+    residuals = [Residual.of("attention, forward", first), Residual.of("attention, backward", second)]
+    windowed = [one for one in figures if one.window is not None and one.both]
+    speeds = [float(operator_seconds(_attention(one), fitted, RECIPES["bf16"], default_stack()).total) / one.seconds
+              for one in windowed]  # fmt: skip
+    return (_own_changed(fitted, windowed_attention=statistics.median(speeds)) if speeds else fitted), residuals
+
+
+def _attention(figure: AttentionFigure) -> Operator:
+    one = figure
+    seen = one.seq / 2 if one.window is None else one.window - one.window**2 / (2 * one.seq)
+    features = one.heads * (one.features + one.value_features)
+    return Operator(OperatorRole.ATTENTION, "attention", one.batch * one.seq, one.seq, features, one.heads,
+                    seen / one.seq)  # fmt: skip
+
+
+def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, float]:
+    """FLOPs and scores behind the mask."""
+    operator = _attention(figure)
+    seen = operator.attended + min(1.0, rolloff / operator.columns)
+    return operator.flops * seen, operator.rows * operator.columns * operator.heads * seen
+
+
+# -- whole steps -------------------------------------------------------------------------------------
+
+# Roughly what PyTorch's kernels move: drawn to where no step tells.
+_EXPECTED = {"eager": (1.6, 5.0, 20.0, 1.8), "compiled": (1.1, 3.0, 1.6, 1.0)}
+_LARGEST_UPDATES = 5
+_LAYER_SECONDS = {"eager": (1e-4, 2e-4), "compiled": (6e-5, 4e-5)}
+
+
+def _with_steps(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, list[Residual]]:
+    recorded = [one for one in cases if one.case.graphs]
+    updates = sorted(recorded, key=lambda one: -one.update_seconds)[:_LARGEST_UPDATES]  # others wait for the host
+    times = [one.update_seconds / _update(case_job(one.case, _own_changed(device, update_traffic=1.0)))
+             for one in updates]  # fmt: skip
+    device = _own_changed(device, update_traffic=statistics.median(times))
+    dense = [one for one in recorded if one.case.model.moe is None and one.case.precision == "bf16"
+             and one.case.microbatches == 1]  # fmt: skip
+    device, found = _with_passes(device, dense)
+    residuals = [Residual.of("passes of dense models", found)]
+    device = _with_accumulation(device, [one for one in recorded if one.case.microbatches > 1])
+    mixtures = [one for one in recorded if one.case.model.moe is not None]
+    changes = {"routing": _setting("routing", "eager"), "scores": _setting("score_traffic"),
+               "starts": _setting("layer_seconds", "mixture")}  # fmt: skip
+    device, found = _with(device, [one for one in mixtures if not one.case.compile], changes, (8.0, 5.0, 2e-4))
+    residuals.append(Residual.of("passes of mixtures of experts", found))
+    compiled = [one for one in mixtures if one.case.compile]
+    device, _ = _with(device, compiled, {"routing": _setting("routing", "compiled")}, (8.0,))
+    for one in recorded:
+        scaling = RECIPES[one.case.precision].scaling
+        if scaling:
+            device, found = _with(device, [one], {scaling: _setting("casts", scaling)}, (1.0,))
+    return _with_host(device, [one for one in cases if not one.case.graphs]), residuals
+
+
+def _with_accumulation(device: Device, cases: Sequence[CaseSample]) -> Device:
+    """What steps of several microbatches take beyond their passes and the update."""
+    times = []
+    for one in cases:
+        job, more = (case_job(one.case, _own_changed(device, accumulation_traffic=value)) for value in (0.0, 1.0))
+        beyond = one.step_seconds - _update(job) - _passes(job)
+        times.append(max(0.0, beyond) / (_update(more) - _update(job)))
+    return _own_changed(device, accumulation_traffic=statistics.median(times)) if times else device
+
+
+Change = Callable[[Device, float], Device]
+
+
+def _setting(name: str, key: str | None = None) -> Change:
+    """Gives a constant of our own engine a value; of a mapping, one of its keys."""
+
+    def change(device: Device, value: float) -> Device:
+        own = device.efficiency.own
+        assert own
+        if key is None:
+            return _own_changed(device, **{name: value})
+        return _own_changed(device, **{name: FrozenMapping({**getattr(own, name), key: value})})
+
+    return change
+
+
+def _with_passes(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, Fit]:
+    changes: dict[str, Change] = {"loss": _setting("loss_traffic")}
+    expected = [1.0]
+    for mode in MODES:
+        changes |= {f"{mode} {name}": _setting(mode, name) for name in PASSES}
+        changes |= {f"{mode} starts": _setting("layer_seconds", mode),
+                    f"{mode} starts, rotary": _setting("layer_seconds", f"{mode} rotary")}  # fmt: skip
+        expected += [*_EXPECTED[mode], *_LAYER_SECONDS[mode]]
+    return _with(device, cases, changes, expected)
+
+
+def _with(
+    device: Device, cases: Sequence[CaseSample], changes: Mapping[str, Change], expected: Sequence[float]
+) -> tuple[Device, Fit]:
+    """The constants that explain what the passes of ``cases`` take beyond their matmuls and attention.
+
+    These are slowed down as the measured step says: prices are linear in the constants but for that.
+    """
+    if not cases:
+        return device, Fit((), ())
+    even = _changed(device, power_slowdown=1.0)
+    bare = [_passes(case_job(one.case, even)) for one in cases]
+    known = [base + _slowed(device, one) for base, one in zip(bare, cases)]
+    columns = [[_passes(case_job(one.case, change(even, 1.0))) - base for one, base in zip(cases, bare)]
+               for change in changes.values()]  # fmt: skip
+    updates = [_update(case_job(one.case, device)) for one in cases]
+    passes = [one.step_seconds - update for one, update in zip(cases, updates)]
+    found = fit(list(zip(*columns)), passes, known, expected)
+    for change, value in zip(changes.values(), found.values):
+        device = change(device, value)
+    return device, found
+
+
+def _passes(job: Job) -> float:
+    seconds = stage_seconds(job, rank_contents(job, 0))
+    return job.microbatches * float(seconds.forward + seconds.backward)
+
+
+def _slowed(device: Device, one: CaseSample) -> float:
+    """Seconds that the power limit adds to a measured step: `Efficiency.slowdown`, where the whole step is known."""
+    tensor, _ = unslowed_seconds(case_job(one.case, device))
+    slowed = tensor
+    for _ in range(12):
+        slowed = tensor * device.efficiency.slowdown_at(min(1.0, slowed / one.step_seconds))
+    return slowed - tensor
+
+
+def _update(job: Job) -> float:
+    return float(optimizer_seconds(job, rank_contents(job, 0), sharding_of(job.strategy)))
+
+
+def _with_host(device: Device, cases: Sequence[CaseSample]) -> Device:
+    """The host's time for a layer and for the rest of a step, where kernels are so small that it is all that counts."""
+
+    def alike(*, rotary: bool, moe: bool = False, compiled: bool = False) -> list[CaseSample]:
+        found = [one for one in cases if one.case.compile == compiled and (one.case.model.moe is not None) == moe
+                 and (one.case.model.positions == "rope") == rotary]  # fmt: skip
+        return sorted(found, key=lambda one: one.case.model.layers)
+
+    few, *_, many = alike(rotary=True)
+    layer = (many.step_seconds - few.step_seconds) / (many.case.model.layers - few.case.model.layers)
+    rest = max(0.0, few.step_seconds - few.case.model.layers * layer)
+
+    def of_layer(found: list[CaseSample], less: float = 0.0) -> float:
+        return max(0.0, (found[-1].step_seconds - rest) / found[-1].case.model.layers - less) if found else 0.0
+
+    host = {}
+    for mode in MODES:
+        host[mode] = of_layer(alike(rotary=False, compiled=mode == "compiled"))
+        host[f"{mode} rotary"] = of_layer(alike(rotary=True, compiled=mode == "compiled"), host[mode])
+    host["mixture"] = of_layer(alike(rotary=True, moe=True), host["eager"] + host["eager rotary"])
+    return _changed(_own_changed(device, host_seconds=FrozenMapping(host)), step_seconds=rest)

@@ -1,0 +1,174 @@
+"""Seconds of kernels on a GPU as a long step has them: on a hot card, one kind after the other, from its own queue.
+
+A cold card runs a burst of matmuls a quarter faster than a step that lasts: its power limit then lowers the clocks. And
+what surrounds a matmul in a step draws less power than matmuls alone. So all figures are recorded as CUDA graphs and
+launched in turn, in an order that changes from round to round; each has operands that no cache holds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.torch_private import new_graph_pool
+
+Call = Callable[[], Any]
+_FIGURE_SECONDS = 1e-3  # of one launch of a figure: long compared with the clock of events
+_MOST_CALLS = 40
+_NOISE = 2**30  # elements
+_PAIRS = 20
+_COPIES_BESIDE = 3  # of 0.13 ms, after each figure of about 1 ms
+_COPIES_PER_MATMUL = (20, 9, 5, 2, 0)  # of 0.13 ms beside 1.5 ms
+CACHED_BYTES = 2e8  # more than any GPU's cache
+
+
+class RandomOperands:
+    """Random numbers that operands are parts of: what a matmul draws depends on its data, and zeros are faster."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._numbers = torch.randn(_NOISE, device=device, dtype=dtype)
+        self._next = 0
+
+    def __call__(self, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if self._next + size > self._numbers.numel():
+            self._next = 0
+        part = self._numbers[self._next : self._next + size].view(shape).detach()
+        self._next += -(-size // 128) * 128  # 256 bytes: as an allocator aligns
+        return part
+
+
+@dataclass(frozen=True)
+class TimedCalls:
+    """What is timed: ``calls`` do the same on different operands."""
+
+    calls: tuple[Call, ...]
+
+
+def sets_of(moved_bytes: float) -> int:
+    """Operand sets of so many bytes that together leave no cache."""
+    return max(1, min(8, math.ceil(CACHED_BYTES / moved_bytes)))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    kept: TimedCalls  # its operands, which the graph reads
+
+
+def _record(figure: TimedCalls, stream: torch.cuda.Stream, pool: Any) -> _Recorded:
+    first = figure.calls[0]
+    with torch.cuda.stream(stream):
+        first()
+        stream.synchronize()
+        began = time.perf_counter()
+        first()
+        stream.synchronize()
+        count = int(_FIGURE_SECONDS / max(1e-6, time.perf_counter() - began))
+        count = max(len(figure.calls), min(_MOST_CALLS, count))
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for number in range(count):
+                figure.calls[number % len(figure.calls)]()
+        finally:
+            graph.capture_end()
+    return _Recorded(graph, count, figure)
+
+
+def heat(device: torch.device, seconds: float) -> None:
+    """Matmuls until the clocks have settled."""
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(20):
+            torch.mm(left, right)
+        torch.cuda.synchronize(device)
+
+
+def sustained_seconds(
+    figures: Sequence[TimedCalls], device: torch.device, seconds: float, ready: Call = lambda: None
+) -> tuple[list[float], float]:
+    """The median seconds of a call of each figure, and the share of the time that all of them took.
+
+    They are measured within about so many ``seconds``, each beside copies, as a step has element-wise kernels beside
+    its matmuls. ``ready`` is waited for before the first is timed.
+    """
+    stream, pool = torch.cuda.Stream(device), new_graph_pool()  # type: ignore[no-untyped-call]
+    recorded = [_record(one, stream, pool) for one in figures]
+    found: list[list[float]] = [[] for _ in figures]
+    order, shuffled = list(range(len(figures))), random.Random(0)
+    ready()
+    heat(device, min(2.0, seconds / 4))
+    began = time.perf_counter()
+    source = torch.randn(2**27, device=device, dtype=torch.bfloat16)
+    beside = partial(torch.empty_like(source).copy_, source)
+    shares: list[float] = []
+    while time.perf_counter() - began < seconds or len(shares) < 3:
+        shuffled.shuffle(order)
+        times, whole = _round([recorded[number] for number in order], beside)
+        shares.append(sum(times) / whole)
+        for number, spent in zip(order, times):
+            found[number].append(spent / recorded[number].calls)
+    return [statistics.median(one) for one in found], statistics.median(shares)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Seconds of a matmul while ``share`` of the time matmuls run, and copies in the rest."""
+
+    share: float
+    seconds: float
+
+
+def mixes(device: torch.device, seconds: float) -> list[Mix]:
+    """The same matmul beside more and more copies, each mix for about so many ``seconds``."""
+    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(2**27, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    found = []
+    for copies in _COPIES_PER_MATMUL:
+        began, spent = time.perf_counter(), list[tuple[float, float]]()
+        while time.perf_counter() - began < seconds:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for number in range(_PAIRS):
+                torch.mm(left, right)
+                marks[2 * number + 1].record()
+                for _ in range(copies):
+                    target.copy_(source)
+                marks[2 * number + 2].record()
+            torch.cuda.synchronize(device)
+            times = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
+            spent.append((sum(times[::2]), sum(times)))
+        later = spent[len(spent) // 2 :]  # the clocks have settled
+        matmuls, whole = (sum(one[place] for one in later) for place in (0, 1))
+        found.append(Mix(matmuls / whole, matmuls / (len(later) * _PAIRS)))
+    return found
+
+
+def _round(recorded: Sequence[_Recorded], beside: Call) -> tuple[list[float], float]:
+    """Seconds of each, and from the first to the last."""
+    marks = []
+    for one in recorded:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        one.graph.replay()
+        after.record()
+        for _ in range(_COPIES_BESIDE):
+            beside()
+        marks.append((before, after))
+    torch.cuda.synchronize()
+    times = [before.elapsed_time(after) / 1e3 for before, after in marks]
+    return times, marks[0][0].elapsed_time(marks[-1][1]) / 1e3
