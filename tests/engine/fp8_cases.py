@@ -164,3 +164,12 @@ def gradients_here(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], Tens
     engine.forward_backward(batch)
     found = {one.name: engine.gradient(one) for one in engine.parameters}
     return weights, {name: one.clone() for name, one in found.items() if one is not None}, batch.tokens, batch.labels
+
+
+def histories_here(job: Job) -> tuple[Tensor, list[float]]:
+    """Of delayed scaling after two steps and an evaluation; and the losses."""
+    engine = Engine(job)
+    losses = [float(engine.step(share(engine, step)).loss) for step in range(2)]
+    engine.evaluate(share(engine, 2))
+    assert engine.delayed is not None
+    return engine.delayed.history, losses

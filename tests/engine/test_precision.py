@@ -24,6 +24,7 @@ MIXED = Precision(torch.bfloat16, torch.float32)
         ("bf16-fp32-grads", MIXED),
         ("fp16", Precision(torch.float16, torch.float16, scaled=True)),
         ("fp8", Precision(torch.bfloat16, torch.float32, scaling="tensor")),
+        ("fp8-delayed", Precision(torch.bfloat16, torch.float32, scaling="tensor", delayed=True)),
         ("fp8-rowwise", Precision(torch.bfloat16, torch.float32, scaling="row")),
         ("fp8-blockwise", Precision(torch.bfloat16, torch.float32, scaling="block")),
     ],

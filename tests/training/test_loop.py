@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -158,10 +158,13 @@ def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path,
     assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
 
 
-def test_a_run_in_fp8_resumes_where_it_stopped_and_goes_on_in_bf16(tmp_path: Path, shards: str) -> None:
-    """States are those of bf16: nothing of FP8 is in a checkpoint."""
+@pytest.mark.parametrize("precision", ["fp8", "fp8-delayed"])
+def test_a_run_in_fp8_resumes_where_it_stopped_and_goes_on_in_bf16(
+    precision: Literal["fp8", "fp8-delayed"], tmp_path: Path, shards: str
+) -> None:
+    """States are those of bf16; of FP8 a checkpoint has at most the histories of delayed scaling, which bf16 skips."""
     job = job_of(shards, run={**SHORT, "steps": 4, "checkpoints": {"steps": 2}})
-    narrow = replace(job, training=replace(job.training, precision="fp8"))
+    narrow = replace(job, training=replace(job.training, precision=precision))
     at_once = run(narrow, tmp_path / "a")
     run(stopped_after(narrow, 2), tmp_path / "b")
     shutil.copytree(tmp_path / "b", tmp_path / "c")

@@ -72,7 +72,7 @@ _FIELD_FLAGS = (
     (
         "--precision",
         "training.precision",
-        "fp32, fp16, bf16, bf16-fp32-grads, fp8, fp8-rowwise, fp8-blockwise, mxfp8, nvfp4, int8",
+        "fp32, fp16, bf16, bf16-fp32-grads, fp8, fp8-delayed, fp8-rowwise, fp8-blockwise, mxfp8, nvfp4, int8",
     ),
     ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adamw-bf16-moments, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),

@@ -15,7 +15,7 @@ from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.data.apply import DataParallel
 from shardwise.engine.data.synchronisation import LateSums, OuterSteps
-from shardwise.engine.fp8.apply import weights_in_fp8
+from shardwise.engine.fp8.apply import delay_scaling, weights_in_fp8
 from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
@@ -71,6 +71,7 @@ class Trainer(ABC, Generic[Given]):
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
         self.in_fp8 = weights_in_fp8(stages.values())
         precision, optimization = precision_of(job.training), job.training.optimization
+        self.delayed = delay_scaling(self.in_fp8, device) if precision.delayed else None
         self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
         data.start()
         self.parameters = held(stages.values())
@@ -155,6 +156,9 @@ class Trainer(ABC, Generic[Given]):
                 self.tied.copy_of(self.optimizer.values(self.tied.weight))
             self.data.publish()
         self.after_update()
+        if self.delayed is not None:
+            names = ("tp", "cp", *(() if self.workers > 1 else ("dp",)))
+            self.delayed.end_step([self.mesh.group(name) for name in names if self.mesh.size(name) > 1])
         self._end_step()
         return norm
 
@@ -162,6 +166,8 @@ class Trainer(ABC, Generic[Given]):
         """Weights may have changed since they were cast; the first microbatch casts them again."""
         for one in self.in_fp8:
             one.forms = None
+        if self.delayed is not None:
+            self.delayed.begin_step()
         self.data.before_step()
 
     def _end_step(self) -> None:

@@ -66,6 +66,7 @@ class Recipe:
     communication: float  # element of an activation on the wire
     source: str
     scaling: Literal["", "tensor", "row", "block"] = ""  # what has a scale of its own in FP8, where this engine runs it
+    delayed: bool = False  # by the scales of earlier steps
     wide_experts: bool = False  # the stack does not quantise routed experts
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
@@ -111,6 +112,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16", "bf16", 2, 0, 2, 4, 2, 2, 2, _MIXED),
         Recipe("bf16-fp32-grads", "bf16", 2, 0, 4, 4, 2, 2, 2, "Megatron-LM accumulates gradients in fp32: 18 B"),
         Recipe("fp8", "fp8", 2, 2, 4, 4, 2, 1, 2, _TE, "tensor"),
+        Recipe("fp8-delayed", "fp8", 2, 2, 4, 4, 2, 1, 2,
+               "Transformer Engine's DelayedScaling: scales by the largest elements of earlier steps", "tensor", True),
         Recipe("fp8-rowwise", "fp8", 2, 2, 4, 4, 2, 1, 2, "torchao float8, recipe rowwise: a scale per row", "row"),
         Recipe("fp8-blockwise", "fp8", 2, 2 * (1 + 4 / FP8_BLOCK**2), 4, 4, 2, 1 + 4 / FP8_BLOCK, 2,
                "DeepSeek-V3 (arXiv 2412.19437, section 3.3): an fp32 scale per 1x128, of weights per 128x128", "block"),
@@ -123,7 +126,17 @@ RECIPES: dict[str, Recipe] = {
     )
 }  # fmt: skip
 PrecisionName = Literal[
-    "fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8"
+    "fp32",
+    "fp16",
+    "bf16",
+    "bf16-fp32-grads",
+    "fp8",
+    "fp8-delayed",
+    "fp8-rowwise",
+    "fp8-blockwise",
+    "mxfp8",
+    "nvfp4",
+    "int8",
 ]
 
 

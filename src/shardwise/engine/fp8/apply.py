@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.fp8.delayed import DelayedLargest, DelayedScaling
 from shardwise.engine.fp8.gathers import GatheredWeight, GatherScales, WeightsTogether, drop_wide_weights
 from shardwise.engine.fp8.linear import Entry, ScaledProducts
 from shardwise.engine.fp8.scaling import BLOCK
@@ -39,6 +40,7 @@ class WeightsInFp8:
         self.layers, self.products = tuple(layers), products
         self.forms: list[Tensor] | None = None
         self.gathered: tuple[GatheredWeight, ...] = ()
+        self.delayed: DelayedLargest | None = None  # else scales are current
 
     def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         outputs = self._outputs(hidden, [one.weight for one in layers])
@@ -50,7 +52,7 @@ class WeightsInFp8:
 
     def _outputs(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         here = [one.form for one in self.gathered] if self.gathered else None
-        return self.products(hidden, weights, self.forms, here)
+        return self.products(hidden, weights, self.forms, here, self.delayed)
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -153,6 +155,14 @@ def gather_in_fp8(stage: nn.Module, group: dist.ProcessGroup) -> GatherScales:
 def weights_in_fp8(stages: Iterable[nn.Module]) -> list[WeightsInFp8]:
     """Of all layers that `apply_fp8` has found."""
     return [one for stage in stages for layer in stage.modules() for one in getattr(layer, _CASTS, ())]
+
+
+def delay_scaling(casts: Sequence[WeightsInFp8], device: torch.device) -> DelayedScaling:
+    """Casts of inputs and gradients by the largest elements of earlier steps."""
+    scaling = DelayedScaling(len(casts), device)
+    for number, one in enumerate(casts):
+        one.delayed = scaling.of(number)
+    return scaling
 
 
 def require_device(device: str, scaling: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.fp8.delayed import GRADIENTS, INPUTS, DelayedLargest
 from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, fp8_turned, product
 from shardwise.engine.fp8.scaling import Form
 from shardwise.engine.tensor.collectives import start_gather, start_scatter, start_sum
@@ -50,18 +51,19 @@ class ScaledProducts:
         weights: Sequence[Tensor],
         forms: Sequence[Tensor] | None,
         gathered: Sequence[Form] | None = None,
+        delayed: DelayedLargest | None = None,
     ) -> tuple[Tensor, ...]:
         """The outputs of each layer; ``forms`` of their weights, where these have been cast before, all together.
 
         ``gathered``: the plain form of each weight, where only that exists and where its memory is filled again for the
-        backward pass.
+        backward pass. ``delayed``: inputs and gradients are cast by earlier steps' largest elements.
         """
         of_weights = [*(forms or ())]
         if gathered is not None:
             of_weights = [*(one.values for one in gathered), *(one.scales for one in gathered)]
         outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
             hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), gathered is not None,
-            *weights, *of_weights,
+            delayed, *weights, *of_weights,
         )  # fmt: skip
         return outputs
 
@@ -102,15 +104,18 @@ class _ScaledProducts(torch.autograd.Function):
         entry: Entry,
         count: int,
         each: bool,
+        delayed: DelayedLargest | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, forms, square = tensors[:count], tensors[count:], scaling == "block"
         gathered = entry == "gathered"
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry
-        ctx.count, ctx.are_cast, ctx.each = count, len(forms) > 0, each
+        ctx.count, ctx.are_cast, ctx.each, ctx.delayed = count, len(forms) > 0, each, delayed
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
         largest = _largest([rows], scaling, False, inputs_over)
+        if delayed is not None:
+            largest = [delayed(INPUTS, largest[0], any(ctx.needs_input_grad))]
         values, scales, turned, turned_scales = fp8_cast([rows], largest, scaling, False, False, True, not gathered)
         if each:
             of_weights = [Form(*both, square) for both in zip(forms[:count], forms[count:])]
@@ -135,6 +140,8 @@ class _ScaledProducts(torch.autograd.Function):
         early = start_gather(kept[0], group) if gathered and not waits else None
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         largest = _largest(flat, scaling, False, group)
+        if ctx.delayed is not None:
+            largest = [ctx.delayed(GRADIENTS, largest[0])]
         values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, True)
         dtype, widths = flat[0].dtype, [one.shape[1] for one in flat]
         pending = of_hidden = None
@@ -154,14 +161,16 @@ class _ScaledProducts(torch.autograd.Function):
             if gathered:
                 rows = (early or start_gather(kept[0], group)).wait().flatten(0, -2)
                 largest = _largest([rows], scaling, False)
+                if ctx.delayed is not None:
+                    largest = [ctx.delayed(INPUTS, largest[0])]
                 inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
             found = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), dtype, False)
             return torch.split(found, widths)
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden
-        unread = len(ctx.needs_input_grad) - 7 - ctx.count
-        return (of_hidden, *(None,) * 6, *weight_gradients, *(None,) * unread)
+        unread = len(ctx.needs_input_grad) - 8 - ctx.count
+        return (of_hidden, *(None,) * 7, *weight_gradients, *(None,) * unread)
 
 
 def _rows_of_each(stacked: Form, weights: Sequence[Tensor]) -> list[Form]:

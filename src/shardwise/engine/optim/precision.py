@@ -24,6 +24,7 @@ class Precision:
     compute: torch.dtype = torch.float32
     gradient: torch.dtype = torch.float32
     scaling: str = ""  # of linear layers in FP8 (`engine.fp8`); all else is computed in ``compute``
+    delayed: bool = False  # by the scales of earlier steps
     scaled: bool = False  # small gradients vanish in fp16 unless the loss is made larger
 
     @property
@@ -39,7 +40,7 @@ def precision_of(training: Training) -> Precision:
     """The formats of a job's recipe; refuses what this engine cannot compute in."""
     recipe = RECIPES[training.precision]
     if recipe.scaling:
-        return Precision(torch.bfloat16, torch.float32, recipe.scaling)
+        return Precision(torch.bfloat16, torch.float32, recipe.scaling, recipe.delayed)
     if recipe.compute not in FORMATS:
         raise SpecError("training.precision", f"this engine has no matmuls in {recipe.compute}", "precision: bf16")
     compute = FORMATS[recipe.compute]

@@ -138,13 +138,14 @@ def _read_precision(reading: Reading) -> str:
     fp8 = reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False)
     fp4 = reading.choice("--fp4-format", {"e2m1": True}, False)
     recipe = reading.text("--fp8-recipe", "delayed")
+    history = reading.number("--fp8-amax-history-len", 1), reading.text("--fp8-amax-compute-algo", "most_recent")
     reading.text("--fp4-recipe")
     if fp4:
         return "nvfp4"
     if fp8:
-        if recipe == "delayed":
-            reading.notes.append("delayed scaling is read as current scaling (tensorwise), which has the same price")
-        return {"mxfp8": "mxfp8", "blockwise": "fp8-blockwise"}.get(recipe, "fp8")
+        if recipe == "delayed" and history != (1024, "max"):
+            reading.notes.append("delayed scaling is read as scaling by the largest elements of 1,024 steps")
+        return {"mxfp8": "mxfp8", "blockwise": "fp8-blockwise", "delayed": "fp8-delayed"}.get(recipe, "fp8")
     if half:
         return "fp16"
     # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
@@ -243,6 +244,13 @@ _PRECISION: dict[str, Settings] = {
     "bf16": {"--bf16": True, "--grad-reduce-in-bf16": True},
     "bf16-fp32-grads": {"--bf16": True, "--accumulate-allreduce-grads-in-fp32": True},
     "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "fp8-delayed": {
+        "--bf16": True,
+        "--fp8-format": "hybrid",
+        "--fp8-recipe": "delayed",
+        "--fp8-amax-history-len": 1024,
+        "--fp8-amax-compute-algo": "max",
+    },
     "fp8-blockwise": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "blockwise"},
     "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
     "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},

@@ -68,7 +68,12 @@ def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
             found.append(StateTensor(key, one.part.shape, places, dtype, read, write, worker=worker))
     for name, buffer in (one for stage in trainer.stages.values() for one in lasting_buffers(stage)):
         found.append(_unsharded(f"{BUFFER}/{name}", buffer))
-    return found + _feedback(trainer) + _synchronisation_states(trainer, lambda one: _name(one, tied))
+    return (
+        found
+        + _histories(trainer)
+        + _feedback(trainer)
+        + _synchronisation_states(trainer, lambda one: _name(one, tied))
+    )
 
 
 def worker_of(trainer: Trainer[Any]) -> int:
@@ -107,6 +112,16 @@ def _copy_into(read: Callable[[], Tensor], values: Tensor) -> None:
 def _fill(counts: list[Tensor], values: Tensor) -> None:
     for one in counts:
         one.fill_(values.item())
+
+
+def _histories(trainer: Trainer[Any]) -> list[StateTensor]:
+    """What delayed scaling in FP8 casts by, by the first layer of each input; a run in another precision has none."""
+    if trainer.delayed is None:
+        return []
+    names = {module: name for stage in trainer.stages.values() for name, module in stage.named_modules()}
+    layers = (plain_name(names[one.layers[0]]) for one in trainer.in_fp8)
+    histories = trainer.delayed.history.unbind()
+    return [_unsharded(f"fp8_history/{name}", one, optional=True) for name, one in zip(layers, histories)]
 
 
 def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
