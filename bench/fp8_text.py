@@ -114,10 +114,10 @@ def compare(rows: list[dict[str, Any]]) -> None:
     for precision in sorted({one["precision"] for one in rows} - {"bf16"}):
         both = [(one, plain[one["seed"]]) for one in rows if one["precision"] == precision and one["seed"] in plain]
         for name in ("last", "held_out") if both else ():
-            apart = [one[name] / beside[name] - 1 for one, beside in both]
-            spread = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-            print(f"{precision}: {name.replace('_', ' ')} loss {statistics.fmean(apart):+.2%} of bf16's on average, "
-                  f"standard error {spread:.2%}, {len(apart)} seeds")  # fmt: skip
+            off = [one[name] / beside[name] - 1 for one, beside in both]
+            spread = statistics.stdev(off) / math.sqrt(len(off)) if len(off) > 1 else math.nan
+            print(f"{precision}: {name.replace('_', ' ')} loss {statistics.fmean(off):+.2%} of bf16's on average, "
+                  f"standard error {spread:.2%}, {len(off)} seeds")  # fmt: skip
 
 
 def main() -> None:
