@@ -29,7 +29,7 @@ from shardwise.measure.calibrate.steps import CASES, CaseSample, StepCase, case_
 from shardwise.measure.calibrate.sustained import Mix
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.efficiency import PASSES, SCALINGS, Efficiency, EngineKernels
+from shardwise.spec.efficiency import LAYER_PARTS, PASSES, SCALINGS, Efficiency, EngineKernels
 from shardwise.spec.hardware import Device
 from shardwise.spec.model import MixtureOfExperts, Model
 from shardwise.spec.stack import default_stack
@@ -39,8 +39,8 @@ BASE = cluster_from("dgx-h200").device
 OWN = EngineKernels(
     eager=FrozenMapping(zip(PASSES, (1.7, 6.0, 23.0, 1.8))),
     compiled=FrozenMapping(zip(PASSES, (1.05, 3.0, 1.5, 1.1))),
-    layer_seconds=FrozenMapping({"eager": 1e-4, "eager rotary": 2e-4, "compiled": 6e-5, "mixture": 4e-4}),
-    host_seconds=FrozenMapping({"eager": 1e-3, "eager rotary": 1e-3, "compiled": 8e-4, "mixture": 1e-3}),
+    layer_seconds=FrozenMapping(zip(LAYER_PARTS, (2e-4, 2e-4, 3e-4, 1e-4, 4e-4))),
+    host_seconds=FrozenMapping(zip(LAYER_PARTS, (1e-3, 2e-3, 2e-3, 1e-3, 1e-3))),
     routing=FrozenMapping(eager=6.0, compiled=4.0),
     update_traffic=0.8, loss_traffic=1.4, scaled=FrozenMapping(tensor=0.8, row=0.82, block=0.6),
     casts=FrozenMapping(tensor=2.0, row=2.2, block=1.6), score_traffic=6.0, windowed_attention=0.5,
@@ -51,7 +51,8 @@ TRUTH = replace(
         gemm=FrozenMapping({**BASE.efficiency.gemm, "bf16": 0.9, "fp16": 0.9, "fp8": 0.82}), gemm_rolloff=230.0,
         gemm_tail=2.4e5, operand_traffic=0.0, expert_gemm=0.95, expert_rolloff=90.0, memory=0.87,
         attention_forward=0.8, attention_backward=0.7, attention_rolloff=128.0, score_flops=200.0,
-        operator_seconds=0.0, step_seconds=4e-3, power_slowdown=1.18, other_power=0.7, own=OWN,
+        backward_rolloff=256.0, backward_score_flops=120.0, head_features=64,
+        operator_seconds=0.0, step_seconds=4e-3, power_slowdown=1.18, attention_slowdown=1.06, other_power=0.7, own=OWN,
     ),
 )  # fmt: skip
 UNSEEN = Model(layers=5, hidden=1536, heads=12, kv_heads=4, ffn=6144, vocab=49152, max_seq=4096, activation="swiglu",
@@ -59,17 +60,18 @@ UNSEEN = Model(layers=5, hidden=1536, heads=12, kv_heads=4, ffn=6144, vocab=4915
 
 
 def _figures(device: Device) -> list[GpuFigure]:
-    slowed = device.efficiency.slowdown_at(0.7)
+    attentions = [AttentionFigure(*sizes, both) for sizes in ATTENTIONS for both in (False, True)]
+    attentions.append(AttentionFigure(*WINDOWED, True, window=4096))
     products = [ProductFigure(*shape, product) for shape in LAYERS for product in PRODUCTS]
     products += [ProductFigure(rows, inner, columns, product, experts)
                  for experts, rows, inner, columns in GROUPS for product in PRODUCTS]  # fmt: skip
     products += [ProductFigure(*shape, product, scaling=scaling)
                  for shape in FP8_LAYERS for scaling in SCALINGS for product in PRODUCTS]  # fmt: skip
+    part = 0.7 * len(attentions) / (len(attentions) + len(products))
+    slowed = device.efficiency.slowdown_at(0.7 - part, part)
     bare = replace(device.efficiency, own=replace(OWN, casts=FrozenMapping(dict.fromkeys(SCALINGS, 0.0))))
     casts_apart = replace(device, efficiency=bare)
     found: list[GpuFigure] = [replace(one, seconds=slowed * _priced(one, casts_apart)) for one in products]
-    attentions = [AttentionFigure(*sizes, both) for sizes in ATTENTIONS for both in (False, True)]
-    attentions.append(AttentionFigure(*WINDOWED, True, window=4096))
     for one in attentions:
         operator = replace(_attention(one), windowed=float(one.window is not None))
         seconds = operator_seconds(operator, device, RECIPES["bf16"], default_stack())
@@ -85,7 +87,10 @@ def _sample(case: StepCase) -> CaseSample:
 
 @pytest.fixture(scope="module")
 def found() -> Device:
-    mixes = tuple(Mix(share, 1e-3 * TRUTH.efficiency.slowdown_at(share)) for share in (1.0, 0.8, 0.65, 0.5, 0.3))
+    mixes = (
+        *(Mix(share, 1e-3 * TRUTH.efficiency.slowdown_at(share)) for share in (1.0, 0.8, 0.65, 0.5, 0.3)),
+        *(Mix(share, 2e-3 * TRUTH.efficiency.slowdown_at(0.0, share), attention=True) for share in (1.0, 0.4)),
+    )
     samples = GpuSamples(tuple(_figures(TRUTH)), 0.7, mixes, tuple(map(_sample, CASES)))
     device, residuals = fitted_gpu(BASE, samples, 140 * 2**30)
     assert all(one.worst_error < 0.02 for one in residuals), residuals
@@ -93,9 +98,10 @@ def found() -> Device:
 
 
 def test_the_power_limit_is_found_again() -> None:
-    truth = Efficiency(power_slowdown=1.24, other_power=0.6)
+    truth = Efficiency(power_slowdown=1.24, attention_slowdown=1.1, other_power=0.6)
     mixes = [Mix(share, 2.0 * truth.slowdown_at(share)) for share in (1.0, 0.85, 0.7, 0.5, 0.2)]
-    assert fitted_power(mixes) == (pytest.approx(1.24), pytest.approx(0.6))
+    mixes += [Mix(share, 1.0 * truth.slowdown_at(0.0, share), attention=True) for share in (1.0, 0.3)]
+    assert fitted_power(mixes) == (pytest.approx(1.24), pytest.approx(1.1), pytest.approx(0.6))
 
 
 def test_constants_are_found_again(found: Device) -> None:
@@ -128,7 +134,8 @@ def test_steps_that_were_not_measured_are_priced(found: Device, case: StepCase) 
 
 def test_a_step_of_few_matmuls_runs_at_full_clock() -> None:
     efficiency = TRUTH.efficiency
-    assert efficiency.slowdown(0.2, 0.8) == 1
-    slowed = efficiency.slowdown(0.9, 0.1)
+    assert efficiency.slowdown(0.2, 0.0, 0.8) == 1
+    slowed = efficiency.slowdown(0.9, 0.0, 0.1)
     assert slowed == pytest.approx(efficiency.slowdown_at(0.9 * slowed / (0.9 * slowed + 0.1)))
-    assert 1 < slowed < efficiency.slowdown(1.0, 0.0) == pytest.approx(1.18)
+    assert 1 < slowed < efficiency.slowdown(1.0, 0.0, 0.0) == pytest.approx(1.18)
+    assert efficiency.slowdown(0.5, 0.4, 0.1) < slowed  # attention draws less

@@ -9,7 +9,7 @@ from shardwise.spec.codec import FrozenMapping, Spec, quantity
 
 _SHARE = {"above": 0, "maximum": 1}
 MODES = ("eager", "compiled")
-_PARTS = (*MODES, "eager rotary", "compiled rotary", "mixture")
+LAYER_PARTS = (*MODES, "eager rotary", "compiled rotary", "mixture")
 PASSES = ("norms", "head norms", "rotary", "activation")
 SCALINGS = ("tensor", "row", "block")
 GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0.55, "fp4": 0.50})
@@ -27,15 +27,15 @@ class EngineKernels(Spec):
     gradients of a further microbatch, and for the loss. ``scaled`` is the share of the FP8
     peak by what has a scale of its own, ``casts`` times the bytes that casting moves at least. ``routing`` is how often
     the tokens of a mixture are read and written to sort them by expert and back, by mode, ``score_traffic`` the same of
-    the router's scores in fp32. Layers with rotary embedding and mixtures have further ``layer_seconds`` and
-    ``host_seconds``.
+    the router's scores in fp32. Layers with rotary embedding have ``layer_seconds`` and ``host_seconds`` of
+    their own, mixtures further ones.
     ``windowed_attention`` is the speed of the kernel for sliding windows, over that of the other.
     """
 
     eager: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
     compiled: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
-    layer_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": _PARTS})
-    host_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": _PARTS})
+    layer_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
+    host_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
     update_traffic: float = field(default=1.0, metadata={"minimum": 0})
     accumulation_traffic: float = field(default=0.0, metadata={"minimum": 0})
     loss_traffic: float = field(default=1.0, metadata={"minimum": 0})
@@ -55,7 +55,7 @@ class EngineKernels(Spec):
 
 
 def _by_layer(seconds: Mapping[str, float], mode: str, *, rotary: bool, moe: bool) -> float:
-    names = (mode, *([f"{mode} rotary"] if rotary else []), *(["mixture"] if moe else []))
+    names = (f"{mode} rotary" if rotary else mode, *(["mixture"] if moe else []))
     return sum(seconds.get(name, 0.0) for name in names)
 
 
@@ -71,15 +71,17 @@ class Efficiency(Spec):
     reaches of that, ``exponential_flops`` the matmul FLOPs that an exponential takes as long as: narrower heads have
     more of them. ``attention_rolloff`` is the number of keys that causal attention takes as long for as for all those
     behind the mask: tiles on the diagonal are computed whole. ``score_flops`` are the FLOPs of a score besides its
-    matmuls, which matter on CPUs. Matmuls of several experts sustain ``expert_gemm`` of ``gemm``, half of it with
-    ``expert_rolloff`` tokens each; one alone is like any.
+    matmuls; ``backward_rolloff`` and ``backward_score_flops`` are those of the backward pass where they differ, and a
+    kernel computes heads of a multiple of ``head_features``. Matmuls of several experts sustain ``expert_gemm`` of
+    ``gemm``, half of it with ``expert_rolloff`` tokens each; one alone is like any.
     ``routing_seconds`` is what every mixture-of-experts layer adds to a pass because the host waits for the number of
     tokens that each expert gets, unless the whole step is one CUDA graph; ``routing_traffic`` how often the tokens are
     read and written to sort them by expert. ``overlapped_tp_exposed`` is what stays exposed of tensor-parallel
     communication that is sent tile by tile. ``device_spread`` is the standard deviation of a step's time between
     devices, ``layer_jitter`` that of a layer's time between nodes, as shares. ``power_slowdown``
-    is what matmuls alone take longer for than at full clock because of the device's power limit, ``other_power`` what
-    kernels bound by memory draw of that limit: the more of a step they take, the less matmuls are slowed down.
+    is what matmuls alone take longer for than at full clock because of the device's power limit, ``attention_slowdown``
+    what attention alone does, ``other_power`` what kernels bound by memory draw of that limit: the more of a step the
+    latter take, the less the others are slowed down.
     ``own`` is what only calibrated devices
     have.
     """
@@ -96,6 +98,9 @@ class Efficiency(Spec):
     attention_backward: float = field(default=0.5, metadata=_SHARE)
     older_attention: float = field(default=0.6, metadata=_SHARE)
     attention_rolloff: float = field(default=0.0, metadata={"minimum": 0})
+    backward_rolloff: float | None = field(default=None, metadata={"minimum": 0})
+    backward_score_flops: float | None = field(default=None, metadata={"minimum": 0})
+    head_features: int = field(default=1, metadata={"minimum": 1})
     score_flops: float = field(default=0.0, metadata={"minimum": 0})
     exponential_flops: float = field(default=0.0, metadata={"minimum": 0})
     stored_scores_traffic: float = field(default=1.0, metadata={"minimum": 0})
@@ -108,6 +113,7 @@ class Efficiency(Spec):
     layer_jitter: float = field(default=0.03, metadata={"minimum": 0})
     step_seconds: float = quantity("seconds", 0.02, minimum=0)
     power_slowdown: float = field(default=1.0, metadata={"minimum": 1})
+    attention_slowdown: float = field(default=1.0, metadata={"minimum": 1})
     other_power: float = field(default=0.7, metadata={"minimum": 0, "maximum": 1})
     own: EngineKernels | None = None
     source: str = "generic prior: no measurement of this device"
@@ -116,22 +122,25 @@ class Efficiency(Spec):
         """Share of the peak of ``data_type``; a type that is not described takes the 16-bit share."""
         return self.gemm.get(data_type, self.gemm.get("bf16", GENERIC_GEMM["bf16"]))
 
-    def slowdown(self, tensor_seconds: float, other_seconds: float) -> float:
-        """What matmuls and attention, which take ``tensor_seconds`` of a step at full clock, are slowed down by."""
-        found = 1.0
-        if self.power_slowdown > 1 and tensor_seconds:
+    def slowdown(self, matmul_seconds: float, attention_seconds: float, other_seconds: float) -> float:
+        """What matmuls and attention of a step, which take so many seconds at full clock, are slowed down by."""
+        found, tensor = 1.0, matmul_seconds + attention_seconds
+        if self.power_slowdown > 1 and tensor:
             for _ in range(12):  # it depends on their share of the slower step
-                found = self.slowdown_at(found * tensor_seconds / (found * tensor_seconds + other_seconds))
+                share = found * tensor / (found * tensor + other_seconds)
+                found = self.slowdown_at(share * matmul_seconds / tensor, share * attention_seconds / tensor)
         return found
 
-    def slowdown_at(self, share: float) -> float:
-        """The same where they take this ``share`` of the time.
+    def slowdown_at(self, matmul_share: float, attention_share: float = 0.0) -> float:
+        """The same where they take these shares of the time.
 
-        The clock falls until the mean power is the limit P: share·p + (1-share)·other_power·P = P for matmuls that draw
-        p. A clock f draws f·V², which over the range of a GPU's clocks is about f^2.5 (measured: 676, 709 and 783
-        TFLOP/s with matmuls in 100, 57 and 35% of the time of an H200), and matmuls take 1/f as long.
+        The clock f falls until the mean power is the limit, 1: f^2.5·(matmul_share·p + attention_share·q) +
+        other_share·other_power = 1 for kernels that draw p and q at full clock. A clock draws f·V², which over the
+        range of a GPU's clocks is about f^2.5 (measured: 676, 709 and 783 TFLOP/s with matmuls in 100, 57 and 35% of
+        the time of an H200). Matmuls take 1/f as long; alone that is ``power_slowdown``, so p is power_slowdown^2.5.
         """
-        if self.power_slowdown == 1 or share <= 0:
+        if self.power_slowdown == 1:
             return 1.0
-        drawn: float = self.power_slowdown * (share / (1 - (1 - share) * self.other_power)) ** 0.4
-        return max(1.0, drawn)
+        drawn = matmul_share * self.power_slowdown**2.5 + attention_share * self.attention_slowdown**2.5
+        slower: float = (drawn / (1 - (1 - matmul_share - attention_share) * self.other_power)) ** 0.4
+        return max(1.0, slower)

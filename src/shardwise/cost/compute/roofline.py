@@ -6,6 +6,7 @@ kernel are added (measured whole steps show them; a maximum would hide them).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +136,17 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     efficiency, peak = device.efficiency, device.peak_flops(recipe.wide)
     if stack.attention == "unfused":
         return _stored_scores_attention(operator, device, recipe, stack)
-    scores = operator.rows * operator.columns * operator.heads
-    diagonal = min(1.0, efficiency.attention_rolloff / operator.columns)
-    flops = (operator.flops + efficiency.score_flops * scores) * (operator.attended + diagonal)
+    features = operator.inner / operator.heads / 2
+    whole = efficiency.head_features * math.ceil(features / efficiency.head_features) / features
+    backward = (efficiency.backward_score_flops, efficiency.backward_rolloff)
+    flops, backward_flops = (
+        _attention_flops(operator, whole, *(own if given is None else given for own, given in zip(both, wanted)))
+        for both in [(efficiency.score_flops, efficiency.attention_rolloff)]
+        for wanted in ((None, None), backward)
+    )
     older = 1.0 if stack.attention == "fused" else efficiency.older_attention
     # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel of the first (arXiv 2307.08691, section 4.1).
     older /= 1.9 if stack.attention == "flash-1" else 1.0
-    features = operator.inner / operator.heads / 2
     older *= (1 + efficiency.exponential_flops / 512) / (1 + efficiency.exponential_flops / (4 * features))
     if operator.windowed and (own := _own(device, stack)) is not None:
         older *= 1 / (1 - operator.windowed + operator.windowed / own.windowed_attention)
@@ -149,8 +154,15 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     # The backward kernel has five matmuls where the forward one has two (Dao 2023, arXiv 2307.08691).
     return Seconds(
         flops / (peak * efficiency.attention_forward * older) + launch,
-        2.5 * flops / (peak * efficiency.attention_backward * older) + launch,
+        2.5 * backward_flops / (peak * efficiency.attention_backward * older) + launch,
     )
+
+
+def _attention_flops(operator: Operator, whole: float, score_flops: float, rolloff: float) -> float:
+    """Of one pass over the keys that are seen: matmuls of ``whole`` times their features, and what a score takes."""
+    scores = operator.rows * operator.columns * operator.heads
+    seen = operator.attended + min(1.0, rolloff / operator.columns)
+    return (whole * operator.flops + score_flops * scores) * seen
 
 
 # Bytes per score moved by Megatron-LM's unfused attention in 16 bit. Forward: the matmul writes 2, the fused scale,

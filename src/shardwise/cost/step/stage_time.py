@@ -120,18 +120,18 @@ def slowdown(job: Job) -> float:
     efficiency = job.cluster.device.efficiency
     if efficiency.power_slowdown == 1:
         return 1.0
-    tensor, other = unslowed_seconds(job)
+    matmuls, attention, other = unslowed_seconds(job)
     parameters = parameter_count(job.model) / job.strategy.tp
-    return efficiency.slowdown(tensor, other + _update_seconds(job, 38 * parameters, parameters))
+    return efficiency.slowdown(matmuls, attention, other + _update_seconds(job, 38 * parameters, parameters))
 
 
-def unslowed_seconds(job: Job) -> tuple[float, float]:
-    """Matmuls with attention, and all else, of the passes of a step through the whole model at full clock.
+def unslowed_seconds(job: Job) -> tuple[float, float, float]:
+    """Matmuls, attention and all else of the passes of a step through the whole model, at full clock.
 
     Of the model, not of a rank: every part of a step has the same clock.
     """
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
-    shape, tensor, other = layer_shape(job), 0.0, 0.0
+    shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
     parts = [(count, layer_operators(model, shape, moe=moe)) for count, moe in layers if count]
     full = 1.0 if job.strategy.recompute == "full" else 0.0
@@ -140,9 +140,9 @@ def unslowed_seconds(job: Job) -> tuple[float, float]:
             alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
             again = share_run_again(job, operator, full)
             once, twice = (float(one.total + again * one.forward) for one in (alone, doubled))
-            tensor += job.microbatches * count * (twice - once)
+            slowed[operator.kind] += job.microbatches * count * (twice - once)
             other += job.microbatches * count * (2 * once - twice)
-    return tensor, other
+    return slowed["product"], slowed["attention"], other
 
 
 def step_overhead(job: Job) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.cost.compute.operators import Operator, OperatorRole
@@ -24,6 +26,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.stack import default_stack
 from shardwise.spec.training import RECIPES
 
+_HEAD_FEATURES = 64  # cuDNN and FlashAttention have kernels of 64, 128, 192 and 256 features
 _KEPT = ("device_spread", "layer_jitter", "overlapped_tp_exposed", "routing_seconds", "elementwise_traffic",
          "older_attention", "stored_scores_traffic", "routing_traffic")  # fmt: skip  # what one GPU of ours cannot show
 _NOTHING = EngineKernels(
@@ -38,14 +41,15 @@ def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[De
     """``base`` with its data sheet's peaks, and all that was measured as shares of them."""
     copies = [one for one in samples.figures if isinstance(one, CopyFigure)]
     copied = max(2 * one.bytes / one.seconds for one in copies if 2 * one.bytes > 4 * base.cache)
-    slowest, other = fitted_power(samples.mixes)
+    slowest, of_attention, other = fitted_power(samples.mixes)
     kept = {name: getattr(base.efficiency, name) for name in _KEPT}
     efficiency = Efficiency(
         **kept, gemm=base.efficiency.gemm, operand_traffic=0.0, memory=min(1.0, copied / base.memory_bandwidth),
-        operator_seconds=0.0, step_seconds=0.0, power_slowdown=slowest, other_power=other, own=_NOTHING,
+        operator_seconds=0.0, step_seconds=0.0, power_slowdown=slowest,
+        attention_slowdown=of_attention, other_power=other, own=_NOTHING,
     )  # fmt: skip
     device = replace(base, driver_memory=max(0.0, base.memory - memory_bytes), efficiency=efficiency)
-    slowed = efficiency.slowdown_at(samples.figures_share)
+    slowed = _slowed_figures(efficiency, samples)
     products = [replace(one, seconds=one.seconds / slowed) for one in samples.figures if isinstance(one, ProductFigure)]
     attentions = [replace(one, seconds=one.seconds / slowed)
                   for one in samples.figures if isinstance(one, AttentionFigure)]  # fmt: skip
@@ -59,17 +63,31 @@ def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[De
     return device, [*residuals, *found]
 
 
-def fitted_power(mixes: Sequence[Mix]) -> tuple[float, float]:
-    """``power_slowdown`` and ``other_power`` that explain matmuls beside more and more copies."""
-    best: tuple[float, float, float] = (float("inf"), 1.0, 0.7)
+def fitted_power(mixes: Sequence[Mix]) -> tuple[float, float, float]:
+    """``power_slowdown``, ``attention_slowdown`` and ``other_power`` that explain both beside more and more copies."""
+    matmuls, attentions = ([one for one in mixes if one.attention == wanted] for wanted in (False, True))
+    best = float("inf"), Efficiency()
     for other in range(40, 100, 2):
         for percent in range(100, 150):
             tried = Efficiency(power_slowdown=percent / 100, other_power=other / 100)
-            found = fit([(tried.slowdown_at(one.share),) for one in mixes], [one.seconds for one in mixes])
-            error = sum(one * one for one in found.residuals)
-            if error < best[0] - 1e-12:
-                best = error, tried.power_slowdown, tried.other_power
-    return best[1:]
+            best = min(best, (_misfit(matmuls, tried.slowdown_at), tried), key=lambda one: one[0])
+    found = best[1]
+    if attentions and found.power_slowdown > 1:
+        tries = [replace(found, attention_slowdown=percent / 100) for percent in range(100, 150)]
+        found = min(tries, key=lambda one: _misfit(attentions, partial(one.slowdown_at, 0.0)))
+    return found.power_slowdown, found.attention_slowdown, found.other_power
+
+
+def _misfit(mixes: Sequence[Mix], slowdown_at: Callable[[float], float]) -> float:
+    found = fit([(slowdown_at(one.share),) for one in mixes], [one.seconds for one in mixes])
+    return sum(one * one for one in found.residuals)
+
+
+def _slowed_figures(efficiency: Efficiency, samples: GpuSamples) -> float:
+    """What the power limit did to all figures, which were launched in turn for about as long each."""
+    kinds = [isinstance(one, AttentionFigure) for one in samples.figures if not isinstance(one, CopyFigure)]
+    attention = samples.figures_share * sum(kinds) / len(kinds)
+    return efficiency.slowdown_at(samples.figures_share - attention, attention)
 
 
 # -- kernels: a feature is the price with one coefficient, so there is no second model of a kernel ----
@@ -141,36 +159,33 @@ def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Devi
 
 
 def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple[Device, list[Residual]]:
-    """Rates of both passes, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
+    """Of each pass the rate, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
+    device = _changed(device, exponential_flops=0.0, head_features=_HEAD_FEATURES)
     plain = [one for one in figures if one.window is None]
     forward = [one for one in plain if not one.both]
     backward = [replace(both, seconds=both.seconds - one.seconds)
                 for one, both in zip(forward, [one for one in plain if one.both])]  # fmt: skip
-    best: tuple[float, float, Fit, Fit] | None = None
-    for rolloff in range(0, 1025, 32):
-        first = fit([_attention_work(one, rolloff) for one in forward], [one.seconds for one in forward])
-        per_flop, per_score = first.values
-        score_flops = per_score / per_flop if per_flop else 0.0
-        work = [
-            (flops + score_flops * scores,) for flops, scores in (_attention_work(one, rolloff) for one in backward)
-        ]
-        second = fit(work, [one.seconds for one in backward])
-        error = sum(abs(one) for one in (*first.residuals, *second.residuals))  # some sizes have kernels of their own
-        if best is None or error < best[0]:
-            best = error, float(rolloff), first, second
-    assert best
-    _, kept, first, second = best
-    per_flop, per_score = first.values
+    kept, first = _attention_pass(forward)
+    kept_backward, second = _attention_pass(backward)
     peak = device.peak_flops("bf16")
     fitted = _changed(
-        device, attention_forward=min(1.0, 1 / (per_flop * peak)), score_flops=per_score / per_flop,
-        attention_backward=min(1.0, 2.5 / (second.values[0] * peak)), attention_rolloff=kept, exponential_flops=0.0,
+        device, attention_forward=min(1.0, 1 / (first.values[0] * peak)), attention_rolloff=kept,
+        score_flops=first.values[1] / first.values[0],
+        attention_backward=min(1.0, 2.5 / (second.values[0] * peak)), backward_rolloff=kept_backward,
+        backward_score_flops=second.values[1] / second.values[0],
     )  # fmt: skip
     residuals = [Residual.of("attention, forward", first), Residual.of("attention, backward", second)]
     windowed = [one for one in figures if one.window is not None and one.both]
     speeds = [float(operator_seconds(_attention(one), fitted, RECIPES["bf16"], default_stack()).total) / one.seconds
               for one in windowed]  # fmt: skip
     return (_own_changed(fitted, windowed_attention=statistics.median(speeds)) if speeds else fitted), residuals
+
+
+def _attention_pass(figures: Sequence[AttentionFigure]) -> tuple[float, Fit]:
+    """The best rolloff, and seconds of a FLOP and of a score. Errors as they are: some sizes have their own kernels."""
+    tries = [(float(rolloff), fit([_attention_work(one, rolloff) for one in figures], [one.seconds for one in figures]))
+             for rolloff in range(0, 1025, 32)]  # fmt: skip
+    return min((one for one in tries if one[1].values[0]), key=lambda one: sum(map(abs, one[1].residuals)))
 
 
 def _attention(figure: AttentionFigure) -> Operator:
@@ -182,10 +197,11 @@ def _attention(figure: AttentionFigure) -> Operator:
 
 
 def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, float]:
-    """FLOPs and scores behind the mask."""
-    operator = _attention(figure)
+    """FLOPs of whole tiles of features, and scores, behind the mask."""
+    operator, features = _attention(figure), (figure.features + figure.value_features) / 2
+    whole = _HEAD_FEATURES * math.ceil(features / _HEAD_FEATURES) / features
     seen = operator.attended + min(1.0, rolloff / operator.columns)
-    return operator.flops * seen, operator.rows * operator.columns * operator.heads * seen
+    return whole * operator.flops * seen, operator.rows * operator.columns * operator.heads * seen
 
 
 # -- whole steps -------------------------------------------------------------------------------------
@@ -193,7 +209,7 @@ def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, flo
 # Roughly what PyTorch's kernels move: drawn to where no step tells.
 _EXPECTED = {"eager": (1.6, 5.0, 20.0, 1.8), "compiled": (1.1, 3.0, 1.6, 1.0)}
 _LARGEST_UPDATES = 5
-_LAYER_SECONDS = {"eager": (1e-4, 2e-4), "compiled": (6e-5, 4e-5)}
+_LAYER_SECONDS = {"eager": (2e-4, 3e-4), "compiled": (1.5e-4, 1.5e-4)}
 
 
 def _with_steps(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, list[Residual]]:
@@ -217,7 +233,7 @@ def _with_steps(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, li
     for one in recorded:
         scaling = RECIPES[one.case.precision].scaling
         if scaling:
-            device, found = _with(device, [one], {scaling: _setting("casts", scaling)}, (1.0,))
+            device, found = _with(device, [one], {scaling: _setting("casts", scaling)}, (2.5,))
     return _with_host(device, [one for one in cases if not one.case.graphs]), residuals
 
 
@@ -287,11 +303,12 @@ def _passes(job: Job) -> float:
 
 def _slowed(device: Device, one: CaseSample) -> float:
     """Seconds that the power limit adds to a measured step: `Efficiency.slowdown`, where the whole step is known."""
-    tensor, _ = unslowed_seconds(case_job(one.case, device))
-    slowed = tensor
+    matmuls, attention, _ = unslowed_seconds(case_job(one.case, device))
+    slower = 1.0
     for _ in range(12):
-        slowed = tensor * device.efficiency.slowdown_at(min(1.0, slowed / one.step_seconds))
-    return slowed - tensor
+        shares = (min(1.0, slower * part / one.step_seconds) for part in (matmuls, attention))
+        slower = device.efficiency.slowdown_at(*shares)
+    return (slower - 1) * (matmuls + attention)
 
 
 def _update(job: Job) -> float:
@@ -316,6 +333,6 @@ def _with_host(device: Device, cases: Sequence[CaseSample]) -> Device:
     host = {}
     for mode in MODES:
         host[mode] = of_layer(alike(rotary=False, compiled=mode == "compiled"))
-        host[f"{mode} rotary"] = of_layer(alike(rotary=True, compiled=mode == "compiled"), host[mode])
-    host["mixture"] = of_layer(alike(rotary=True, moe=True), host["eager"] + host["eager rotary"])
+        host[f"{mode} rotary"] = of_layer(alike(rotary=True, compiled=mode == "compiled"))
+    host["mixture"] = of_layer(alike(rotary=True, moe=True), host["eager rotary"])
     return _changed(_own_changed(device, host_seconds=FrozenMapping(host)), step_seconds=rest)

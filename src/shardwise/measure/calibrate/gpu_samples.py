@@ -64,7 +64,7 @@ def middle_gpu(samples: Sequence[GpuSamples]) -> GpuSamples:
         for same in zip(*(one.figures for one in samples))
     )
     mixed = tuple(
-        Mix(median([one.share for one in same]), median([one.seconds for one in same]))
+        replace(same[0], share=median([one.share for one in same]), seconds=median([one.seconds for one in same]))
         for same in zip(*(one.mixes for one in samples))
     )
     cases = tuple(

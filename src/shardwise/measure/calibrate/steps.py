@@ -73,8 +73,8 @@ _EAGER = (
     StepCase(_WIDE, 2, 8192),
     StepCase(_NORMED, 8, 2048),
     StepCase(_GPT, 16, 1024),
-    StepCase(_NORMED, 1, 1024),  # small kernels
-    StepCase(_GPT, 1, 1024),
+    StepCase(_NORMED, 2, 1024),  # small kernels
+    StepCase(_GPT, 2, 1024),
     StepCase(_LLAMA, 8, 2048, microbatches=4),
 )
 _COMPILED = tuple(replace(_EAGER[number], compile=True) for number in (0, 2, 3, 4, 5))

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.torch_private import new_graph_pool
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 
 Call = Callable[[], Any]
 _FIGURE_SECONDS = 1e-3  # of one launch of a figure: long compared with the clock of events
@@ -28,7 +29,7 @@ _MOST_CALLS = 40
 _NOISE = 2**30  # elements
 _PAIRS = 20
 _COPIES_BESIDE = 3  # of 0.13 ms, after each figure of about 1 ms
-_COPIES_PER_MATMUL = (20, 9, 5, 2, 0)  # of 0.13 ms beside 1.5 ms
+_COPIES_PER_CALL = (20, 9, 5, 2, 0)  # of 0.13 ms beside 1.5 to 2 ms
 CACHED_BYTES = 2e8  # more than any GPU's cache
 
 
@@ -126,36 +127,50 @@ def sustained_seconds(
 
 @dataclass(frozen=True)
 class Mix:
-    """Seconds of a matmul while ``share`` of the time matmuls run, and copies in the rest."""
+    """Seconds of a matmul or of attention while that runs in ``share`` of the time, and copies in the rest."""
 
     share: float
     seconds: float
+    attention: bool = False
 
 
 def mixes(device: torch.device, seconds: float) -> list[Mix]:
-    """The same matmul beside more and more copies, each mix for about so many ``seconds``."""
+    """The same matmul beside more and more copies, and the same attention, each mix for about so many ``seconds``."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    query, key, value, gradient = (
+        torch.randn(4, 4096, heads, 128, device=device, dtype=torch.bfloat16).requires_grad_(graded)
+        for heads, graded in ((16, True), (4, True), (4, True), (16, False))
+    )
+    arguments = AttentionArguments(causal=True, window=None, scale=128**-0.5)
+
+    def attention() -> Any:
+        attended = dot_product_attention(query, key, value, arguments)
+        return torch.autograd.grad(attended, (query, key, value), gradient)
+
     source = torch.randn(2**27, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    found = []
-    for copies in _COPIES_PER_MATMUL:
-        began, spent = time.perf_counter(), list[tuple[float, float]]()
-        while time.perf_counter() - began < seconds:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]  # type: ignore[no-untyped-call]
-            marks[0].record()
-            for number in range(_PAIRS):
-                torch.mm(left, right)
-                marks[2 * number + 1].record()
-                for _ in range(copies):
-                    target.copy_(source)
-                marks[2 * number + 2].record()
-            torch.cuda.synchronize(device)
-            times = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
-            spent.append((sum(times[::2]), sum(times)))
-        later = spent[len(spent) // 2 :]  # the clocks have settled
-        matmuls, whole = (sum(one[place] for one in later) for place in (0, 1))
-        found.append(Mix(matmuls / whole, matmuls / (len(later) * _PAIRS)))
-    return found
+    beside = partial(torch.empty_like(source).copy_, source)
+    matmuls = [_mixed(partial(torch.mm, left, right), beside, copies, seconds) for copies in _COPIES_PER_CALL]
+    ends = (_COPIES_PER_CALL[0], _COPIES_PER_CALL[-1])
+    return [*matmuls, *(replace(_mixed(attention, beside, copies, seconds), attention=True) for copies in ends)]
+
+
+def _mixed(call: Call, beside: Call, copies: int, seconds: float) -> Mix:
+    began, spent = time.perf_counter(), list[tuple[float, float]]()
+    while time.perf_counter() - began < seconds:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _PAIRS + 1)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        for number in range(_PAIRS):
+            call()
+            marks[2 * number + 1].record()
+            for _ in range(copies):
+                beside()
+            marks[2 * number + 2].record()
+        torch.cuda.synchronize()
+        times = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
+        spent.append((sum(times[::2]), sum(times)))
+    later = spent[len(spent) // 2 :]  # the clocks have settled
+    of_call, whole = (sum(one[place] for one in later) for place in (0, 1))
+    return Mix(of_call / whole, of_call / (len(later) * _PAIRS))
 
 
 def _round(recorded: Sequence[_Recorded], beside: Call) -> tuple[list[float], float]:
