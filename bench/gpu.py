@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python bench/gpu.py --shapes 1.5b-2x8192 --out bench/results
 
-Everyone trains the same decoder in bf16 with fp32 weights behind it: fused AdamW, clipping at 1.0, each layer compiled,
-no recompute. A peer and shardwise stand in memory together and take turns step by step, so that both find the card as
-warm; medians are compared. Memory is the peak of one contender's tensors. Peers that cannot be imported are left out.
+Everyone trains the same decoder in bf16 with fp32 weights behind it: fused AdamW, clipping at 1.0, each layer compiled.
+Peers recompute nothing; shardwise makes norms and activations again, inside its backward kernels. A peer and shardwise
+stand in memory together and take turns step by step, so that both find the card as warm; medians are compared. Memory
+is the peak of one contender's tensors. Peers that cannot be imported are left out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)} (default: all)")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each (default 12)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before (default 4)")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of our training")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of our training, or strategy.FIELD"
+    )
     parser.add_argument("--out", type=Path, help="folder for a file with the rows, the command, date and versions")
     given = parser.parse_args()
     shapes, peers = given.shapes.split(","), [one for one in given.peers.split(",") if one]
@@ -233,10 +236,12 @@ def job_of(model: Model, rows: int, seq: int, settings: list[str]) -> Job:
     cluster = cluster_from(PRESETS.get(torch.cuda.get_device_name(), "dgx-h200"))
     one_device = replace(cluster, levels=tuple(replace(level, size=1) for level in cluster.levels))
     training: dict[str, Any] = {"global_batch": rows, "seq": seq, "precision": "bf16", "compile": True}
+    strategy: dict[str, Any] = {"dp": 1, "microbatch": rows, "recompute": "selective"}
     for setting in settings:
         name, _, value = setting.partition("=")
-        training[name] = parse_yaml(value, name)
-    return Job(model=model, cluster=one_device, strategy=Strategy(dp=1, microbatch=rows),
+        fields, field = (strategy, name[9:]) if name.startswith("strategy.") else (training, name)
+        fields[field] = parse_yaml(value, name)
+    return Job(model=model, cluster=one_device, strategy=Strategy.from_dict(strategy),
                training=Training.from_dict(training))  # fmt: skip
 
 

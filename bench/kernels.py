@@ -4,14 +4,16 @@
 
 The optimizer's phase is the norm of the gradients, clipping and AdamW on bf16 weights; beside it PyTorch's own
 `clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies. The loss goes from hidden states to all gradients;
-beside it `F.cross_entropy` of all logits, compiled, and `F.linear_cross_entropy` where there is one.
+beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy` and Liger's, where there are any.
 """
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -120,6 +122,12 @@ def losses() -> dict[str, SummedLoss]:
         "ours": lambda hidden, weight, labels: cross_entropy_sum(hidden, weight, None, labels),
         "compiled cross_entropy": torch.compile(whole),
     }
+    with suppress(ImportError):
+        liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        fused = liger.LigerFusedLinearCrossEntropyFunction.apply
+        for name, wide in (("Liger", None), ("Liger, fp32 sums", torch.float32)):
+            rest = (None, None, -100, 0.0, 0.0, "sum", None, False, wide)
+            found[name] = lambda *given, rest=rest: fused(*given, *rest)[0]
     linear = getattr(F, "linear_cross_entropy", None)  # from PyTorch 2.13 on
     if linear is not None:
         found["linear_cross_entropy"] = lambda hidden, weight, labels: linear(hidden, weight, labels, reduction="sum")

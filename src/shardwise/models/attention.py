@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
-from shardwise.models.mlp import EveryHead, Project, as_they_are, project_each
+from shardwise.models.mlp import EveryHead, Project, as_they_are, plus_linear, project_each
 from shardwise.models.norms import norm_of
 from shardwise.models.rope import Rotation, logit_factor, rotate
 from shardwise.spec.model import Model
@@ -51,8 +51,17 @@ class Attention(nn.Module):
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        query, key, value = self.project(hidden, *self.projections())
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments, residual: Tensor | None = None
+    ) -> Tensor:
+        """Added to ``residual``, where it is given."""
+        return self.from_projections(self.project(hidden, *self.projections()), rotation, arguments, residual)
+
+    def from_projections(
+        self, projected: tuple[Tensor, ...], rotation: Rotation | None, arguments: AttentionArguments,
+        residual: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        query, key, value = projected
         if self.clip is not None:
             query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
         if self.normed_whole:
@@ -60,8 +69,7 @@ class Attention(nn.Module):
         query, key, value = (torch.unflatten(one, -1, (-1, self.head_size)) for one in (query, key, value))
         query, key = self.positioned(query, key, rotation)
         attended = self.attend(query, key, value, arguments)
-        mixed: Tensor = self.output(attended.flatten(-2))
-        return mixed
+        return plus_linear(residual, attended.flatten(-2), self.output)
 
     def projections(self) -> tuple[nn.Linear, ...]:
         """The linear layers that ``project`` applies to the hidden states."""
@@ -108,7 +116,10 @@ class MultiHeadLatentAttention(nn.Module):
         self.project: Project = project_each
         self.every_head: EveryHead = as_they_are
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments, residual: Tensor | None = None
+    ) -> Tensor:
+        """Added to ``residual``, where it is given."""
         sizes = (self.latent_size, self.rotated_size)
         latent, key_rotated = self.key_value_down(hidden).split_with_sizes(sizes, dim=-1)
         latent = self.key_value_down_norm(latent)
@@ -120,8 +131,7 @@ class MultiHeadLatentAttention(nn.Module):
             latent, key_rotated = self.every_head(latent, key_rotated)
         heads = self.expand(queries, latent, key_rotated, rotation)
         attended = self.attend(*heads, arguments)
-        mixed: Tensor = self.output(attended.flatten(-2))
-        return mixed
+        return plus_linear(residual, attended.flatten(-2), self.output)
 
     def projections(self) -> tuple[nn.Linear, ...]:
         """As of `Attention`."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments, document_bounds
+from shardwise.models.embedding import TokenEmbedding
 from shardwise.models.entropy import softly_capped
 from shardwise.models.layer import Layer, window_of
 from shardwise.models.loss import cross_entropy_sum
@@ -39,7 +40,7 @@ class Decoder(nn.Module):
             raise SpecError(one.field, f"{one.reason} ({model.name})", one.remedy)
         self.model = model
         learned = model.positions == "learned"
-        self.embedding: nn.Embedding | None = nn.Embedding(model.vocab, model.hidden)
+        self.embedding: nn.Embedding | None = TokenEmbedding(model.vocab, model.hidden)
         self.position_embedding = nn.Embedding(model.max_seq, model.hidden) if learned else None
         layers = [Layer(model, moe=model.is_moe_layer(index)) for index in range(model.layers)]
         layers += [PredictionLayer(model) for _ in range(model.mtp_layers)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from shardwise.models.attention import attention_of
+from shardwise.models.attention import Attention, attention_of
 from shardwise.models.dot_product import AttentionArguments
-from shardwise.models.mlp import MLP
+from shardwise.models.mlp import MLP, is_plain, project_each
 from shardwise.models.moe import MoELayer
-from shardwise.models.norms import norm_of
+from shardwise.models.norm_gradients import normed_beside
+from shardwise.models.norms import RMSNorm, norm_of
+from shardwise.models.remaking import gated_down, normed_projection
 from shardwise.models.rope import Rotation
 from shardwise.spec.model import Model
 
@@ -17,13 +22,14 @@ class Layer(nn.Module):
     """``attention`` is `Attention` or `MultiHeadLatentAttention`, ``mlp`` an `MLP` or a `MoELayer`.
 
     ``attention_norm`` and ``mlp_norm`` come before them, ``attention_out_norm`` and ``mlp_out_norm`` after; what the
-    model does not have is None. In a ``parallel`` layer both read the layer's input.
+    model does not have is None. In a ``parallel`` layer both read the layer's input. One that ``remakes`` keeps neither
+    normed states nor activations for its backward pass, once it is compiled.
     """
 
     def __init__(self, model: Model, *, moe: bool) -> None:
         super().__init__()
         before, behind = not model.norm_after, model.norm_after or model.norms_per_layer == 4
-        self.parallel = model.parallel_block
+        self.parallel, self.remakes = model.parallel_block, False
         self.attention_norm = norm_of(model) if before else None
         self.attention = attention_of(model)
         self.attention_out_norm = norm_of(model) if behind else None
@@ -32,15 +38,47 @@ class Layer(nn.Module):
         self.mlp_out_norm = norm_of(model) if behind else None
 
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        read = _normed(self.attention_norm, hidden)
-        mixed = _normed(self.attention_out_norm, self.attention(read, rotation, arguments))
-        if self.parallel and self.mlp_norm is not None:
-            read = self.mlp_norm(hidden)
-        hidden = hidden + mixed
+        if self.remakes and torch.compiler.is_compiling():
+            return self._remaking(hidden, rotation, arguments)
+        if self.parallel:
+            read = _normed(self.attention_norm, hidden)
+            inner = read if self.mlp_norm is None else self.mlp_norm(hidden)
+        else:
+            read, hidden = normed_beside(self.attention_norm, hidden)
+        hidden = self._plus(hidden, self.attention, self.attention_out_norm, read, rotation, arguments)
         if not self.parallel:
-            read = _normed(self.mlp_norm, hidden)
-        result: Tensor = hidden + _normed(self.mlp_out_norm, self.mlp(read))
-        return result
+            inner, hidden = normed_beside(self.mlp_norm, hidden)
+        return self._plus(hidden, self.mlp, self.mlp_out_norm, inner)
+
+    def can_remake(self) -> bool:
+        """Whether the backward pass of this layer, compiled, can make norms and activations again in its kernels."""
+        plain = type(self.attention) is Attention and type(self.mlp) is MLP and self.mlp.is_swiglu
+        behind = self.parallel or self.attention_out_norm or self.mlp_out_norm
+        norms = (self.attention_norm, self.mlp_norm)
+        linear = (self.attention, self.mlp)
+        return (
+            plain
+            and not behind
+            and all(type(one) is RMSNorm and one.weighted and not one.plus_one for one in norms)
+            and all(part.project is project_each for part in linear)
+            and all(is_plain(one) for part in linear for one in part.modules() if isinstance(one, nn.Linear))
+        )
+
+    def _remaking(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
+        """The same, where neither the normed states nor the activation are kept."""
+        attention: Any = self.attention
+        mlp: Any = self.mlp
+        projected, hidden = normed_projection(self.attention_norm, hidden, attention.projections())
+        hidden = attention.from_projections(projected, rotation, arguments, hidden)
+        (gate, up), hidden = normed_projection(self.mlp_norm, hidden, mlp.projections())
+        return gated_down(gate, up, mlp.down, hidden)
+
+    def _plus(self, hidden: Tensor, part: nn.Module, behind: nn.Module | None, *inputs: Any) -> Tensor:
+        """Adds what attention or the MLP makes of its inputs, and the norm behind it."""
+        if behind is None and not isinstance(part, MoELayer):
+            summed: Tensor = part(*inputs, residual=hidden)
+            return summed
+        return hidden + _normed(behind, part(*inputs))
 
 
 def _normed(norm: nn.Module | None, states: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Cross-entropy from hidden states without ever holding the logits of all tokens.
+"""Cross-entropy from hidden states, whose logits are computed once, together with their gradients.
 
-Logits are computed once, for a few tokens at a time, together with their gradients: at a vocabulary of 128k they would
-otherwise be the largest tensor of the step.
+Of many tokens, some at a time: at a vocabulary of 128k their logits would otherwise be the largest tensor of the step.
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ class _CrossEntropySum(torch.autograd.Function):
         vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
-        # Summed over the parts in fp32: a bf16 sum of many parts would lose the small ones.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        of_weight: Tensor | None = None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
-        tokens_at_once = loss_tokens_at_once(weight.shape[0])
+        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape)
         for start in range(0, hidden.shape[0], tokens_at_once):
             part = slice(start, start + tokens_at_once)
             logits = F.linear(hidden[part], weight, bias)
@@ -100,8 +98,10 @@ class _CrossEntropySum(torch.autograd.Function):
                 of_bias += logits.sum(0, dtype=torch.float32)
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
-            if of_weight is not None:
-                add_product(of_weight, logits.T, hidden[part])
+            if for_weight and tokens_at_once >= len(hidden) and ctx.dtypes[1] == weight.dtype != torch.float16:
+                of_weight = logits.T @ hidden
+            elif for_weight:  # in fp32: a bf16 sum of many parts would lose the small ones, fp16 may be too narrow
+                of_weight = plus_product(of_weight, logits.T, hidden[part])
             del logits  # the largest tensor of the step: none stays beside that of the next part
         parts = (None if one is None else one[:vocabulary] for one in (of_weight, of_bias))
         ctx.gradients = (of_hidden, *parts)  # not saved: what may become a gradient as it is must have no other owner
@@ -128,11 +128,13 @@ def _in_whole_columns(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
     return F.pad(weight, (0, 0, 0, beyond)), None if bias is None else F.pad(bias, (0, beyond))
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a matmul to an fp32 ``total``; on a GPU in one pass, without rounding it first."""
+def plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Adds a matmul to an fp32 ``total`` (None: zero) in its place; on a GPU in one pass, without rounding it first."""
+    if total is None:
+        wide = left.is_cuda and left.dtype != torch.float32
+        return torch.mm(left, right, out_dtype=torch.float32) if wide else (left @ right).float()
     if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
+        return total.addmm_(left, right)
+    if left.is_cuda:
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.add_(left @ right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -65,11 +65,12 @@ class MLP(nn.Module):
         self.up = nn.Linear(model.hidden, width, bias=model.mlp_bias)
         self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
         self.activation = activation_of(model)
+        self.is_swiglu = model.activation == "swiglu"
         self.project: Project = project_each
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        down: Tensor = self.down(self.activation(*self.project(hidden, *self.projections())))
-        return down
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Added to ``residual``, where it is given."""
+        return plus_linear(residual, self.activation(*self.project(hidden, *self.projections())), self.down)
 
     def projections(self) -> tuple[nn.Linear, ...]:
         """The linear layers that ``project`` applies to the hidden states."""
@@ -84,7 +85,42 @@ EveryHead = Callable[..., tuple[Tensor, ...]]
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
     """The outputs of each linear layer, in turn."""
+    if torch.compiler.is_compiling() and len(maps) > 1 and all(is_plain(one) for one in maps):
+        each: tuple[Tensor, ...] = _Projected.apply(hidden, *(one.weight for one in maps))  # type: ignore[no-untyped-call]
+        return each
     return tuple(one(hidden) for one in maps)
+
+
+class _Projected(torch.autograd.Function):
+    """Several matmuls of the same inputs; in the backward pass each adds to the inputs' gradient by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden, *weights)
+        return tuple(F.linear(hidden, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        hidden, *weights = ctx.saved_tensors
+        rows, flat = hidden.flatten(0, -2), [one.flatten(0, -2) for one in gradients]
+        of_rows = flat[0] @ weights[0]
+        for gradient, weight in zip(flat[1:], weights[1:]):
+            of_rows = torch.addmm(of_rows, gradient, weight)
+        return (of_rows.view_as(hidden), *(gradient.T @ rows for gradient in flat))
+
+
+def plus_linear(residual: Tensor | None, inputs: Tensor, last: nn.Module) -> Tensor:
+    """The last linear layer of ``inputs``, added to ``residual``; compiled, the matmul itself adds."""
+    if residual is not None and torch.compiler.is_compiling() and is_plain(last):
+        summed = torch.addmm(residual.flatten(0, -2), inputs.flatten(0, -2), last.weight.T)
+        return summed.view_as(residual)
+    outputs: Tensor = last(inputs)
+    return outputs if residual is None else residual + outputs
+
+
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a whole linear layer without bias."""
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None
 
 
 def as_they_are(*narrow: Tensor) -> tuple[Tensor, ...]:

@@ -232,7 +232,7 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     logits = shape.tokens * model.vocab / shape.tp
     # Of a head whose logits are made in pieces, the gradient is summed in fp32: it is read and written for each piece,
     # set to zero before and scaled to 16 bits after; the gradient of the embedding is set to zero, written and added.
-    pieces = math.ceil(shape.tokens / loss_tokens_at_once(model.vocab / shape.tp))
+    pieces = math.ceil(shape.tokens / loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden))
     summed = (8 * pieces + 18) * model.hidden * model.vocab / shape.tp
     return (
         Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),

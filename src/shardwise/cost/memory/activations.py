@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
+from shardwise.cost.compute.pieces import loss_in_one_piece
 from shardwise.cost.traffic.traffic import Share
+from shardwise.layout.sharding import divided_over
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -281,16 +283,36 @@ def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
     4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
-    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none,
-    but makes the fp32 gradient of the head's weights on the way. Every multi-token-prediction module has a loss of its
-    own, keeps the inputs of its two norms, and of the projection that reads both.
+    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none, but makes the
+    gradient of the head's weights on the way, which is fp32 if it is a sum over pieces. Every multi-token-prediction
+    module has a loss of its own, keeps the inputs of its two norms, and of the projection that reads both.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
     per_logit = kept_per_logit(job)
-    made = 4 * head_weights(job) if job.stack.loss == "pieces" else 0.0
+    made = loss_gradient_element(job) * head_weights(job) if job.stack.loss == "pieces" else 0.0
     joined = 2 * inputs * job.model.mtp_layers
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + joined + made
+
+
+def loss_gradient_element(job: Job) -> float:
+    """Bytes of an element of the gradient of the head's weights as our loss makes it, before it is scaled.
+
+    A product of all logits has the format that it ends in, for which fp16 may be too narrow; sums over pieces are fp32.
+    """
+    whole = loss_in_one_piece(loss_tokens(job), job.model.hidden) and job.training.precision != "fp16"
+    return job.training.recipe.activation if whole and rounds_head_gradient(job) else 4.0
+
+
+def rounds_head_gradient(job: Job) -> bool:
+    """Whether the gradient of the head's weights leaves our loss in 16 bits."""
+    divided = job.strategy.zero > 0 and divided_over(job.strategy) > 1
+    return job.training.recipe.gradient < 4 or divided
+
+
+def loss_tokens(job: Job) -> float:
+    """Of a microbatch, once for every head that predicts."""
+    return job.microbatch_tokens * (1 + job.model.mtp_layers)
 
 
 def kept_per_logit(job: Job) -> float:

@@ -19,10 +19,12 @@ from shardwise.cost.memory.activations import (
     key_value_features,
     layer_saved_tensors,
     logits_bytes,
+    loss_gradient_element,
+    loss_tokens,
+    rounds_head_gradient,
 )
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.training import Recipe
@@ -172,18 +174,17 @@ def logits_temporary_bytes(job: Job) -> float:
 def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, which their gradients are written over; the gradients of the head and of its input.
 
-    The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
-    end, when no logits are left, unless it becomes a whole fp32 gradient as it is. With tensor parallelism the whole
-    head input is beside its gradient. Tokens that prediction modules predict are of the same pieces.
+    The gradient of the weights, which `head_activation_bytes` has, is scaled and rounded at the end, when no logits are
+    left, unless it becomes a whole fp32 gradient as it is. With tensor parallelism the whole head input is beside its
+    gradient. Tokens that prediction modules predict are of the same pieces.
     """
     weights, element = head_weights(job), job.training.recipe.activation
-    tokens = job.microbatch_tokens * (1 + job.model.mtp_layers)
+    tokens = loss_tokens(job)
     rows = job.model.vocab / job.strategy.tp
-    logits = min(tokens, loss_tokens_at_once(rows)) * rows
+    logits = min(tokens, loss_tokens_at_once(int(tokens), rows, job.model.hidden)) * rows
     inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
     padded = element * weights if rows % 8 and job.run_device == "cuda" else 0  # the head with rows of zeros
-    divided = job.strategy.zero > 0 and divided_over(job.strategy) > 1
-    rounded = element * weights if job.training.recipe.gradient < 4 or divided else 0.0
+    rounded = element * weights if rounds_head_gradient(job) and loss_gradient_element(job) > element else 0.0
     return max(rounded, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
 
 

@@ -22,6 +22,8 @@ from shardwise.engine import torch_private
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs, Function
 from shardwise.engine.weight_gradients import not_deferring
+from shardwise.models import kernels
+from shardwise.models.layer import Layer
 from shardwise.models.mlp import MLP
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -183,7 +185,9 @@ def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
         if dense:
             layer.forward = every_second_matmul(layer, again)
         return  # a mixture of experts keeps everything
-    compiled = all_but_cheap(layer, again, operators)
+    compiled: Function | None = all_but_cheap(layer, again, operators)
+    if isinstance(layer, Layer) and {*operators} == {"norm", "activation"} and _remakes(layer, job):
+        layer.remakes, compiled = True, None
     discarded = DiscardedOutputs()
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
@@ -197,6 +201,12 @@ def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
             problem = f"a {type(layer).__name__} has no {operator} that can be recomputed on its own"
             raise SpecError("strategy.recompute_operators", problem, "leave it out, or use recompute: full")
     layer.forward = discarded.around(layer.forward, compiled)
+
+
+def _remakes(layer: Layer, job: Job) -> bool:
+    """Whether the compiled layer makes norms and activations again inside kernels of its own."""
+    on_gpu = job.run_device == "cuda" and kernels.run_on(torch.device("cuda"))
+    return on_gpu and job.training.compile and layer.can_remake()
 
 
 Place = tuple[nn.Module, str]  # an attribute of a module that holds a function

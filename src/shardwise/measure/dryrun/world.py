@@ -98,7 +98,7 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
         (blocks, "takes", shapes_taken),
         (Tensor, "softmax", _in_its_own_format(Tensor.softmax)),
         (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
-        (loss, "add_product", _add_product),
+        (loss, "plus_product", _plus_product),
         (SCRATCH, "lend", lambda elements, dtype: torch.empty(elements, dtype=dtype)),
     )
 
@@ -179,9 +179,11 @@ def _in_its_own_format(original: Callable[..., Tensor]) -> Callable[..., Tensor]
     return softmax
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """One pass over factors of another format than ``total``, which PyTorch 2.11 cannot do with fake tensors."""
-    total.addmm_(*(torch.empty((), dtype=total.dtype).expand(one.shape) for one in (left, right)))
+    if total is None:
+        return torch.empty((left.shape[0], right.shape[1]), dtype=torch.float32)
+    return total.addmm_(*(torch.empty((), dtype=total.dtype).expand(one.shape) for one in (left, right)))
 
 
 # -- A store for offloaded tensors without values: it keeps nothing, and copies take no time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -10,9 +9,7 @@ import torch
 
 def run_on(device: torch.device) -> bool:
     """Whether kernels run there: on a GPU, where Triton is installed. Elsewhere the plain version computes the same."""
-    return device.type == "cuda" and _triton_is_there()
+    return device.type == "cuda" and _TRITON_IS_THERE
 
 
-@cache
-def _triton_is_there() -> bool:
-    return find_spec("triton") is not None
+_TRITON_IS_THERE = find_spec("triton") is not None

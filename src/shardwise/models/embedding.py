@@ -1,0 +1,50 @@
+"""The embedding of tokens, whose gradient on a GPU is one pass over the gradients of the tokens.
+
+PyTorch's own takes several, each as long as several of ours, and rounds every sum more than once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.models import kernels
+
+
+class TokenEmbedding(nn.Embedding):
+    """Looks like PyTorch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not kernels.run_on(input.device) or torch.compiler.is_compiling():
+            return super().forward(input)
+        found: Tensor = _Found.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Found(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape = weight.shape
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        return None, summed_rows(gradient.flatten(0, -2), tokens.flatten(), ctx.shape[0])
+
+
+def summed_rows(gradient: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """For each token of the vocabulary the sum of its rows of ``gradient`` [tokens, features], rounded once."""
+    from shardwise.models.kernels.embedding_kernel import FEATURES, WARPS, row_sums
+
+    ordered, order = tokens.sort(stable=True)
+    sums = torch.zeros((vocabulary, gradient.shape[1]), dtype=gradient.dtype, device=gradient.device)
+    features = gradient.shape[1]
+    row_sums[(len(tokens), -(-features // FEATURES))](
+        gradient.contiguous(), ordered, order, sums, len(tokens), features, FEATURES, num_warps=WARPS
+    )
+    return sums
