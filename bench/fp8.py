@@ -1,9 +1,8 @@
-"""FP8 on one GPU: `check` against float64; time `casts`, `linear` layers and a training `step`; train on `text`.
+"""FP8 on one GPU: `check` against float64; time `casts`, `linear` layers and a training `step`.
 
 python bench/fp8.py check|casts|linear
 python bench/fp8.py step bf16 fp8 [--layers 8] [--batch 2] [--recompute full] [--optimizer adamw] [--profile fp8]
 python bench/fp8.py gradients fp8 [--layers 2]
-python bench/fp8.py text bf16 fp8 --steps 300 [--eager]
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -289,30 +287,9 @@ def print_kernels(run: Callable[[], Any], times: int = 2, most: int = 24) -> Non
         print(f"{one.self_device_time_total / times / 1000:8.2f} ms {one.count // times:5d} x {one.key[:120]}")
 
 
-def text(given: argparse.Namespace) -> None:
-    """The loss of a small model after some steps on the source text of this repository, byte by byte."""
-    world_of_one()
-    root = Path(__file__).parent.parent
-    files = sorted([*root.glob("src/**/*.py"), *root.glob("tests/**/*.py")])
-    data = torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8).cuda()
-    for precision in given.precisions:
-        setattr(engine_module, "initialise_parts", initialise)  # noqa: B010
-        job = job_of(given, precision, 8, 1024, hidden=768, layers=6, heads=12, ffn=2048, vocab=256)
-        engine = engine_module.Engine(job, device="cuda")
-        random = torch.Generator().manual_seed(0)
-        losses = []
-        for _ in range(given.steps):
-            starts = torch.randint(len(data) - 1025, (8, 1), generator=random).cuda()
-            rows = data[starts + torch.arange(1025, device="cuda")].long()
-            losses.append(engine.step(Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())).loss)
-        found = torch.stack(losses).cpu()
-        print(f"{precision}: loss of {len(files)} files, {len(data) / 1e6:.1f} MB: first {found[0]:.4f}, "
-              f"last 20 of {given.steps} steps {found[-20:].mean():.4f}", flush=True)  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "casts", "linear", "step", "gradients", "text"))
+    parser.add_argument("what", choices=("check", "casts", "linear", "step", "gradients"))
     parser.add_argument("precisions", nargs="*", default=["bf16", "fp8", "fp8-rowwise", "fp8-blockwise"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2)
@@ -324,8 +301,8 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
-    if given.what in ("step", "gradients", "text"):
-        {"step": step, "gradients": gradients, "text": text}[given.what](given)
+    if given.what in ("step", "gradients"):
+        {"step": step, "gradients": gradients}[given.what](given)
     else:
         {"check": check, "casts": casts, "linear": linear}[given.what]()
 
