@@ -5,13 +5,14 @@ python bench/residuals.py && python docs/make_accuracy.py
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.accuracy.bubbles import score_bubbles
 from shardwise.cost.accuracy.collectives import score_all_reduces
@@ -32,7 +33,7 @@ FEWEST_ROWS = 15  # of a class that is judged
 
 def page() -> str:
     found = score_runs(TRAINING_RUNS)
-    of_scores = (*_step_time(), *_scale(), *_bars(found), *_choices(found), *_memory(found))
+    of_scores = (*_step_time(), *_scale(), *_one_gpu(), *_bars(found), *_choices(found), *_memory(found))
     parts = (HEAD, *of_scores, *_others(), *_aside(found), *_sources(), *_ranges(found))
     return "\n".join(parts) + "\n"
 
@@ -141,6 +142,48 @@ def _centred(rows: Sequence[Residuals]) -> list[tuple[float, float]]:
         x, y = (statistics.mean(values) for values in zip(*own, strict=True))
         centred += [(a - x, b - y) for a, b in own]
     return centred
+
+
+# -- steps measured on one GPU ---------------------------------------------------------------------------------
+
+MEASURED = ROOT / "bench" / "results" / "unseen-steps-h200.json"
+CALIBRATED = ROOT / "bench" / "results" / "calibrated-h200.yaml"
+
+
+def _one_gpu() -> list[str]:
+    """Our engine's own steps, beside the catalogue's prediction and a calibrated one."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    from unseen_steps import Measured, compared
+
+    content = json.loads(MEASURED.read_text(encoding="utf-8"))
+    rows = [compared(Measured(**one["measured"]), str(CALIBRATED)) for one in content["rows"]]
+    return [
+        "## Steps on one GPU",
+        "",
+        f"What this engine takes on one {content['device']} (PyTorch {content['torch']}, {content['date']}, medians),",
+        "by `python bench/unseen_steps.py --calibrated cluster.yaml --out bench/results/unseen-steps-h200.json`, and",
+        "how much longer it was predicted: with the catalogue's constants, and with those of `shardwise calibrate` on",
+        "the same GPU, which measures none of these steps (`bench/results/calibrated-h200.yaml`). Memory is what",
+        "PyTorch allocates at most. The steps were known while the calibration was built; nothing is fitted to them.",
+        "",
+        "| step | measured | catalogue | calibrated | memory | predicted |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {one.name} | {1e3 * one.measured.seconds:,.1f} ms | {_percent(one.catalogue_error, '+')} |"
+            f" {_percent(one.calibrated_error, '+')} | {one.measured.peak_bytes / 1e9:.1f} GB |"
+            f" {_percent(one.memory_error, '+')} |"
+            for one in rows
+        ),
+        *_spread("mean of the absolute errors", rows, lambda errors: statistics.mean(map(abs, errors)), ""),
+        *_spread("worst", rows, lambda errors: max(errors, key=abs), "+"),
+        "",
+    ]
+
+
+def _spread(name: str, rows: Sequence[Any], of: Callable[[list[float]], float], sign: str) -> list[str]:
+    kinds = ("catalogue_error", "calibrated_error", "memory_error")
+    time, calibrated, memory = (_percent(of([getattr(one, kind) for one in rows]), sign) for kind in kinds)
+    return [f"| **{name}** | | {time} | {calibrated} | | {memory} |"]
 
 
 # -- error bars ------------------------------------------------------------------------------------------------
