@@ -231,9 +231,9 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
     logits = shape.tokens * model.vocab / shape.tp
     # Of a head whose logits are made in pieces, the gradient is summed in fp32: it is read and written for each piece,
-    # set to zero before and scaled to 16 bits after; the gradient of the embedding is set to zero, written and added.
+    # set to zero before and scaled to 16 bits after. That of the embedding is set to zero, and added to a tied head's.
     pieces = math.ceil(shape.tokens / loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden))
-    summed = (8 * pieces + 18) * model.hidden * model.vocab / shape.tp
+    summed = (8 * pieces + 12 + 6 * model.tied_embeddings) * model.hidden * model.vocab / shape.tp
     return (
         Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
         Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),

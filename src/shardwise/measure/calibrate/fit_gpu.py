@@ -136,6 +136,8 @@ def _with_products(device: Device, figures: Sequence[ProductFigure]) -> tuple[De
 
 def _with_experts(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
     grouped = [one for one in figures if one.matrices > 1]
+    if not grouped:
+        return device, []
     even = _changed(device, expert_gemm=1.0, expert_rolloff=0.0)
     bare = [_priced(one, even) for one in grouped]
     features = [(base, base * one.matrices / one.rows) for base, one in zip(bare, grouped)]

@@ -42,7 +42,7 @@ def measure_gpu(
 
     figures = gpu_figures(device, fp8="fp8" in base.peak)  # built while others compile
     seconds, share = sustained_seconds([one for _, one in figures], device, _FIGURES_SECONDS, ready=ready)
-    found = tuple(replace(one, seconds=spent) for (one, _), spent in zip(figures, seconds))
+    found = tuple(replace(one, seconds=spent) for (one, _), spent in zip(figures, seconds) if spent)
     del figures
     gc.collect()
     torch.cuda.empty_cache()

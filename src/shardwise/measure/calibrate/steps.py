@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import PrecisionName, Training
 from shardwise.training.loop import Timestamp
 
+_logger = logging.getLogger("shardwise.measure")
 _WARM, _STEPS = 5, 7
 _WARM_SECONDS = 0.6  # the clocks settle, on a card that is hot already
 
@@ -75,7 +77,7 @@ _EAGER = (
     StepCase(_GPT, 16, 1024),
     StepCase(_NORMED, 2, 1024),  # small kernels
     StepCase(_GPT, 2, 1024),
-    StepCase(_LLAMA, 8, 2048, microbatches=4),
+    StepCase(replace(_LLAMA, layers=6, vocab=8192), 4, 1024, microbatches=4),
 )
 _COMPILED = tuple(replace(_EAGER[number], compile=True) for number in (0, 2, 3, 4, 5))
 _FP8: tuple[PrecisionName, ...] = ("fp8", "fp8-rowwise", "fp8-blockwise")
@@ -110,7 +112,12 @@ def measured_cases(
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for number, case in enumerate(cases):
             report(f"steps, {number + 1} of {len(cases)}")
-            yield _measured(case, base, device)
+            try:
+                yield _measured(case, base, device)
+            except torch.OutOfMemoryError:
+                _logger.warning(
+                    "left out of the calibration, for lack of memory: step %d of %d", number + 1, len(cases)
+                )
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()

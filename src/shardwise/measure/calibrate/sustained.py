@@ -7,6 +7,7 @@ launched in turn, in an order that changes from round to round; each has operand
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import statistics
@@ -23,6 +24,7 @@ from torch import Tensor
 from shardwise.engine.torch_private import new_graph_pool
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 
+_logger = logging.getLogger("shardwise.measure")
 Call = Callable[[], Any]
 _FIGURE_SECONDS = 1e-3  # of one launch of a figure: long compared with the clock of events
 _MOST_CALLS = 40
@@ -68,10 +70,14 @@ class _Recorded:
     kept: TimedCalls  # its operands, which the graph reads
 
 
-def _record(figure: TimedCalls, stream: torch.cuda.Stream, pool: Any) -> _Recorded:
+def _record(figure: TimedCalls, stream: torch.cuda.Stream, pool: Any) -> _Recorded | None:
     first = figure.calls[0]
     with torch.cuda.stream(stream):
-        first()
+        try:
+            first()
+        except RuntimeError as error:
+            _logger.warning("left out of the calibration: %s", str(error).splitlines()[0])
+            return None
         stream.synchronize()
         began = time.perf_counter()
         first()
@@ -100,16 +106,19 @@ def heat(device: torch.device, seconds: float) -> None:
 
 def sustained_seconds(
     figures: Sequence[TimedCalls], device: torch.device, seconds: float, ready: Call = lambda: None
-) -> tuple[list[float], float]:
+) -> tuple[list[float | None], float]:
     """The median seconds of a call of each figure, and the share of the time that all of them took.
+
+    None of one that the device or the installation cannot run.
 
     They are measured within about so many ``seconds``, each beside copies, as a step has element-wise kernels beside
     its matmuls. ``ready`` is waited for before the first is timed.
     """
     stream, pool = torch.cuda.Stream(device), new_graph_pool()  # type: ignore[no-untyped-call]
-    recorded = [_record(one, stream, pool) for one in figures]
-    found: list[list[float]] = [[] for _ in figures]
-    order, shuffled = list(range(len(figures))), random.Random(0)
+    tries = ((number, _record(calls, stream, pool)) for number, calls in enumerate(figures))
+    recorded = {number: one for number, one in tries if one is not None}
+    found: dict[int, list[float]] = {number: [] for number in recorded}
+    order, shuffled = list(recorded), random.Random(0)
     ready()
     heat(device, min(2.0, seconds / 4))
     began = time.perf_counter()
@@ -122,7 +131,8 @@ def sustained_seconds(
         shares.append(sum(times) / whole)
         for number, spent in zip(order, times):
             found[number].append(spent / recorded[number].calls)
-    return [statistics.median(one) for one in found], statistics.median(shares)
+    medians = {number: statistics.median(one) for number, one in found.items()}
+    return [medians.get(number) for number in range(len(figures))], statistics.median(shares)
 
 
 @dataclass(frozen=True)
