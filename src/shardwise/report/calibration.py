@@ -52,10 +52,11 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
             ("elementwise traffic, times the minimum", f"{own.elementwise_traffic:.2f}"),
             ("kernel launch", readable_seconds(own.operator_seconds)),
-            ("matmuls slowed down by the power limit, at most", f"{own.power_slowdown - 1:.0%}"),
             ("fixed cost of a step", readable_seconds(own.step_seconds)),
             ("compute units taken by overlapped collectives", f"{device.units_taken.collectives:.0%}"),
         ]
+        if device.vendor != "generic":
+            rows.append(("matmuls slowed down by the power limit, at most", f"{own.power_slowdown - 1:.0%}"))
         if cluster.storage:
             rows.append((cluster.storage[0].name, readable_rate(cluster.storage[0].bandwidth(1))))
         return rows
