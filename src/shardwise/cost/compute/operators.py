@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
-from shardwise.cost.compute.pieces import loss_tokens_at_once
+from shardwise.cost.compute.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
@@ -231,9 +231,11 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
     logits = shape.tokens * model.vocab / shape.tp
     # Of a head whose logits are made in pieces, the gradient is summed in fp32: it is read and written for each piece,
-    # set to zero before and scaled to 16 bits after. That of the embedding is set to zero, and added to a tied head's.
+    # set to zero before and scaled to 16 bits after; in one piece it is written and scaled. That of the embedding is
+    # set to zero, and added to a tied head's.
     pieces = math.ceil(shape.tokens / loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden))
-    summed = (8 * pieces + 12 + 6 * model.tied_embeddings) * model.hidden * model.vocab / shape.tp
+    moved = 6 if loss_in_one_piece(shape.tokens, model.hidden) else 8 * pieces + 10
+    summed = (moved + 2 + 6 * model.tied_embeddings) * model.hidden * model.vocab / shape.tp
     return (
         Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
         Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
