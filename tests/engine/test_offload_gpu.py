@@ -33,6 +33,7 @@ def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int,
             "cluster": "laptop:1",
             "strategy": {"microbatch": 4, "zero": 3, "offload": offload},
             "training": training,
+            "run": {"device": "cuda"},
         }
     )
     with joined(0, 1, str(folder / "meeting"), device="cuda"):

@@ -22,11 +22,12 @@ from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.states import GRADIENT, MASTER
 from shardwise.engine.offload.store import Store
+from shardwise.engine.offload.streamed import wait_before
 from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
-from shardwise.engine.patterns import Patterns
+from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
 from shardwise.engine.pipeline.stage import Call, Message
 from shardwise.engine.pipeline.tied import TiedEnds
@@ -76,13 +77,17 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         self.parameters = held(stages.values())
         offload = job.strategy.offload
-        self.store = Store(offload, device) if may_offload(job) else None
+        self.store = Store(offload, device, updates_on_device=job.run_device == "cuda") if may_offload(job) else None
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload, whole_masters=job.whole_masters,
             on_split=lambda parameter: data.forget_masters([parameter]),
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
+        streamed = self.optimizer.stored.streamed
+        if streamed is not None and not job.strategy.zero and not job.training.compile:
+            for stage in stages.values():
+                wait_before([layer for _, layer in matching(stage, patterns.layers)], stage, streamed)
         data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.

@@ -88,7 +88,7 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
         pipeline_rank=held.contents.rank,
         weights=states.weights,
         gradients=states.gradients - absent.gradients,
-        optimizer=states.optimizer,
+        optimizer=states.optimizer + held.update_slots,
         activations=memory.activations,
         recomputed=recomputed - absent.recomputed,
         gathered=held.gathered - absent.left_over,

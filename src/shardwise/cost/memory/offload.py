@@ -1,4 +1,4 @@
-"""Offloaded activations that are on the device all the same: those that leave it, and those that are back.
+"""What offload has on the device all the same: activations that leave it or are back, states that are updated there.
 
 As this project's engine moves them (`engine/offload/activations.py`): when a layer has run its forward pass, the one
 before it has left; when a layer runs its backward pass, the one before it is coming. Megatron-Core
@@ -12,7 +12,24 @@ from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.memory.transient import Moment
+from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
+from shardwise.spec.strategy import Offload
+
+# States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves.
+UPDATE_SLOTS = 3
+UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state, so that the latency of a copy does not count
+FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
+
+
+def updates_on_device(job: Job, offload: Offload) -> bool:
+    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory."""
+    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu"
+
+
+def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
+    """Elements that are updated at a time."""
+    return minimum(most, maximum(LEAST_ELEMENTS, elements // FEWEST_CHUNKS))
 
 
 def layers_at_loss(stack: Stack) -> int:

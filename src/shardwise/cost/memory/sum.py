@@ -13,8 +13,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.offload import OffloadedActivations, layers_at_loss
-from shardwise.cost.memory.states import Sharding, StateBytes, rank_state_bytes
+from shardwise.cost.memory.offload import (
+    UPDATE_SLOTS,
+    OffloadedActivations,
+    layers_at_loss,
+    update_chunk,
+    updates_on_device,
+)
+from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -46,7 +52,17 @@ class HeldMemory:
 
     @cached_property
     def total(self) -> Any:
-        return self.states.total + self.gathered + self.allowance
+        return self.states.total + self.gathered + self.allowance + self.update_slots
+
+    @property
+    def update_slots(self) -> Any:
+        """Offloaded states that are on the device for their update."""
+        offload, owned = self.sharding.offload, owned_parameters(self.contents, self.sharding)
+        if not offload.optimizer or not updates_on_device(self.job, offload):
+            return 0.0
+        elements = owned * offload.optimizer
+        each = self.states.stored / elements + 4 * (offload.weights > 0) + 4 * (offload.gradients > 0)
+        return UPDATE_SLOTS * update_chunk(elements) * each
 
     @cached_property
     def left_over(self) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
+from shardwise.cost.memory.offload import updates_on_device
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
@@ -19,7 +20,13 @@ from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.rows import RowTable, changed, joined_rows, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
-from shardwise.cost.traffic.offload import OffloadLine, activation_lines, host_topology, state_lines
+from shardwise.cost.traffic.offload import (
+    LEAVING,
+    OffloadLine,
+    activation_lines,
+    host_topology,
+    state_lines,
+)
 from shardwise.cost.traffic.overlap import (
     PASSES,
     OverlappedTransfer,
@@ -67,6 +74,7 @@ class Offloaded:
         self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
+        self.updates = {"on_device": updates_on_device(job, offload), "compiled": job.training.compile}
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
@@ -90,7 +98,7 @@ class Offloaded:
         return added_seconds(transfers, hidden, tail), together
 
     def _link(self, line: OffloadLine) -> Topology:
-        return host_topology(self.cluster, line.link or self.offload.target)
+        return host_topology(self.cluster, line.link or self.offload.target, out=line.payload.role in LEAVING)
 
     def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         m = rows.microbatches[part]
@@ -107,7 +115,7 @@ class Offloaded:
         return transfers
 
     def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
-        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches)
+        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches, **self.updates)
 
     def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> OverlappedTransfer:
         """``seconds`` in the whole step, ``on_link`` those that keep the link busy."""
@@ -118,6 +126,7 @@ class Offloaded:
             line.window_if(self.overlapped),
             line.window_share,
             line.last_only,
+            hideable=line.hideable,
             units_taken=self.units_taken,
         )
 

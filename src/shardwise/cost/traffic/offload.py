@@ -1,9 +1,10 @@
 """Offload: transfers between a device and its host or disk in one step.
 
 The optimizer's share sends gradients down and updated weights up once a step, since its update runs on the host (Ren
-et al. 2021, ZeRO-Offload, arXiv 2101.06840). States on a disk are read and written there in every step (Rajbhandari et
-al. 2021, ZeRO-Infinity, arXiv 2104.07857). Offloaded activations go down in the forward and up in the backward pass of
-every microbatch.
+et al. 2021, ZeRO-Offload, arXiv 2101.06840). This project's engine updates on a GPU instead: states come up and go down
+again, beside the next forward pass (`engine/offload/streamed.py`). States on a disk are read and written there in every
+step (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857). Offloaded activations go down in the forward and up in
+the backward pass of every microbatch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
+from shardwise.cost.memory.offload import updates_on_device
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
@@ -31,7 +33,8 @@ Target = Literal["cpu", "nvme"]
 class OffloadLine:
     """One kind of transfer: its size, how many in a step, its overlap, and its link.
 
-    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides.
+    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. ``hideable`` is the share that
+    computation can hide; the rest still runs beside transfers in the other direction.
     """
 
     payload: Payload
@@ -41,15 +44,20 @@ class OffloadLine:
     last_only: bool = False
     hidden: bool = True
     link: Target | None = None  # by default that of the offload's target
+    hideable: Any = 1.0
 
     def window_if(self, overlapped: bool) -> Window:
         return self.payload.in_pass if overlapped and self.hidden else "none"
 
 
 def state_lines(
-    contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any
-) -> list[OffloadLine]:
+    contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any, *,
+    on_device: bool = False, compiled: bool = False,
+) -> list[OffloadLine]:  # fmt: skip
     """Every possible transfer of weights, gradients and optimizer results.
+
+    ``on_device``: the device updates the states, and the next forward pass, layer by layer, waits for them. Not where
+    it is ``compiled``, or gathers shards that are on the device, which wait for all of them.
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
     gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
@@ -67,12 +75,23 @@ def state_lines(
     hidden = not recipe.fp32_shards
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
+    if on_device:
+        kept, summed = states.stored + owned * 4 * offload.weights, gradients
+        awaited = 0.0 if compiled else select(sharding.zero == 0, 1.0, offload.weights)
+        update = [
+            OffloadLine(sent_forward(role), size, 1, 1 / m, True, link="cpu", hideable=awaited)
+            for role, size in ((Role.STATES_FROM_HOST, kept + summed), (Role.STATES_TO_HOST, kept))
+        ]
+    else:
+        update = [
+            OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
+            OffloadLine(sent_backward(Role.WEIGHTS_TO_HOST), apart * master, 1, hidden=False, link="cpu"),
+            OffloadLine(sent_backward(Role.STATES_FROM_DISK), on_disk, 1, hidden=False),
+            OffloadLine(sent_forward(Role.STATES_TO_DISK), on_disk, 1, hidden=False),
+            OffloadLine(sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST), up, 1, 1 / m, True, hidden, link="cpu"),
+        ]
     return [
-        OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
-        OffloadLine(sent_backward(Role.WEIGHTS_TO_HOST), apart * master, 1, hidden=False, link="cpu"),
-        OffloadLine(sent_backward(Role.STATES_FROM_DISK), on_disk, 1, hidden=False),
-        OffloadLine(sent_forward(Role.STATES_TO_DISK), on_disk, 1, hidden=False),
-        OffloadLine(sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST), up, 1, 1 / m, True, hidden, link="cpu"),
+        *update,
         OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
         OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
@@ -124,7 +143,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     share = strategy.offload.activations
     moved = offloaded_activations(job, contents).saved * share if share else 0.0
-    lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
+    updates = {"on_device": updates_on_device(job, strategy.offload), "compiled": job.training.compile}
+    lines = state_lines(contents, sharding, job.recipe, states, m, **updates) + activation_lines(moved, m)
     return [
         priced(
             "offload",
@@ -132,19 +152,25 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             CollectiveKind.SEND_RECV,
             line.size_bytes,
             line.count,
-            host_topology(job.cluster, line.link or target),
+            host_topology(job.cluster, line.link or target, out=line.payload.role in LEAVING),
             "auto",
             window=line.window_if(strategy.overlap.offload),
             window_share=line.window_share,
             last_only=line.last_only,
+            unhideable=1 - float(line.hideable),
         )
         for line in lines
         if line.size_bytes
     ]
 
 
-def host_topology(cluster: Cluster, target: Target) -> Topology:
-    """The link to the offload target, as a network of two."""
+# What goes from the device to the host; a host's link carries both directions at once.
+LEAVING = (Role.GRADIENTS_TO_HOST, Role.LAST_GRADIENTS_TO_HOST, Role.WEIGHTS_TO_HOST, Role.STATES_TO_HOST,
+           Role.ACTIVATIONS_TO_HOST)  # fmt: skip
+
+
+def host_topology(cluster: Cluster, target: Target, *, out: bool = False) -> Topology:
+    """The link to the offload target, as a network of two; of the host's, one direction."""
     if target == "nvme":
         if not cluster.storage:
             problem = "nvme, but the cluster names no storage"
@@ -155,7 +181,7 @@ def host_topology(cluster: Cluster, target: Target) -> Topology:
     if cluster.host_link is None:
         raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
     link = cluster.host_link
-    return _one_link(link.bandwidth * link.efficiency, link.latency, "host link")
+    return _one_link(link.bandwidth * link.efficiency, link.latency, "host link, out" if out else "host link, in")
 
 
 def _one_link(bandwidth: float, latency: float, name: str) -> Topology:

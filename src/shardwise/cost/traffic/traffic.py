@@ -91,6 +91,8 @@ class Role(Enum):
     WEIGHTS_TO_HOST = "weights to host, for the update"
     WEIGHTS_FROM_HOST = "weights from host"
     UPDATED_WEIGHTS_FROM_HOST = "updated weights from host"
+    STATES_FROM_HOST = "states from host, for the update"
+    STATES_TO_HOST = "updated states to host"
     STATES_FROM_DISK = "states from disk"
     STATES_TO_DISK = "states to disk"
     ACTIVATIONS_TO_HOST = "activations to host"
@@ -107,6 +109,8 @@ _NAME_NO_PASS = frozenset(
         Role.GRADIENTS_FROM_DISK,
         Role.WEIGHTS_TO_HOST,
         Role.UPDATED_WEIGHTS_FROM_HOST,
+        Role.STATES_FROM_HOST,
+        Role.STATES_TO_HOST,
         Role.STATES_FROM_DISK,
         Role.STATES_TO_DISK,
         Role.ACTIVATIONS_TO_HOST,

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.autograd import SavedView, unpack
-from shardwise.engine.offload.store import BackgroundCopy, Store
+from shardwise.engine.offload.store import BackgroundCopy, Store, StreamCopy
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.torch_private import storage_id, version_of
 
@@ -86,7 +86,7 @@ class _LayerPass:
         self._sent: list[weakref.ref[_Sent]] = []
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, _Sent | None]] = {}
         self._layer: nn.Module | None = layer
-        self._leaving: list[BackgroundCopy] = []
+        self._leaving: list[BackgroundCopy | StreamCopy] = []
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
@@ -141,7 +141,7 @@ class _LayerPass:
         first_bytes = tensor.detach().as_strided((1,), (1,), 0).view(torch.uint8)
         content = first_bytes.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)
         sent = _Sent(self, content.numel(), content.device)
-        self._leaving.append(sent.region.write(0, content))
+        self._leaving.append(sent.region.keep(0, content))
         store.lanes.moved[sent_forward(Role.ACTIVATIONS_TO_HOST)] += content.numel()
         self._sent.append(weakref.ref(sent))
         return sent
@@ -160,12 +160,12 @@ class _Sent:
         self.users = 0
         self._readers_left = 0
         self._content: Tensor | None = None
-        self._incoming: BackgroundCopy | None = None
+        self._incoming: BackgroundCopy | StreamCopy | None = None
 
     def fetch(self) -> Tensor:
         if self._content is None:
             self._content = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            self._incoming = self.region.read(0, self._content)
+            self._incoming = self.region.bring(0, self._content)
             self._readers_left = self.users
             self.store.lanes.moved[sent_backward(Role.ACTIVATIONS_FROM_HOST)] += self.size
         return self._content

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward
 from shardwise.engine import torch_private
 from shardwise.engine.offload.states import StoredStates
-from shardwise.engine.offload.store import BackgroundCopy
+from shardwise.engine.offload.store import BackgroundCopy, StreamCopy
 from shardwise.engine.parameters import as_divided, local
 
 
@@ -54,7 +54,7 @@ class _Shards:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
         self._is_here = True  # until the first gather: FSDP may still move them before
-        self._incoming: list[BackgroundCopy] = []
+        self._incoming: list[BackgroundCopy | StreamCopy] = []
         self._sizes = [0] * len(away)
         self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
@@ -64,10 +64,13 @@ class _Shards:
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
         self.fetch(is_backward)
-        self._wait()
+        reader = (
+            torch_private.gather_stream(self.group, async_op) if torch_private.gather_ranks(self.group) > 1 else None
+        )
+        self._wait(*([reader] if hasattr(reader, "wait_event") else []))
         self._unshard(async_op)
         if torch_private.gather_ranks(self.group) > 1:
-            self.free(torch_private.gather_stream(self.group, async_op))
+            self.free(reader)
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
             after.fetch(is_backward)
@@ -105,9 +108,9 @@ class _Shards:
             self._sizes[place] = shard.untyped_storage().nbytes()
             shard.untyped_storage().resize_(0)
 
-    def _wait(self) -> None:
+    def _wait(self, reader: Any = None) -> None:
         for copy in self._incoming:
-            copy.wait()
+            copy.wait(reader)
         self._is_here, self._incoming = self._is_here or bool(self._incoming), []
 
     def _will_gather(self, is_backward: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.cost.memory.offload import update_chunk
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
-from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion, host_tensor
+from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion, StreamCopy, host_tensor
+from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
 
@@ -45,9 +47,8 @@ def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
     return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))
 
 
-# Updated at a time: 4 MiB of every state, which a disk reads at full speed; fewer if there are few in all.
+# Updated by the host at a time: 4 MiB of every state, which a disk reads at full speed; fewer if there are few in all.
 CHUNK_ELEMENTS = 2**20
-FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 MASTER = "master"
 GRADIENT = "gradient"
 BYTES = 4  # states are fp32
@@ -74,6 +75,7 @@ class StoredStates:
         self._row = {row.parameter: row for row in rows}
         self._starts: dict[str, int] = {}  # where in the region, in elements
         self._region: StoredRegion | None = None
+        self.streamed = StreamedUpdate(self) if store is not None and store.updates_on_device else None
         self.resize(elements)
 
     @property
@@ -105,6 +107,7 @@ class StoredStates:
 
         All is written now, so that a full disk fails before the first step.
         """
+        self.settle()
         old, starts, had = self._region, self._starts, self._sizes(self.elements)
         sizes = self._sizes(elements)
         self.elements = elements if sizes else 0
@@ -119,9 +122,12 @@ class StoredStates:
                 new.write(self._place(name, begin), values).wait()  # type: ignore[union-attr]
         if old is not None:
             self.store.take_back(old)
+        if self.streamed is not None:
+            self.streamed.make_slots()
 
     def read(self, parameter: nn.Parameter, name: str, start: int = 0) -> Tensor:
         """A copy in host memory of the stored elements from ``start`` on."""
+        self.settle()
         count = self._row[parameter].size if name == MASTER and self.weights else self.count(parameter)
         values = torch.empty(count - start)
         if self._region is not None and values.numel():
@@ -129,23 +135,32 @@ class StoredStates:
         return values
 
     def write(self, parameter: nn.Parameter, name: str, values: Tensor, start: int = 0) -> None:
+        self.settle()
         if self._region is not None and values.numel():
             values = values.detach().to(torch.float32).contiguous()
             self._region.write(self._place(name, self._row[parameter].begin + start), values).wait()
 
-    def bring_weights(self, parameter: nn.Parameter) -> BackgroundCopy:
+    def bring_weights(self, parameter: nn.Parameter) -> BackgroundCopy | StreamCopy:
         """Starts to copy the weights that are here into the parameter's own memory."""
         assert self._region is not None
-        return self._region.read(self._place(MASTER, self._row[parameter].begin), local(parameter))
+        if self.streamed is not None:
+            self.streamed.stored_of(parameter, self.store.lanes.stream(out=False))
+        return self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter))
 
     def gradient_place(self, parameter: nn.Parameter) -> tuple[StoredRegion, int]:
         """Where the sum of a parameter's gradients is."""
         assert self._region is not None
+        self.settle()
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
+
+    def settle(self) -> None:
+        """The host is about to read or write what is here."""
+        if self.streamed is not None:
+            self.streamed.settle()
 
     def update(self, updates: Sequence[Update]) -> None:
         """One step of every group, in host memory: chunk k+1 is read and chunk k−1 written while k is computed."""
-        chunks = list(self._chunks())
+        chunks = list(self.chunks(CHUNK_ELEMENTS))
         slots: list[_Slot] = []
         for number, chunk in enumerate(chunks):
             if number == 0:
@@ -162,19 +177,41 @@ class StoredStates:
     def _place(self, name: str, element: int) -> int:
         return BYTES * (self._starts[name] + element)
 
-    def _chunks(self) -> Iterator[_Chunk]:
-        for group in sorted({row.group for row in self.rows}):
-            rows = [row for row in self.rows if row.group == group]
+    def chunks(self, most: int) -> Iterator[StateChunk]:
+        """Of at most so many elements; the smallest group first."""
+        groups: dict[int, list[FlatRow]] = {}
+        for row in self.rows:
+            groups.setdefault(row.group, []).append(row)
+        for group, rows in sorted(groups.items(), key=lambda one: sum(row.size for row in one[1])):
             first, last = rows[0].begin, min(rows[-1].begin + rows[-1].size, self.elements)
             cuts = sorted({first, last, *(one for one in (self.weights, self.gradients) if first < one < last)})
-            at_once = min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, self.elements // FEWEST_CHUNKS))
+            at_once = update_chunk(self.elements, most)
             for start, stop in pairwise(cuts):
                 for begin, end in _parts(start, stop, at_once):
-                    yield _Chunk(begin, end, group, tuple(_pieces(rows, begin, end)))
+                    yield StateChunk(begin, end, group, tuple(_pieces(rows, begin, end)))
 
-    def _names(self, chunk: _Chunk) -> list[str]:
+    def names_of(self, chunk: StateChunk) -> list[str]:
         """The states of a chunk that are stored."""
         return [name for name, size in self._sizes(self.elements).items() if chunk.begin < size]
+
+    def copy_in(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
+        """Copies the chunk's states to the device."""
+        for name, tensor in here.items():
+            tensor.copy_(self._in_memory(name, chunk), non_blocking=True)
+            self.store.lanes.moved[sent_forward(Role.STATES_FROM_HOST)] += tensor.nbytes
+
+    def copy_out(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
+        """Copies them back, all but the gradients."""
+        for name, tensor in here.items():
+            if name != GRADIENT:
+                self._in_memory(name, chunk).copy_(tensor, non_blocking=True)
+                self.store.lanes.moved[sent_forward(Role.STATES_TO_HOST)] += tensor.nbytes
+
+    def _in_memory(self, name: str, chunk: StateChunk) -> Tensor:
+        assert self._region is not None
+        there = self._region.in_memory(self._place(name, chunk.begin), BYTES * (chunk.end - chunk.begin))
+        assert there is not None
+        return there.view(torch.float32)
 
     def _fetch(self, name: str, begin: int, end: int) -> tuple[Tensor, Any]:
         """States of some elements in host memory; from a disk, with the copy that reads them."""
@@ -213,7 +250,9 @@ class _StatePiece(NamedTuple):
         return local(tensor).reshape(-1)[self.start : self.stop]
 
 
-class _Chunk(NamedTuple):
+class StateChunk(NamedTuple):
+    """Elements ``begin`` to ``end`` of the row of all, which are updated together."""
+
     begin: int
     end: int
     group: int
@@ -223,10 +262,10 @@ class _Chunk(NamedTuple):
 class _Slot:
     """A chunk in flight: read when made, updated, written back."""
 
-    def __init__(self, stored: StoredStates, chunk: _Chunk) -> None:
+    def __init__(self, stored: StoredStates, chunk: StateChunk) -> None:
         self.stored, self.chunk = stored, chunk
         self.pieces = [one for one in chunk.pieces if one.parameter.grad is not None or one.parameter in stored.summed]
-        found = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored._names(chunk)}
+        found = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored.names_of(chunk)}
         self.states = {name: values for name, (values, _) in found.items()}
         self.summed = self.states.pop(GRADIENT, torch.empty(0))
         self.copies = [copy for _, copy in found.values() if copy is not None]

@@ -1,7 +1,9 @@
 """Where offloaded tensors are: host memory, pinned where there is a GPU, or a file; and copies in the background.
 
-With a GPU each thread has a stream of its own, on which it waits for what was computed before the copy was requested.
-A copy is over when its `wait` returns, or has raised what went wrong; the caller keeps its tensors until then.
+With a GPU each direction has a stream of its own, on which copies wait for what was computed before they were asked
+for. Between a GPU and pinned memory the copy engines do it all: the host neither copies nor waits (`StreamCopy`).
+Whatever the host takes part in (a file, sums of gradients) runs on a thread per direction, and is over when its `wait`
+returns, or has raised what went wrong. The caller keeps its tensors until then.
 """
 
 from __future__ import annotations
@@ -30,8 +32,23 @@ class BackgroundCopy:
     def __init__(self, future: Future[None], *tensors: Tensor) -> None:
         self._future, self._tensors = future, tensors
 
-    def wait(self) -> None:
+    def wait(self, reader: Any = None) -> None:
+        """For a ``reader`` on another stream too: it is over when this returns."""
         self._future.result()
+        self._tensors = ()
+
+
+class StreamCopy:
+    """A copy by a GPU's copy engine; ``tensors`` are kept until a stream waits for it."""
+
+    def __init__(self, done: Any, *tensors: Tensor) -> None:
+        self._done, self._tensors = done, tensors
+
+    def wait(self, reader: Any = None) -> None:
+        """What is enqueued from now on, on the current stream and on that of the ``reader``, runs after the copy."""
+        for stream in (torch.cuda.current_stream(), reader):
+            if stream is not None:
+                stream.wait_event(self._done)
         self._tensors = ()
 
 
@@ -52,6 +69,18 @@ class Lanes:
 
     def back(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
         return self._run(False, work, tensors)
+
+    def stream(self, *, out: bool) -> Any:
+        """That of one direction; None without a GPU."""
+        return self._streams.get(out)
+
+    def enqueue(self, work: Callable[[], None], out: bool, *tensors: Tensor) -> StreamCopy:
+        """Has the copy engine run ``work`` after everything enqueued on the device so far; the host goes on."""
+        stream = self._streams[out]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(stream):
+            work()
+        return StreamCopy(stream.record_event(), *tensors)
 
     def _run(self, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> BackgroundCopy:
         before = torch.cuda.current_stream(self.device).record_event() if self._streams else None
@@ -91,6 +120,20 @@ class StoredRegion(ABC):
         target = as_bytes(into)
         return self.lanes.back(lambda: self.get(at, target), target)
 
+    def keep(self, at: int, tensor: Tensor) -> BackgroundCopy | StreamCopy:
+        """`write`, of what only the device reads again: no host waits for it."""
+        source = as_bytes(tensor)
+        if not (source.is_cuda and self.is_pinned):
+            return self.write(at, tensor)
+        return self.lanes.enqueue(lambda: self.put(at, source), True, source)
+
+    def bring(self, at: int, into: Tensor) -> BackgroundCopy | StreamCopy:
+        """`read`, of what the host has written or `keep` has."""
+        target = as_bytes(into)
+        if not (target.is_cuda and self.is_pinned):
+            return self.read(at, into)
+        return self.lanes.enqueue(lambda: self.get(at, target), False, target)
+
     def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         """Adds an fp32 tensor to the sum that is there, unless it ``is_first``; ``norm`` becomes that of the sum."""
         source = tensor.detach().view(-1)
@@ -115,12 +158,19 @@ class StoredRegion(ABC):
         """The bytes themselves, where the host can compute with them."""
         return None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a copy engine reads and writes it by itself."""
+        return False
+
 
 class Store:
     """Makes regions for one rank, and reuses freed ones: every microbatch needs the same sizes."""
 
-    def __init__(self, offload: Offload, device: torch.device) -> None:
+    def __init__(self, offload: Offload, device: torch.device, *, updates_on_device: bool = False) -> None:
+        """``updates_on_device``: where states in host memory are updated, if the ranks compute on GPUs."""
         self.target: Literal["cpu", "nvme"] = offload.target
+        self.updates_on_device = updates_on_device and self.target == "cpu"
         self.lanes = Lanes(device)
         self._file = _File(offload.folder) if self.target == "nvme" else None
         self._free: dict[int, list[StoredRegion]] = {}
@@ -160,6 +210,10 @@ class _HostRegion(StoredRegion):
 
     def in_memory(self, at: int, size: int) -> Tensor:
         return self.bytes[at : at + size]
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.lanes.device.type == "cuda"
 
 
 class _FileRegion(StoredRegion):

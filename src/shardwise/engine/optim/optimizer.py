@@ -138,7 +138,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One update from the gradients divided by ``divisor``; none if ``bad`` is 1 (both are scalars)."""
         assert closure is None, "gradients are there already: nothing is evaluated again"
-        if self.stored.elements and bad is not None:
+        if self.stored.elements and self.stored.streamed is None and bad is not None:
             if known_to_host(bad):
                 return
             bad = None
@@ -161,7 +161,9 @@ class LocalOptimizer(torch.optim.Optimizer):
                     gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
                     self._update(update, some, gradients)
                 self._publish(members)
-            if self.stored.elements:
+            if self.stored.elements and self.stored.streamed is not None:
+                self.stored.streamed.run(updates)
+            elif self.stored.elements:
                 with named(StepPhase.OFFLOADED_STATES):
                     self.stored.update([one.on(torch.device("cpu")) for one in updates])
 

@@ -1,0 +1,68 @@
+"""States updated on the device, chunk by chunk: the same weights, and the bytes that are priced. Here without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from engine.offload_cases import assert_equal, priced_bytes, states_of
+from engine.workers import on_ranks
+from shardwise.cost.traffic.traffic import Payload, Role
+from shardwise.engine.engine import Engine
+from shardwise.engine.offload import streamed
+from shardwise.measure.reference import sample_batch
+from shardwise.spec import Job
+
+STEPS = 3
+MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
+
+
+def job(offload: dict[str, Any], device: str = "cuda", **strategy: Any) -> Job:
+    """For ranks that compute on GPUs, though these do not."""
+    training = {"global_batch": 4, "seq": 32, "precision": strategy.pop("precision", "fp32")}
+    return Job.from_dict(
+        {
+            "model": MODEL,
+            "cluster": f"laptop:{strategy.get('dp', 1)}",
+            "strategy": {**strategy, "offload": offload},
+            "training": training,
+            "run": {"device": device},
+        }
+    )
+
+
+def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
+    streamed.CHUNK_ELEMENTS = 1000  # many chunks, cut across parameters
+    engine = Engine(one, device="cpu")
+    assert (engine.optimizer.stored.streamed is not None) == one.strategy.offload.any
+    for step in range(STEPS):
+        share = (engine.mesh.rank("dp"), engine.mesh.size("dp"))
+        engine.step(sample_batch(one, step, 0).share(*share))
+    return states_of(engine), Counter() if engine.store is None else engine.store.lanes.moved
+
+
+@pytest.mark.parametrize(
+    ("layout", "offload"),
+    [
+        ({}, {"optimizer": 1}),
+        ({}, {"optimizer": 0.4}),
+        ({"precision": "bf16"}, {"optimizer": 1}),
+        ({"dp": 2, "zero": 2}, {"optimizer": 1, "gradients": 1}),
+        ({"dp": 2, "zero": 3}, {"optimizer": 1, "gradients": 1, "weights": 1}),
+    ],
+)
+def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: dict[str, Any]) -> None:
+    world = layout.get("dp", 1)
+    here = on_ranks(world, trained, job({}, **layout))
+    there = on_ranks(world, trained, job(offload, **layout))
+    for (expected, _), (found, _) in zip(here, there):
+        assert_equal(found, expected, 1e-6)
+    moved: Counter[Payload] = sum((Counter(counted) for _, counted in there), Counter())
+    priced = priced_bytes(job(offload, **layout), STEPS)
+    for payload, size in priced.items():
+        if payload.role is not Role.WEIGHTS_FROM_HOST:  # which the first step has on the device
+            assert moved[payload] == pytest.approx(size, rel=2e-3), payload
+    assert moved.keys() == priced.keys()
