@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "activations": (0, {"activations": 1}),
     "a quarter of the activations": (0, {"activations": 0.25}),
 }
-WARM = 3
+WARM = 2
 Span = tuple[float, float]
 
 

@@ -100,7 +100,9 @@ class Trainer(ABC, Generic[Given]):
             data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
         self.reset_compression()
         if self.store is not None and offload.activations:
-            offload_activations(list(stages.values()), patterns, self.store, offload.activations)
+            offload_activations(
+                list(stages.values()), patterns, self.store, offload.activations, at_once=job.strategy.pp == 1
+            )
 
     def step(self, batch: Given, *, loss_limit: Tensor | float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.

@@ -18,7 +18,7 @@ from shardwise.cost.memory.activations import (
     layer_activation_bytes,
     microbatches_in_flight,
 )
-from shardwise.cost.memory.offload import OffloadedActivations, layers_at_loss
+from shardwise.cost.memory.offload import OffloadedActivations, last_layer_stays, layers_at_loss
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of, message_buffer_bytes, transient_bytes
@@ -124,7 +124,8 @@ def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) ->
 
 def offloaded_activations(job: Job, contents: RankContents) -> OffloadedActivations:
     passes = _passes(job, contents, dict.fromkeys(MOMENTS, 0.0))
-    return OffloadedActivations(passes.saved, passes.in_flight, contents.layers, layers_at_loss(job.stack))
+    at_loss, stays = layers_at_loss(job.stack), last_layer_stays(job)
+    return OffloadedActivations(passes.saved, passes.in_flight, contents.layers, at_loss, stays)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:

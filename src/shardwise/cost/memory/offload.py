@@ -32,6 +32,17 @@ def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
     return minimum(most, maximum(LEAST_ELEMENTS, elements // FEWEST_CHUNKS))
 
 
+def last_layer_stays(job: Job) -> bool:
+    """Whether a backward pass follows its forward pass directly, so that our engine keeps what the last layer saves: it
+    would come back as soon as it has left."""
+    return job.stack.is_own and job.strategy.pp == 1 and job.model.layers > 1
+
+
+def moved_share(job: Job, share: float) -> float:
+    """Share of a rank's saved activations that leaves the device."""
+    return min(share, 1 - 1 / job.model.layers) if last_layer_stays(job) else share
+
+
 def layers_at_loss(stack: Stack) -> int:
     """How many layers are on the device when the loss is computed."""
     return 1 if stack.is_own else 2
@@ -45,17 +56,24 @@ class OffloadedActivations:
     in_flight: Any
     layers: Any
     at_loss: int  # layers that are on the device then
+    last_stays: bool = False  # see `moved_share`; then no other is on the device at the loss
 
     @property
     def away(self) -> Any:
         """Bytes of all microbatches, if everything leaves and nothing is on its way."""
         return self.saved * self.in_flight
 
+    def moved(self, share: float) -> Any:
+        """The share that leaves, of a ``share`` that may."""
+        return minimum(share, 1 - 1 / self.layers) if self.last_stays else share
+
     def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
         """What remains on the device of all ``activations`` at a moment."""
-        return activations - share * (self.away - self.here(moment))
+        return activations - self.moved(share) * (self.away - self.here(moment))
 
     def here(self, moment: Moment) -> Any:
         """Bytes of the layers that leave or are back."""
+        if self.last_stays:
+            return 0.0 if moment == "loss" else self.saved / (self.layers - 1)
         whole = maximum(1, self.layers)
         return self.saved / whole * minimum(self.at_loss if moment == "loss" else 2, whole)

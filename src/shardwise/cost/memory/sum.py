@@ -16,6 +16,7 @@ from shardwise.collectives.arrays import maximum, minimum, select, some
 from shardwise.cost.memory.offload import (
     UPDATE_SLOTS,
     OffloadedActivations,
+    last_layer_stays,
     layers_at_loss,
     update_chunk,
     updates_on_device,
@@ -226,7 +227,7 @@ class MomentMemory:
     def offloaded(self) -> OffloadedActivations:
         passes, held = self.passes, self.held
         layers, at_loss = self.spread(held.contents.layers), layers_at_loss(held.job.stack)
-        return OffloadedActivations(passes.saved, passes.in_flight, layers, at_loss)
+        return OffloadedActivations(passes.saved, passes.in_flight, layers, at_loss, last_layer_stays(held.job))
 
     @cached_property
     def absent(self) -> Absent:
@@ -269,7 +270,7 @@ class MomentMemory:
     def host(self) -> Any:
         """Bytes that offload has moved off the device."""
         states, share = self.spread(self.held.states.offloaded), self.held.sharding.offload.activations
-        return states + share * self.offloaded.away if share else states
+        return states + self.offloaded.moved(share) * self.offloaded.away if share else states
 
 
 def _or_zero(figure: Any) -> Any:

@@ -18,6 +18,7 @@ from shardwise.cost.memory.device import (
     memory_at_moments,
     offloaded_activations,
 )
+from shardwise.cost.memory.offload import moved_share
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import predict
@@ -112,7 +113,7 @@ class _Parts:
         self.keeps_parameters = job.strategy.keep_parameters
         least = min(one.gradients for one in self.moments.values())
         self.idle = replace(self.in_layer, gradients=least, recomputed=0.0, communication=0.0, temporary=0.0)
-        share = job.strategy.offload.activations
+        share = moved_share(job, job.strategy.offload.activations)
         self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
         self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
@@ -152,7 +153,7 @@ class _Parts:
 
 def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float]:
     """Activations of one microbatch on all chunks of a rank, and those of one loss, that stay on the device."""
-    stays = 1 - job.strategy.offload.activations
+    stays = 1 - moved_share(job, job.strategy.offload.activations)
     kept, head = activation_bytes(job, contents) * stays, 0.0
     if contents.has_head:
         head = head_activation_bytes(job) * stays

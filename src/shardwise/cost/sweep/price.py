@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
-from shardwise.cost.memory.offload import updates_on_device
+from shardwise.cost.memory.offload import moved_share, updates_on_device
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
@@ -75,6 +75,7 @@ class Offloaded:
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
         self.updates = {"on_device": updates_on_device(job, offload), "compiled": job.training.compile}
+        self.moved_share = moved_share(job, offload.activations)
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
@@ -108,7 +109,7 @@ class Offloaded:
             if seconds is not None
         ]
         if self.offload.activations:
-            moved = rows.ranks.passes.saved[:, None, part] * self.offload.activations
+            moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
             lines = activation_lines(moved, m)
             cost = [m * one for one in _send(self._link(lines[0]), moved)]
             transfers += [self._transfer(line, *cost) for line in lines]

@@ -16,7 +16,7 @@ from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.offload import updates_on_device
+from shardwise.cost.memory.offload import moved_share, updates_on_device
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
@@ -141,7 +141,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         return []
     target, sharding = strategy.offload.target, sharding_of(strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    share = strategy.offload.activations
+    share = moved_share(job, strategy.offload.activations)
     moved = offloaded_activations(job, contents).saved * share if share else 0.0
     updates = {"on_device": updates_on_device(job, strategy.offload), "compiled": job.training.compile}
     lines = state_lines(contents, sharding, job.recipe, states, m, **updates) + activation_lines(moved, m)

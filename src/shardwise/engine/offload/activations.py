@@ -8,7 +8,7 @@ parameters, and has no disk, no share and no prefetch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -26,13 +26,48 @@ from shardwise.engine.torch_private import storage_id, version_of
 SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than the memory
 
 
-def offload_activations(stages: Sequence[nn.Module], patterns: Patterns, store: Store, share: float) -> None:
-    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves are offloaded."""
+def offload_activations(
+    stages: Sequence[nn.Module], patterns: Patterns, store: Store, share: float, *, at_once: bool
+) -> None:
+    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves are offloaded.
+
+    ``at_once``: a backward pass follows its forward pass directly, so that the last layer's activations would come back
+    as soon as they have left. They stay, and the other layers' share is the larger for it.
+    """
     for stage in stages:
         layers = [layer for _, layer in matching(stage, patterns.layers)]
-        offload = _StageOffload(store, share)
+        stays = at_once and len(layers) > 1
+        offload = _StageOffload(store, min(1.0, share * len(layers) / (len(layers) - 1)) if stays else share)
         for place, layer in enumerate(layers):
-            _wrap(layer, offload, first=place == 0)
+            if stays and place == len(layers) - 1:
+                _fetch_before(layer, offload)
+            else:
+                _wrap(layer, offload, first=place == 0)
+
+
+def _fetch_before(layer: nn.Module, offload: _StageOffload) -> None:
+    """When the backward pass reaches the layer, what the one before it has offloaded begins to come back."""
+    forward = layer.forward
+
+    @wraps(forward)
+    def forward_and_fetch(*arguments: Any, **named: Any) -> Any:
+        result = forward(*arguments, **named)
+        before = offload.last
+        if before is not None and isinstance(result, Tensor) and result.requires_grad:
+            before.leave()
+            result.register_hook(_fetching(weakref.ref(before)))  # type: ignore[no-untyped-call]
+        return result
+
+    layer.forward = forward_and_fetch
+
+
+def _fetching(reference: weakref.ref[_LayerPass]) -> Callable[[Tensor], None]:
+    def fetch(gradient: Tensor) -> None:
+        one = reference()
+        if one is not None:
+            one.fetch()
+
+    return fetch
 
 
 def _wrap(layer: nn.Module, offload: _StageOffload, first: bool) -> None:
@@ -61,6 +96,11 @@ class _StageOffload:
 
     def begin(self, layer: nn.Module, first: bool) -> _LayerPass:
         return _LayerPass(self, layer, None if first else self._last)
+
+    @property
+    def last(self) -> _LayerPass | None:
+        """The pass that has ended last."""
+        return self._last
 
     def end(self, one: _LayerPass) -> None:
         if self._last is not None:

@@ -136,15 +136,21 @@ class StreamedUpdate:
             self._store_ready.clear()
 
 
-def wait_before(layers: Iterable[nn.Module], root: nn.Module, update: StreamedUpdate) -> None:
-    """Has each layer wait for its own weights, and the network for those outside of its layers."""
+def wait_before(layers: Sequence[nn.Module], root: nn.Module, update: StreamedUpdate) -> None:
+    """Has each layer wait for its own weights, and the network for what is updated before any of them.
+
+    The last layer also waits for what is updated after it, such as the head, which a loss reads without calling it.
+    """
     update.is_awaited = True
-    inside: set[nn.Parameter] = set()
-    for layer in layers:
-        own = list(layer.parameters())
-        inside.update(own)
-        layer.register_forward_pre_hook(_waiting_for(own, update))
-    root.register_forward_pre_hook(_waiting_for([one for one in root.parameters() if one not in inside], update))
+    inside = {parameter: number for number, layer in enumerate(layers) for parameter in layer.parameters()}
+    waiting: list[list[nn.Parameter]] = [[] for _ in range(len(layers) + 1)]
+    reached = 0  # of the places that wait: the root first
+    for parameter in root.parameters():
+        if parameter in inside:
+            reached = len(layers)
+        waiting[inside[parameter] + 1 if parameter in inside else reached].append(parameter)
+    for module, parameters in zip((root, *layers), waiting):
+        module.register_forward_pre_hook(_waiting_for(parameters, update))
 
 
 def _waiting_for(parameters: list[nn.Parameter], update: StreamedUpdate) -> Callable[[nn.Module, Any], None]:
