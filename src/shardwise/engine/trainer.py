@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shardwise.cost.memory.offload import updates_on_device
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence
@@ -77,7 +78,9 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         self.parameters = held(stages.values())
         offload = job.strategy.offload
-        self.store = Store(offload, device, updates_on_device=job.run_device == "cuda") if may_offload(job) else None
+        self.store = (
+            Store(offload, device, updates_on_device=updates_on_device(job, offload)) if may_offload(job) else None
+        )
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload, whole_masters=job.whole_masters,
