@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+from shardwise.spec.files import parse_yaml
 
-from shardwise.spec.files import parse_yaml  # noqa: E402
-from unseen_steps import CONFIGURATIONS, Measured, chosen, compared, job_of, main, name_of  # noqa: E402
+# From its path: with bench/ among the paths, other tests would find bench/engine.py in place of tests/engine.
+_SPEC = spec_from_file_location("unseen_steps", Path(__file__).resolve().parents[2] / "bench" / "unseen_steps.py")
+assert _SPEC is not None and _SPEC.loader is not None
+bench = sys.modules["unseen_steps"] = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(bench)
+CONFIGURATIONS, Measured, chosen, compared = bench.CONFIGURATIONS, bench.Measured, bench.chosen, bench.compared
+job_of, main, name_of = bench.job_of, bench.main, bench.name_of
 
 ROWS = parse_yaml(CONFIGURATIONS.read_text(encoding="utf-8"), "rows")
 
