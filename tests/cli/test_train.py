@@ -185,7 +185,7 @@ def test_shards_that_have_no_room_where_they_are_staged(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "gpt2-xl"], "double pp to 2 and halve dp to 1: that needs 12.9 GiB"),
+        (["--model", "gpt2-xl"], "double pp to 2 and halve dp to 1: that needs 12.6 GiB"),
         (["--model", "gpt2-xl", "--cluster", "laptop:1", "--dp", "1"], "the least that fits: strategy.offload: {opt"),
     ],
 )

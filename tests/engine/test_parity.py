@@ -112,8 +112,9 @@ def run(layout: Layout) -> None:
 
 
 def test_every_pair_of_techniques_runs() -> None:
-    """What the matrix refuses is tried in `test_refusals`."""
-    assert not [one for one in every_pair() if (found := judged(one)) and found.status != "runs"]
+    """But one, which the matrix refuses; what it refuses is tried in `test_refusals`."""
+    refused = [dict(one.values) for one in every_pair() if (found := judged(one)) and found.status != "runs"]
+    assert [(one["tensor"], one["experts"]) for one in refused] == [("plain", "ep-overlapped")]
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ class Offloaded:
     def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         m = rows.microbatches[part]
         transfers = [
-            self._transfer(line, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
+            self._transfer(line, lengths, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
             for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
             if seconds is not None
         ]
@@ -112,13 +112,13 @@ class Offloaded:
             moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
             lines = activation_lines(moved, m)
             cost = [m * one for one in _send(self._link(lines[0]), moved)]
-            transfers += [self._transfer(line, *cost) for line in lines]
+            transfers += [self._transfer(line, lengths, *cost) for line in lines]
         return transfers
 
     def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
         return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches, **self.updates)
 
-    def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> OverlappedTransfer:
+    def _transfer(self, line: OffloadLine, lengths: Array, seconds: Any, on_link: Any) -> OverlappedTransfer:
         """``seconds`` in the whole step, ``on_link`` those that keep the link busy."""
         return OverlappedTransfer(
             line.payload.in_pass,
@@ -127,7 +127,7 @@ class Offloaded:
             line.window_if(self.overlapped),
             line.window_share,
             line.last_only,
-            hideable=line.hideable,
+            hideable=by_row(line.hideable, lengths),
             units_taken=self.units_taken,
         )
 
