@@ -21,7 +21,7 @@ import torch
 
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.states import MASTER
+from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import local
 from shardwise.engine.world import joined
 from shardwise.measure.reference import sample_batch

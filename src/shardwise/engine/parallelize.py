@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.offload.states import MASTER
+from shardwise.engine.offload.store import MASTER
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.own_model import checks, forward
 from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages

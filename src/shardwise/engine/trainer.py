@@ -21,8 +21,7 @@ from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.folder import may_offload
-from shardwise.engine.offload.states import GRADIENT, MASTER
-from shardwise.engine.offload.store import Store
+from shardwise.engine.offload.store import GRADIENT, MASTER, Store
 from shardwise.engine.offload.streamed import wait_before
 from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer

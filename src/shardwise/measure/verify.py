@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.offload.states import MASTER
+from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldParameter, HeldPart, divided_as, local
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined

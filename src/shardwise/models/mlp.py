@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -103,10 +103,15 @@ class _Projected(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         hidden, *weights = ctx.saved_tensors
         rows, flat = hidden.flatten(0, -2), [one.flatten(0, -2) for one in gradients]
-        of_rows = flat[0] @ weights[0]
-        for gradient, weight in zip(flat[1:], weights[1:]):
-            of_rows = torch.addmm(of_rows, gradient, weight)
-        return (of_rows.view_as(hidden), *(gradient.T @ rows for gradient in flat))
+        return (sum_of_matmuls(flat, weights).view_as(hidden), *(gradient.T @ rows for gradient in flat))
+
+
+def sum_of_matmuls(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the common input [tokens, features] of several matmuls, accumulated in place."""
+    total = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:]):
+        total.addmm_(gradient, weight)
+    return total
 
 
 def plus_linear(residual: Tensor | None, inputs: Tensor, last: nn.Module) -> Tensor:

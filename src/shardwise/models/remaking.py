@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import kernels
+from shardwise.models.mlp import sum_of_matmuls
 from shardwise.models.norm_gradients import rms_norm_gradients
 from shardwise.models.norms import RMSNorm
 
@@ -41,10 +42,7 @@ class _NormedProjection(torch.autograd.Function):
         states, scale, *weights = ctx.saved_tensors
         *of_outputs, around = gradients
         flat = [one.flatten(0, -2) for one in of_outputs]
-        of_rows = flat[0] @ weights[0]
-        for gradient, weight in zip(flat[1:], weights[1:]):
-            of_rows = torch.addmm(of_rows, gradient, weight)
-        of_normed = of_rows.view_as(states)
+        of_normed = sum_of_matmuls(flat, weights).view_as(states)
         of_states, partial, normed = rms_norm_gradients(of_normed, around, states, scale, ctx.epsilon, True)
         rows = normed.flatten(0, -2)
         return of_states, partial.sum(0).to(scale.dtype), None, *(gradient.T @ rows for gradient in flat)

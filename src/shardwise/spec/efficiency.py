@@ -78,12 +78,10 @@ class Efficiency(Spec):
     tokens that each expert gets, unless the whole step is one CUDA graph; ``routing_traffic`` how often the tokens are
     read and written to sort them by expert. ``overlapped_tp_exposed`` is what stays exposed of tensor-parallel
     communication that is sent tile by tile. ``device_spread`` is the standard deviation of a step's time between
-    devices, ``layer_jitter`` that of a layer's time between nodes, as shares. ``power_slowdown``
-    is what matmuls alone take longer for than at full clock because of the device's power limit, ``attention_slowdown``
-    what attention alone does, ``other_power`` what kernels bound by memory draw of that limit: the more of a step the
-    latter take, the less the others are slowed down.
-    ``own`` is what only calibrated devices
-    have.
+    devices, ``layer_jitter`` that of a layer's time between nodes, as shares. ``power_slowdown`` is how
+    many times as long matmuls alone take under the device's power limit as at full clock, ``attention_slowdown`` the
+    same of attention, ``other_power`` the share of that limit that memory-bound kernels draw: the more of a step they
+    take, the less the others are slowed down. ``own`` is what only calibrated devices have.
     """
 
     gemm: Mapping[str, float] = field(default=GENERIC_GEMM, metadata=_SHARE)

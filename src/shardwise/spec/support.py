@@ -153,9 +153,9 @@ MATRIX: tuple[Finding, ...] = (
            "precision: bf16", "training.precision", "bf16"),
     *_each("local-steps|async + offload-optimizer", "needs", "the weights that workers exchange must be on the device",
            "offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
-    # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     *_each("fp8-delayed + compile", "needs", "the largest elements of a step are noted between kernels",
            "compile: false, or precision: fp8", "training.compile", False),
+    # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     *_each("fp8|fp8-delayed|fp8-rowwise|mxfp8|nvfp4 + ragged-widths", "refused",
            "8-bit matmuls need widths, and tokens of a microbatch, that are multiples of 16 on every rank",
            "a smaller tp, another seq, or precision: bf16"),

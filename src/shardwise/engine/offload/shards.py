@@ -64,12 +64,11 @@ class _Shards:
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
         self.fetch(is_backward)
-        reader = (
-            torch_private.gather_stream(self.group, async_op) if torch_private.gather_ranks(self.group) > 1 else None
-        )
-        self._wait(*([reader] if hasattr(reader, "wait_event") else []))
+        gathers = torch_private.gather_ranks(self.group) > 1
+        reader = torch_private.gather_stream(self.group, async_op) if gathers else None
+        self._wait(reader)
         self._unshard(async_op)
-        if torch_private.gather_ranks(self.group) > 1:
+        if gathers:
             self.free(reader)
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from shardwise.cost.memory.offload import update_chunk
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
-from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion, StreamCopy, host_tensor
+from shardwise.engine.offload.store import (
+    GRADIENT,
+    MASTER,
+    BackgroundCopy,
+    Store,
+    StoredRegion,
+    StreamCopy,
+    host_tensor,
+)
 from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
@@ -49,8 +57,6 @@ def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
 
 # Updated by the host at a time: 4 MiB of every state, which a disk reads at full speed; fewer if there are few in all.
 CHUNK_ELEMENTS = 2**20
-MASTER = "master"
-GRADIENT = "gradient"
 BYTES = 4  # states are fp32
 
 

@@ -25,6 +25,8 @@ from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
 
+MASTER, GRADIENT = "master", "gradient"  # what a region holds beside the moments, by name
+
 
 class BackgroundCopy:
     """A copy in flight; ``tensors`` are kept until it is over."""

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, UPDATE_SLOTS
+from shardwise.engine.offload.store import GRADIENT, MASTER
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
 
 if TYPE_CHECKING:
     from shardwise.engine.offload.states import StateChunk, StoredStates
-
-CHUNK_ELEMENTS, SLOTS = UPDATE_CHUNK_ELEMENTS, UPDATE_SLOTS
 
 
 class StreamedUpdate:
@@ -47,8 +46,8 @@ class StreamedUpdate:
         if computing is not None:
             computing.wait_stream(torch.cuda.current_stream(self._device))
             incoming.wait_stream(outgoing)
-        for number, chunk in enumerate(self.stored.chunks(CHUNK_ELEMENTS)):
-            slot = number % SLOTS
+        for number, chunk in enumerate(self.stored.chunks(UPDATE_CHUNK_ELEMENTS)):
+            slot = number % UPDATE_SLOTS
             here = {name: self._slots[slot][name][: chunk.end - chunk.begin] for name in self.stored.names_of(chunk)}
             with _on(incoming):
                 _wait(incoming, self._free[slot])
@@ -70,8 +69,6 @@ class StreamedUpdate:
             self.all_weights()
 
     def _update(self, chunk: StateChunk, here: dict[str, Tensor], update: Update) -> None:
-        from shardwise.engine.offload.states import GRADIENT, MASTER
-
         stored = self.stored
         pieces = [one for one in chunk.pieces if one.parameter.grad is not None or one.parameter in stored.summed]
         if not pieces:
@@ -100,15 +97,15 @@ class StreamedUpdate:
 
     def make_slots(self) -> None:
         """Room on the device for some chunks of the states that are stored now."""
-        chunks = list(self.stored.chunks(CHUNK_ELEMENTS))
+        chunks = list(self.stored.chunks(UPDATE_CHUNK_ELEMENTS))
         names = {name for chunk in chunks for name in self.stored.names_of(chunk)}
         elements = max((chunk.end - chunk.begin for chunk in chunks), default=0)
         with _on(self._streams[1]):
             self._slots = [
                 {name: torch.empty(elements, dtype=torch.float32, device=self._device) for name in names}
-                for _ in range(SLOTS)
+                for _ in range(UPDATE_SLOTS)
             ]
-        self._free = [_event(self._streams[1])] * SLOTS
+        self._free = [_event(self._streams[1])] * UPDATE_SLOTS
 
     # -- who waits for it ---------------------------------------------------------------------------------
 
@@ -168,6 +165,3 @@ def _wait(stream: Any, event: Any) -> None:
 
 def _event(stream: Any) -> Any:
     return None if stream is None else stream.record_event()
-
-
-__all__ = ["StreamedUpdate", "wait_before"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.labels import StepPhase
-from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, rows_of, whole_rows
-from shardwise.engine.offload.store import Store
+from shardwise.engine.offload.states import BYTES, StoredStates, rows_of, whole_rows
+from shardwise.engine.offload.store import MASTER, Store
 from shardwise.engine.optim.masters import joined, split_
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.updates import STATES, Update, muon_update

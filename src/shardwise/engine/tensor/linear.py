@@ -15,6 +15,7 @@ from shardwise.engine.tensor.collectives import copy, reduce, scatter, start_gat
 from shardwise.engine.tensor.decomposed import products_of_gathered, scattered_product
 from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 from shardwise.layout.sharding import kv_copies, part_held
+from shardwise.models.mlp import sum_of_matmuls
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -161,14 +162,6 @@ class _ColumnMatmuls(torch.autograd.Function):
         bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
         of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
         return (pending.wait() if pending else None, None, None, None, *of_maps)
-
-
-def sum_of_matmuls(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
-    """The gradient of the common input [tokens, features], accumulated in place."""
-    total = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:]):
-        total.addmm_(gradient, weight)
-    return total
 
 
 class WideNorm(nn.Module):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shardwise.models.kernels.access import read, write
+
 
 @triton.jit
 def norm_gradients(
@@ -21,38 +23,20 @@ def norm_gradients(
     """
     column = tl.arange(0, WIDTH)
     inside = column < features
-    scale = _read(weight, column, inside, WHOLE)
+    scale = read(weight, column, inside, WHOLE)
     total = tl.zeros((WIDTH,), tl.float32)
     wide = tl.full((), 0, tl.int64)
     for row in range(tl.program_id(0), rows, PROGRAMS):
         start = (wide + row) * features
-        x = _read(inputs + start, column, inside, WHOLE)
-        dy = _read(gradient + start, column, inside, WHOLE)
-        beside = _read(around + start, column, inside, WHOLE)
+        x = read(inputs + start, column, inside, WHOLE)
+        dy = read(gradient + start, column, inside, WHOLE)
+        beside = read(around + start, column, inside, WHOLE)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / features + epsilon)
         normed = x * inverse
         of_normed = dy * scale
         dx = (of_normed - normed * (tl.sum(of_normed * normed, 0) / features)) * inverse + beside
         total += dy * normed
-        _write(of_inputs + start, column, inside, dx, WHOLE)
+        write(of_inputs + start, column, inside, dx, WHOLE)
         if AGAIN:
-            _write(outputs + start, column, inside, normed * scale, WHOLE)
+            write(outputs + start, column, inside, normed * scale, WHOLE)
     tl.store(of_weight + tl.program_id(0) * features + column, total, mask=inside)
-
-
-@triton.jit
-def _read(address, column, inside, WHOLE: tl.constexpr):
-    if WHOLE:  # without a mask, so that a thread reads 16 bytes at a time
-        found = tl.load(address + column)
-    else:
-        found = tl.load(address + column, mask=inside, other=0.0)
-    return found.to(tl.float32)
-
-
-@triton.jit
-def _write(address, column, inside, values, WHOLE: tl.constexpr):
-    values = values.to(address.dtype.element_ty)
-    if WHOLE:
-        tl.store(address + column, values)
-    else:
-        tl.store(address + column, values, mask=inside)

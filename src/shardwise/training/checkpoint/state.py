@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.offload.states import MASTER
+from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
