@@ -69,4 +69,4 @@ def test_it_is_not_compiled() -> None:
     assert verdict(job).status == "runs"
     compiled = Training.from_dict({**job.training.to_dict(), "compile": True})
     found = verdict(type(job)(model=job.model, cluster=job.cluster, strategy=job.strategy, training=compiled))
-    assert found.status != "runs" and "noted between kernels" in str(found)
+    assert found.status != "runs" and "recorded between kernels" in str(found)

@@ -23,7 +23,7 @@ def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iter
     yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
     own = found.cluster.device.efficiency.own
     if own is not None:
-        yield table("Our engine's kernels", ("", "without the compiler", "compiled"), _mode_rows(own))
+        yield table("Our engine's kernels", ("", "eager", "compiled"), _mode_rows(own))
         yield table("", ("", "measured"), _engine_rows(own))
     pairs = [(old, new) for old, new in zip(before.levels, found.cluster.levels) if new.width > 1]
     if pairs:
@@ -70,13 +70,13 @@ def _mode_rows(own: EngineKernels) -> list[tuple[str, str, str]]:
         for name in PASSES
     ]
     for name, seconds in (
-        ("kernels' starts in a layer", own.device_starts),
-        ("the host's time for it", own.host_launches),
+        ("kernel start-up of a layer, on the device", own.device_starts),
+        ("kernel launches of a layer, on the host", own.host_launches),
     ):
         eager, compiled = (readable_seconds(seconds(mode, rotary=True, moe=False)) for mode in MODES)
         rows.append((name, eager, compiled))
     eager, compiled = (f"{own.routing.get(mode, 0.0):.1f}" for mode in MODES)
-    rows.append(("tokens sorted by expert, times one reading and writing", eager, compiled))
+    rows.append(("sorting tokens by expert, times one read and write", eager, compiled))
     return rows
 
 
@@ -84,7 +84,7 @@ def _engine_rows(own: EngineKernels) -> list[tuple[str, str]]:
     rows = [
         ("optimizer, times the bytes of its states", f"{own.update_traffic:.2f}"),
         ("loss, times 10 bytes of a logit", f"{own.loss_traffic:.2f}"),
-        ("attention with a sliding window, its speed over the other's", f"{own.windowed_attention:.2f}"),
+        ("sliding-window attention, speed relative to full", f"{own.windowed_attention:.2f}"),
     ]
     rows += [(f"FP8 matmuls, a scale per {name}", f"{share:.0%} of the peak") for name, share in own.scaled.items()]
     return rows

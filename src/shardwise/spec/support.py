@@ -113,7 +113,7 @@ MATRIX: tuple[Finding, ...] = (
            "the second level of this exchange needs the result of the first: this engine overlaps plain exchanges",
            "dispatch: all-to-all, or overlap.ep: false", "strategy.overlap.ep"),
     *_each("ep-overlap + tp-plain", "needs",
-           "ranks that hold the same tokens divide them before they are exchanged",
+           "without sequence parallelism, ranks that hold the same tokens split them before the exchange",
            "sequence_parallel: true, or overlap.ep: false", "strategy.sequence_parallel", True),
     *_each("pp-overlap", "priced only", "this engine does not overlap pipeline messages",
            "overlap.pp: false", "strategy.overlap.pp"),
@@ -153,7 +153,7 @@ MATRIX: tuple[Finding, ...] = (
            "precision: bf16", "training.precision", "bf16"),
     *_each("local-steps|async + offload-optimizer", "needs", "the weights that workers exchange must be on the device",
            "offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
-    *_each("fp8-delayed + compile", "needs", "the largest elements of a step are noted between kernels",
+    *_each("fp8-delayed + compile", "needs", "maximum absolute values are recorded between kernels",
            "compile: false, or precision: fp8", "training.compile", False),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     *_each("fp8|fp8-delayed|fp8-rowwise|mxfp8|nvfp4 + ragged-widths", "refused",
