@@ -150,7 +150,7 @@ def _device(asked: str, *, emulated: bool) -> str:
 
 def _cluster(name: str | None, processes: int | str | None, device: str, emulation: Emulation | None) -> Cluster:
     """The cluster as known before it is measured, with the devices found or asked for."""
-    base = named_cluster(_require_name(name) if device == "cuda" else name or "laptop:1")
+    base = named_cluster(name or _preset_here(device))
     if emulation is not None:
         return cluster_of(emulation, base)
     if device == "cuda":
@@ -165,7 +165,7 @@ def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
     """The named cluster, which must match the ranks on the hosts; CPUs need no name."""
     if name is None and device == "cpu":
         return cpu_hosts(here.hosts, here.ranks_per_host)
-    name = _require_name(name)
+    name = name or f"{_preset_here(device)}:{here.hosts}"
     if here.hosts == 1:  # part of a node is enough
         return named_cluster(name).with_devices(here.world)
     cluster = cluster_of_ranks(name, here.world)
@@ -176,10 +176,17 @@ def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
     return cluster
 
 
-def _require_name(name: str | None) -> str:
-    if name is None:
-        raise SpecError("--cluster", "is missing", "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)")
-    return name
+def _preset_here(device: str) -> str:
+    """Raises SpecError for GPUs that no preset has."""
+    if device == "cpu":
+        return "laptop:1"
+    from shardwise.measure.step import cluster_name_here
+
+    try:
+        return cluster_name_here(device)
+    except SpecError as error:
+        remedy = "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)"
+        raise SpecError("--cluster", error.problem, remedy) from None
 
 
 def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -25,7 +25,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--out", metavar="FILE", help=f"output file (default {CLUSTER}; with --from {RECUT} in the run)"
     )
-    parser.add_argument("--cluster", metavar="NAME", help="the preset that this hardware is, if any (default laptop)")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="the preset that this hardware is (default: by its GPUs, or laptop)"
+    )
     parser.add_argument("--processes", metavar="N", help="CPU processes (default: one per core)")
     parser.add_argument("--emulate", metavar="LINK", help="measure virtual nodes, such as 2x2,1Gbit,1ms (needs root)")
     parser.add_argument(

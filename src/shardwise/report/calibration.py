@@ -40,6 +40,8 @@ def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iter
 
 
 def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
+    measured_kernels = after.device.efficiency.own is not None  # a table of their own says more than one figure
+
     def shown(cluster: Cluster) -> list[tuple[str, str]]:
         device, own = cluster.device, cluster.device.efficiency
         data_type = "bf16" if device.vendor != "generic" else "fp32"
@@ -50,11 +52,12 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
             ("attention, forward", f"{readable_flops(own.attention_forward * device.peak_flops(data_type))}/s"),
             ("per attention score, beside the matmuls", readable_flops(own.score_flops)),
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
-            ("elementwise traffic, times the minimum", f"{own.elementwise_traffic:.2f}"),
-            ("kernel launch", readable_seconds(own.operator_seconds)),
             ("fixed cost of a step", readable_seconds(own.step_seconds)),
             ("compute units taken by overlapped collectives", f"{device.units_taken.collectives:.0%}"),
         ]
+        if not measured_kernels:
+            rows.append(("elementwise traffic, times the minimum", f"{own.elementwise_traffic:.2f}"))
+            rows.append(("kernel launch", readable_seconds(own.operator_seconds)))
         if device.vendor != "generic":
             rows.append(("matmuls slowed down by the power limit, at most", f"{own.power_slowdown - 1:.0%}"))
         if cluster.storage:
