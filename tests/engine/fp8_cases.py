@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import Engine, apply_compile
 from shardwise.engine.parameters import local
+from shardwise.engine.patterns import DECODER
 from shardwise.engine.torch_private import TorchDispatchMode, operator_name
 from shardwise.measure.reference import sample_batch
 from shardwise.models.layer import Layer
@@ -69,6 +70,17 @@ def counts(job: Job) -> list[tuple[int, int, int]]:
             engine.step(share(engine, step))
         found.append((mode.weights, mode.others, mode.matmuls))
     return found
+
+
+def compiled_layers(job: Job) -> tuple[list[float], int]:
+    """Losses of two steps with compiled layers, and the FP8 matmuls of the second; by no compiler for C++."""
+    torch._dynamo.reset()
+    engine = Engine(job)
+    apply_compile(list(engine.stages.values()), job.strategy, DECODER, backend="aot_eager")
+    losses = [float(engine.step(share(engine, 0)).loss)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        losses.append(float(engine.step(share(engine, 1)).loss))
+    return losses, sum(one.count for one in profile.key_averages() if one.key == "shardwise::fp8_product")
 
 
 def parts(scaling: str, kind: str, rank: int, size: int) -> dict[str, tuple[Tensor, Tensor]]:

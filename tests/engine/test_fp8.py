@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.fp8_cases import PRECISIONS, SCALINGS, counts, error, job_of, own_network, parts_here, trained
+from engine.fp8_cases import (
+    PRECISIONS,
+    SCALINGS,
+    compiled_layers,
+    counts,
+    error,
+    job_of,
+    own_network,
+    parts_here,
+    trained,
+)
 from engine.workers import on_ranks
 from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.fp8.linear import ScaledProducts
@@ -220,6 +230,15 @@ def test_weights_are_cast_once_a_step(recompute: dict[str, object]) -> None:
     assert first[0] == second[0] == 2 * 4
     matmuls = 2 * 2 * (7 + 4 + 4)  # microbatches, layers: outputs, input gradients, weight gradients
     assert first[2] == matmuls + (2 * 2 * 7 if recompute.get("recompute") == "full" else 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_multiply_in_fp8_too(recompute: str) -> None:
+    """All of them, also those that a compiled bf16 layer would add to the residual path by one matmul."""
+    ((losses, matmuls),) = on_ranks(1, compiled_layers, job_of("fp8", recompute=recompute))
+    assert losses == pytest.approx(alone("fp8")[0], rel=1e-5)
+    again = (6, 7) if recompute == "full" else (0,)  # nothing reads the last one's output again
+    assert matmuls in [2 * 2 * (7 + 4 + 4 + one) for one in again]
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

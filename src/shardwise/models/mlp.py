@@ -124,8 +124,9 @@ def plus_linear(residual: Tensor | None, inputs: Tensor, last: nn.Module) -> Ten
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a whole linear layer without bias."""
-    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None
+    """Whether it is a whole linear layer without bias that PyTorch itself multiplies."""
+    replaced = "forward" in layer.__dict__  # by a matmul in FP8
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and not replaced
 
 
 def as_they_are(*narrow: Tensor) -> tuple[Tensor, ...]:
