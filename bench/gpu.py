@@ -3,7 +3,8 @@
     PYTHONPATH=src python bench/gpu.py --shapes 1.5b-2x8192 --out bench/results
 
 Everyone trains the same decoder in bf16 with fp32 weights behind it: fused AdamW, clipping at 1.0, each layer compiled.
-Peers recompute nothing; shardwise makes norms and activations again, inside its backward kernels. A peer and shardwise
+Peers recompute nothing and attend by PyTorch's own kernels; shardwise makes norms and activations again, inside its
+backward kernels, and attends by FlashAttention-4 where that is installed. A peer and shardwise
 stand in memory together and take turns step by step, so that both find the card as warm; medians are compared. Memory
 is the peak of one contender's tensors. Peers that cannot be imported are left out.
 """
@@ -55,7 +56,7 @@ BATCHES = {"2x8192": (2, 8192), "4x4096": (4, 4096)}
 SHAPES = {f"{model}-{batch}": (MODELS[model], *BATCHES[batch]) for model in MODELS for batch in BATCHES}
 RATE, CLIP = 3e-4, 1.0
 KEPT = 64  # batches
-PACKAGES = ("torch", "triton", "transformers", "torchtitan")
+PACKAGES = ("torch", "triton", "transformers", "torchtitan", "flash-attn-4")
 Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and labels: the mean loss
 
 
@@ -93,13 +94,14 @@ def main() -> int:
         print("no GPU here: there is nothing to compare")
         return 0
     rows: list[Row] = []
+    began = time.gmtime()
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for shape in shapes:
             for row in compared(shape, peers, given):
                 print_row(row)
                 rows.append(row)
-    if given.out is not None:
-        print(f"written: {kept(rows, given.out)}")
+            if given.out is not None:  # each time: a run that is ended early has what it found
+                print(f"written: {kept(rows, given.out, began)}", flush=True)
     return 0
 
 
@@ -111,7 +113,7 @@ def print_row(row: Row) -> None:
     )
 
 
-def kept(rows: list[Row], folder: Path) -> Path:
+def kept(rows: list[Row], folder: Path, began: time.struct_time) -> Path:
     """What another day can be compared with."""
     versions = {}
     for name in PACKAGES:
@@ -121,13 +123,13 @@ def kept(rows: list[Row], folder: Path) -> Path:
             continue
     found = {
         "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", began),
         "device": torch.cuda.get_device_name(),
         "versions": versions,
         "rows": [asdict(row) for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}.json"
+    path = folder / f"gpu-{time.strftime('%Y-%m-%d-%H%M', began)}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return path
 

@@ -14,6 +14,7 @@ from engine.workers import on_ranks
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
+from shardwise.models.experts import at_once
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import MixtureOfExperts as Experts
@@ -65,7 +66,7 @@ def passes(made: MoELayer, rows: Tensor, indices: Tensor, weights: Tensor, gradi
     rows, weights = rows.clone().requires_grad_(), weights.clone().requires_grad_()
     sorted_rows, counts, handle = made.exchange.dispatch(rows, indices)
     assert counts.shape[0] == made.experts.up.shape[0] and int(counts.sum()) == sorted_rows.shape[0]
-    result = made.exchange.combine(made.experts(sorted_rows, counts), weights, handle)
+    result = made.exchange.combine(made.experts(sorted_rows, at_once(counts)), weights, handle)
     result.backward(gradient)
     assert rows.grad is not None and weights.grad is not None
     return [result.detach(), rows.grad, weights.grad]

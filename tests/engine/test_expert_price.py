@@ -16,6 +16,7 @@ from shardwise.cost.traffic.tensor import tensor_traffic
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.layout.stages import rank_contents
+from shardwise.models.experts import at_once
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
@@ -55,7 +56,7 @@ def on_a_rank(text: str) -> dict[str, int]:
     rows = torch.randn(int(one.microbatch_tokens) // one.strategy.tp, HIDDEN, requires_grad=True)
     indices = torch.rand(rows.shape[0], EXPERTS).topk(TOP_K).indices
     sorted_rows, counts, handle = exchange.dispatch(rows, indices)
-    result = exchange.combine(made.experts(sorted_rows, counts), torch.ones(indices.shape), handle)
+    result = exchange.combine(made.experts(sorted_rows, at_once(counts)), torch.ones(indices.shape), handle)
     result.backward(torch.ones_like(result))
     traffic = exchange.traffic
     names = {*traffic.between_nodes, *traffic.inside_node}

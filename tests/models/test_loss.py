@@ -33,3 +33,11 @@ def test_a_head_that_accumulates_in_fp32_gets_the_fp32_sum_itself(
     torch.nn.functional.cross_entropy((wide @ head.T)[0], labels[0]).backward()  # type: ignore[no-untyped-call]
     assert head.grad is not None
     torch.testing.assert_close(weight.grad.double(), head.grad, rtol=0.03, atol=2e-3)
+
+
+def test_a_second_backward_pass_is_refused_in_words() -> None:
+    hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (16, 8)))
+    total = cross_entropy_sum(hidden, weight, None, torch.arange(4))
+    total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        total.backward()  # type: ignore[no-untyped-call]

@@ -13,7 +13,12 @@ from shardwise.models.mlp import activation_of
 from shardwise.spec.model import Model
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-Work = Callable[[Tensor, Multiply], Any]
+Work = Callable[[Tensor, Multiply], Any]  # with rows, and what multiplies rows by their experts
+
+
+def at_once(counts: Tensor) -> Work:
+    """All rows in one call."""
+    return lambda rows, multiply: multiply(rows, counts)
 
 
 class GroupedExperts(nn.Module):
@@ -35,15 +40,12 @@ class GroupedExperts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden)) if biased else None
 
-    def forward(self, rows: Tensor, counts: Tensor | Work) -> Any:
-        """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each.
-
-        Several calls for one gathering of the parameters: ``counts`` may be a function that is given the rows, in any
-        order, and `multiply`.
-        """
-        return counts(rows, self.multiply) if callable(counts) else self.multiply(rows, counts)
+    def forward(self, rows: Tensor, work: Work) -> Any:
+        """What ``work`` makes of the rows: parameters are gathered once for all its calls of `multiply`."""
+        return work(rows, self.multiply)
 
     def multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each."""
         ends = counts.cumsum(0).to(torch.int32)
         up = _product(rows, self.up, self.up_bias, ends)
         gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends),)
@@ -152,7 +154,7 @@ def mix_in_turn(
 ) -> Mixed:  # fmt: skip
     """Each token's experts, weighted and summed; and what ``beside`` computes of the same tokens."""
     sorted_rows, counts, handle = exchange.dispatch(rows, indices)
-    mixed = exchange.combine(experts(sorted_rows, counts), weights, handle)
+    mixed = exchange.combine(experts(sorted_rows, at_once(counts)), weights, handle)
     return mixed, None if beside is None else beside()
 
 

@@ -109,6 +109,8 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the first backward pass of a loss takes its gradients: compute the loss again")
         found, ctx.gradients = ctx.gradients, None
         scaled_ones = (None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(found, ctx.dtypes))
         return (*scaled_ones, None, None, None, None, None)
