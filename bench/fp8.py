@@ -242,7 +242,8 @@ def one_step(given: argparse.Namespace, precision: str) -> None:
     print(f"{precision}, {given.layers} layers, {given.batch} x 8192, recompute {given.recompute}, {given.optimizer}: "
           f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}), {memory:.1f} GB, losses",
           " ".join(f"{one:.4f}" for one in losses), flush=True)  # fmt: skip
-    if precision == given.profile:
+    print(f"{precision}: CUDA graphs {engine.graphs.reason or 'used'}", flush=True)
+    if precision in given.profile:
         print_kernels(lambda: engine.step(batch))
 
 
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--recompute", default="none")
-    parser.add_argument("--profile", default="", metavar="PRECISION")
+    parser.add_argument("--profile", nargs="*", default=[], metavar="PRECISION")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--no-graphs", action="store_true")

@@ -178,6 +178,16 @@ def gradients_here(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], Tens
     return weights, {name: one.clone() for name, one in found.items() if one is not None}, batch.tokens, batch.labels
 
 
+def compiled_gradients(job: Job) -> dict[str, Tensor]:
+    """Of two microbatches, with compiled layers."""
+    torch._dynamo.reset()
+    engine = Engine(job)
+    apply_compile(list(engine.stages.values()), job.strategy, DECODER, backend="aot_eager")
+    engine.forward_backward(share(engine, 0))
+    found = {one.name: engine.gradient(one) for one in engine.parameters}
+    return {name: one.clone() for name, one in found.items() if one is not None}
+
+
 def histories_here(job: Job) -> tuple[Tensor, list[float]]:
     """Of delayed scaling after two steps and an evaluation; and the losses."""
     engine = Engine(job)

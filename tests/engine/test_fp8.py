@@ -13,9 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine.fp8_cases import (
     PRECISIONS,
     SCALINGS,
+    compiled_gradients,
     compiled_layers,
     counts,
     error,
+    gradients_here,
     job_of,
     own_network,
     parts_here,
@@ -239,6 +241,17 @@ def test_compiled_layers_multiply_in_fp8_too(recompute: str) -> None:
     assert losses == pytest.approx(alone("fp8")[0], rel=1e-5)
     again = (6, 7) if recompute == "full" else (0,)  # nothing reads the last one's output again
     assert matmuls in [2 * 2 * (7 + 4 + 4 + one) for one in again]
+
+
+def test_weight_gradients_are_the_matmuls_sums_in_fp32() -> None:
+    """Compiled or not, over two microbatches: nothing rounds them to bf16 on their way."""
+    ((_, expected, *_),) = on_ranks(1, gradients_here, job_of("fp8"))
+    (found,) = on_ranks(1, compiled_gradients, job_of("fp8"))
+    assert list(found) == list(expected)
+    for name, one in found.items():
+        assert one.dtype == torch.float32 and torch.equal(one, expected[name]), name
+        if ".attention." in name or ".mlp." in name:
+            assert (one != one.bfloat16().float()).float().mean() > 0.9, name
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

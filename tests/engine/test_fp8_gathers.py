@@ -15,6 +15,8 @@ from shardwise.layout.stages import rank_contents
 from shardwise.measure.dryrun.run import dry_run
 from shardwise.spec import Job
 
+CLOSE = 1e-4  # losses after an update: gradients are rounded to bf16 before they are summed, and on one rank are not
+
 
 @cache
 def alone(precision: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -29,7 +31,7 @@ def test_gathered_weights_are_the_numbers_of_whole_ones(precision: str, recomput
     losses, norms, _ = alone(precision)
     for found in on_ranks(2, trained, job_of(precision, 2, dp=2, zero=3, recompute=recompute)):
         assert found[0][0] == losses[0]
-        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[0] == pytest.approx(losses, rel=CLOSE)
         assert found[1] == pytest.approx(norms, rel=1e-3)
 
 
@@ -40,7 +42,7 @@ def test_shards_of_unequal_size() -> None:
     )
     for found, expected in zip(divided, whole):
         assert found[0][0] == expected[0][0]
-        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[0] == pytest.approx(expected[0], rel=CLOSE)
 
 
 def test_tensor_parallel_ranks_scale_alike() -> None:

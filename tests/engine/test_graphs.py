@@ -138,6 +138,23 @@ def test_a_step_that_cannot_be_recorded_runs_as_written(
     assert (steps.plain, steps.forgotten) == (WARM_STEPS + 3, 1)
     (line,) = caplog.messages
     assert line == ("no CUDA graphs: the step cannot be recorded: operation not permitted when stream is capturing")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_the_first_problem_of_a_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its end failed as well."""
+
+    def fails(*arguments: Any) -> Any:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB.\nSee ...")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(graphs, "_Graph", fails)
+    steps, run = steps_of(job())
+    for _ in range(WARM_STEPS + 1):
+        run_once(steps, run)
+    assert run.reason == "the step cannot be recorded: CUDA out of memory. Tried to allocate 3.50 GiB."
     steps, required = steps_of(job(graphs=True))
     for _ in range(WARM_STEPS):
         run_once(steps, required)

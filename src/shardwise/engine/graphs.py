@@ -99,8 +99,7 @@ class StepGraphs:
                 return self._graphs[shape]
             except RuntimeError as error:
                 forget()
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                problem = f"the step cannot be recorded: {lines[0]}"
+                problem = f"the step cannot be recorded: {_first_problem(error)}"
         self._give_up(problem)
         return None
 
@@ -110,6 +109,13 @@ class StepGraphs:
         self.reason = problem
         if told:
             _logger.warning("no CUDA graphs: %s", problem)
+
+
+def _first_problem(error: BaseException) -> str:
+    """What ended a recording; PyTorch's end of one that has become invalid raises another error on top."""
+    first = error.__context__ or error
+    lines = str(first).strip().splitlines() or [type(first).__name__]
+    return lines[0]
 
 
 class _Graph:

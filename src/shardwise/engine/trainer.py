@@ -16,7 +16,7 @@ from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.data.apply import DataParallel
 from shardwise.engine.data.synchronisation import LateSums, OuterSteps
-from shardwise.engine.fp8.apply import delay_scaling, weights_in_fp8
+from shardwise.engine.fp8.apply import delay_scaling, weights_in_fp8, widen_gradients
 from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
@@ -75,6 +75,7 @@ class Trainer(ABC, Generic[Given]):
         self.delayed = delay_scaling(self.in_fp8, device) if precision.delayed else None
         self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
         data.start()
+        widen_gradients(self.in_fp8)
         self.parameters = held(stages.values())
         offload = job.strategy.offload
         self.store = (

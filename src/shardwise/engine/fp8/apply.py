@@ -18,6 +18,7 @@ from shardwise.engine.fp8.delayed import DelayedLargest, DelayedScaling
 from shardwise.engine.fp8.gathers import GatheredWeight, GatherScales, WeightsTogether, drop_wide_weights
 from shardwise.engine.fp8.linear import Entry, ScaledProducts
 from shardwise.engine.fp8.scaling import BLOCK
+from shardwise.engine.fp8.stand_ins import stand_in, takes_wide_gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import RowLinear, is_linear
@@ -41,6 +42,7 @@ class WeightsInFp8:
         self.forms: list[Tensor] | None = None
         self.gathered: tuple[GatheredWeight, ...] = ()
         self.delayed: DelayedLargest | None = None  # else scales are current
+        self.stand_ins: list[Tensor] = []  # for the weights in compiled layers
 
     def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         outputs = self._outputs(hidden, [one.weight for one in layers])
@@ -52,7 +54,12 @@ class WeightsInFp8:
 
     def _outputs(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         here = [one.form for one in self.gathered] if self.gathered else None
-        return self.products(hidden, weights, self.forms, here, self.delayed)
+        if not torch.compiler.is_compiling():
+            wide = all(takes_wide_gradients(one) for one in weights)
+        else:
+            wide = bool(self.stand_ins and self.forms)
+            weights = self.stand_ins if wide else weights
+        return self.products(hidden, weights, self.forms, here, self.delayed, wide_gradients=wide)
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -155,6 +162,14 @@ def gather_in_fp8(stage: nn.Module, group: dist.ProcessGroup) -> GatherScales:
 def weights_in_fp8(stages: Iterable[nn.Module]) -> list[WeightsInFp8]:
     """Of all layers that `apply_fp8` has found."""
     return [one for stage in stages for layer in stage.modules() for one in getattr(layer, _CASTS, ())]
+
+
+def widen_gradients(casts: Iterable[WeightsInFp8]) -> None:
+    """Compiled layers hand over gradients in fp32, where these are accumulated so."""
+    for one in casts:
+        weights = [layer.weight for layer in one.layers]
+        if all(takes_wide_gradients(weight) for weight in weights):
+            one.stand_ins = [stand_in(weight) for weight in weights]
 
 
 def delay_scaling(casts: Sequence[WeightsInFp8], device: torch.device) -> DelayedScaling:

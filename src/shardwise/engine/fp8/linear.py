@@ -52,18 +52,21 @@ class ScaledProducts:
         forms: Sequence[Tensor] | None,
         gathered: Sequence[Form] | None = None,
         delayed: DelayedLargest | None = None,
+        *,
+        wide_gradients: bool = False,
     ) -> tuple[Tensor, ...]:
         """The outputs of each layer; ``forms`` of their weights, where these have been cast before, all together.
 
         ``gathered``: the plain form of each weight, where only that exists and where its memory is filled again for the
         backward pass. ``delayed``: inputs and gradients are cast by earlier steps' largest elements.
+        ``wide_gradients``: those of the weights are in fp32; others could stand for weights that ``forms`` are of.
         """
         of_weights = [*(forms or ())]
         if gathered is not None:
             of_weights = [*(one.values for one in gathered), *(one.scales for one in gathered)]
         outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
             hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), gathered is not None,
-            delayed, *weights, *of_weights,
+            delayed, wide_gradients, *weights, *of_weights,
         )  # fmt: skip
         return outputs
 
@@ -105,12 +108,14 @@ class _ScaledProducts(torch.autograd.Function):
         count: int,
         each: bool,
         delayed: DelayedLargest | None,
+        wide_gradients: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, forms, square = tensors[:count], tensors[count:], scaling == "block"
         gathered = entry == "gathered"
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry
         ctx.count, ctx.are_cast, ctx.each, ctx.delayed = count, len(forms) > 0, each, delayed
+        ctx.wide_gradients = wide_gradients
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
         largest = _largest([rows], scaling, False, inputs_over)
@@ -164,13 +169,14 @@ class _ScaledProducts(torch.autograd.Function):
                 if ctx.delayed is not None:
                     largest = [ctx.delayed(INPUTS, largest[0])]
                 inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
-            found = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), dtype, False)
+            wanted = torch.float32 if ctx.wide_gradients else dtype
+            found = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), wanted, False)
             return torch.split(found, widths)
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden
-        unread = len(ctx.needs_input_grad) - 8 - ctx.count
-        return (of_hidden, *(None,) * 7, *weight_gradients, *(None,) * unread)
+        unread = len(ctx.needs_input_grad) - 9 - ctx.count
+        return (of_hidden, *(None,) * 8, *weight_gradients, *(None,) * unread)
 
 
 def _rows_of_each(stacked: Form, weights: Sequence[Tensor]) -> list[Form]:
