@@ -249,7 +249,7 @@ def test_weight_gradients_are_the_matmuls_sums_in_fp32() -> None:
     (found,) = on_ranks(1, compiled_gradients, job_of("fp8"))
     assert list(found) == list(expected)
     for name, one in found.items():
-        assert one.dtype == torch.float32 and torch.equal(one, expected[name]), name
+        assert one.dtype == torch.float32 and error(one, expected[name]) < 1e-4, name
         if ".attention." in name or ".mlp." in name:
             assert (one != one.bfloat16().float()).float().mean() > 0.9, name
 

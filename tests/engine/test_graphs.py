@@ -140,6 +140,16 @@ def test_a_step_that_cannot_be_recorded_runs_as_written(
     assert line == ("no CUDA graphs: the step cannot be recorded: operation not permitted when stream is capturing")
 
 
+def test_memory_of_other_processes_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of 40 GB, a step of 20 GB beside them twice: 80 GB."""
+    held = {"max_memory_allocated": 60e9, "memory_allocated": 40e9, "memory_reserved": 65e9}
+    for name, number in held.items():
+        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
+    for free, fits in ((30e9, True), (15e9, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 141e9))
+        assert (graphs._too_little_room() is None) == fits
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_the_first_problem_of_a_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that its end failed as well."""

@@ -187,9 +187,12 @@ def _shape(batch: Batch) -> Hashable:
 
 
 def _too_little_room() -> str | None:
-    """A graph keeps what a step takes beside the states; a step that is not replayed (profiled) takes it again."""
+    """A graph keeps what a step takes beside the states; a step that is not replayed (profiled) takes it again.
+
+    What other processes hold of the device is not there.
+    """
     peak, states = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    needed, there = 2 * peak - states, torch.cuda.get_device_properties().total_memory * USABLE
+    needed, there = 2 * peak - states, (torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]) * USABLE
     if needed <= there:
         return None
     return f"a step and what they keep would need {readable_bytes(needed)}, {readable_bytes(there)} are usable"

@@ -42,7 +42,8 @@ class WeightsInFp8:
         self.forms: list[Tensor] | None = None
         self.gathered: tuple[GatheredWeight, ...] = ()
         self.delayed: DelayedLargest | None = None  # else scales are current
-        self.stand_ins: list[Tensor] = []  # for the weights in compiled layers
+        self.has_wide_gradients = False
+        self.stand_ins: list[Tensor] = []  # for the weights in compiled layers, if it has
 
     def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         outputs = self._outputs(hidden, [one.weight for one in layers])
@@ -54,12 +55,9 @@ class WeightsInFp8:
 
     def _outputs(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         here = [one.form for one in self.gathered] if self.gathered else None
-        if not torch.compiler.is_compiling():
-            wide = all(takes_wide_gradients(one) for one in weights)
-        else:
-            wide = bool(self.stand_ins and self.forms)
-            weights = self.stand_ins if wide else weights
-        return self.products(hidden, weights, self.forms, here, self.delayed, wide_gradients=wide)
+        if self.has_wide_gradients and torch.compiler.is_compiling():
+            weights = self.stand_ins
+        return self.products(hidden, weights, self.forms, here, self.delayed, wide_gradients=self.has_wide_gradients)
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -165,11 +163,11 @@ def weights_in_fp8(stages: Iterable[nn.Module]) -> list[WeightsInFp8]:
 
 
 def widen_gradients(casts: Iterable[WeightsInFp8]) -> None:
-    """Compiled layers hand over gradients in fp32, where these are accumulated so."""
+    """Matmuls make gradients of weights in fp32 where these are accumulated so."""
     for one in casts:
         weights = [layer.weight for layer in one.layers]
         if all(takes_wide_gradients(weight) for weight in weights):
-            one.stand_ins = [stand_in(weight) for weight in weights]
+            one.has_wide_gradients, one.stand_ins = True, [stand_in(weight) for weight in weights]
 
 
 def delay_scaling(casts: Sequence[WeightsInFp8], device: torch.device) -> DelayedScaling:
