@@ -58,7 +58,7 @@ def source_text() -> Tensor:
 
 def divided(data: Tensor) -> tuple[Tensor, Tensor]:
     """What is held out, and the rest."""
-    parts = data.split(PART)
+    parts = torch.split(data, PART)
     held_out = [one for number, one in enumerate(parts) if number % EVERY == EVERY - 1]
     return torch.cat(held_out), torch.cat([one for number, one in enumerate(parts) if number % EVERY != EVERY - 1])
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--rate", type=float, default=5e-4, help="the highest")
+    parser.add_argument("--rate", type=float, default=4e-4, help="the highest")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, metavar="BYTES")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--compile", action="store_true")
