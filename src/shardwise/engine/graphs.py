@@ -112,8 +112,8 @@ class StepGraphs:
 
 
 def _first_problem(error: BaseException) -> str:
-    """What ended a recording; PyTorch's end of one that has become invalid raises another error on top."""
-    first = error.__context__ or error
+    """What ended a recording; the end of one that has become invalid is another error, on top of it."""
+    first = error.__context__ if error.__context__ is not None and "captur" in str(error) else error
     lines = str(first).strip().splitlines() or [type(first).__name__]
     return lines[0]
 
