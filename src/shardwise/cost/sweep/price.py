@@ -74,7 +74,7 @@ class Offloaded:
         self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
-        self.updates = {"on_device": updates_on_device(job, offload), "compiled": job.training.compile}
+        self.updates = {"on_device": updates_on_device(job, offload), "tied": job.model.tied_embeddings}
         self.moved_share = moved_share(job, offload.activations)
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.collectives import CollectiveKind, Level, Topology
-from shardwise.collectives.arrays import select
+from shardwise.collectives.arrays import minimum, select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.offload import moved_share, updates_on_device
+from shardwise.cost.memory.offload import first_elements, moved_share, share_on_device, updates_on_device
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
@@ -52,12 +52,11 @@ class OffloadLine:
 
 def state_lines(
     contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any, *,
-    on_device: bool = False, compiled: bool = False,
+    on_device: bool = False, tied: bool = False,
 ) -> list[OffloadLine]:  # fmt: skip
     """Every possible transfer of weights, gradients and optimizer results.
 
-    ``on_device``: the device updates the states, and the next forward pass, layer by layer, waits for them. Not where
-    it is ``compiled``, or gathers shards that are on the device, which wait for all of them.
+    ``on_device``: the device updates the states, and the next forward pass waits for them (`_device_update`).
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
     gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
@@ -75,13 +74,13 @@ def state_lines(
     hidden = not recipe.fp32_shards
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
+    loads = gathers
     if on_device:
-        kept, summed = states.stored + owned * 4 * offload.weights, gradients
-        awaited = 0.0 if compiled else select(sharding.zero == 0, 1.0, offload.weights)
-        update = [
-            OffloadLine(sent_forward(role), size, 1, 1 / m, True, link="cpu", hideable=awaited)
-            for role, size in ((Role.STATES_FROM_HOST, kept + summed), (Role.STATES_TO_HOST, kept))
-        ]
+        first = first_elements(contents, sharding, tied=tied)
+        kept = states.stored + owned * 4 * offload.weights
+        gradients = gradients - first * 4 * offload.gradients  # which stay: they are needed at once
+        update = _device_update(owned * offload.optimizer, first, kept, gradients, m)
+        loads = gathers - (offload.weights > 0)  # the first forward pass has them from the update
     else:
         update = [
             OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
@@ -92,11 +91,27 @@ def state_lines(
         ]
     return [
         *update,
-        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
+        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, loads),
         OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
         # Each microbatch is added to the gradients on disk, and all are read for the update.
         OffloadLine(sent_backward(Role.GRADIENTS_FROM_DISK), gradients * (disk and not hidden), m),
+    ]
+
+
+def _device_update(elements: Any, first: Any, kept: Any, summed: Any, microbatches: Any) -> list[OffloadLine]:
+    """States that are ``kept`` on the host, and ``summed`` gradients, to the device and, without these, back.
+
+    States of the ``first`` elements at least have come before the update begins, beside the step before. Each layer
+    after them waits for its own, and so the pass for what the link brings later than it computes. Nothing waits for
+    what goes back (a backward pass takes about twice as long as a forward pass).
+    """
+    ahead = share_on_device(elements, minimum(first, elements))
+    during = kept * (1 - ahead) + summed
+    return [
+        OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
+        OffloadLine(sent_forward(Role.STATES_FROM_HOST), during, 1, 1 / microbatches, True, link="cpu"),
+        OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, 3.0, link="cpu"),
     ]
 
 
@@ -143,7 +158,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     share = moved_share(job, strategy.offload.activations)
     moved = offloaded_activations(job, contents).saved * share if share else 0.0
-    updates = {"on_device": updates_on_device(job, strategy.offload), "compiled": job.training.compile}
+    updates = {"on_device": updates_on_device(job, strategy.offload), "tied": job.model.tied_embeddings}
     lines = state_lines(contents, sharding, job.recipe, states, m, **updates) + activation_lines(moved, m)
     return [
         priced(
@@ -160,7 +175,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             unhideable=1 - float(line.hideable),
         )
         for line in lines
-        if line.size_bytes
+        if line.size_bytes and line.count
     ]
 
 

@@ -82,11 +82,17 @@ class DataParallel:
             for part in self.parts.values():
                 part.masters.pop(parameter, None)
 
-    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
-        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+    def is_sharded(self, stage: nn.Module) -> bool:
+        return isinstance(self.parts[stage], Sharded)
+
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter], *, only_microbatch: bool) -> None:
+        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``.
+
+        ``only_microbatch``: a step has one, so that nothing is added to a gradient that has left.
+        """
         for part in self.parts.values():
             if isinstance(part, Sharded):
-                part.offload(stored, stay)
+                part.offload(stored, stay, only_microbatch)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
         """Waits for gradients that leave the device; returns the norms of those elsewhere, None if all are here."""

@@ -17,7 +17,7 @@ from shardwise.engine.data.units import Unit
 from shardwise.engine.fp8.apply import gather_in_fp8
 from shardwise.engine.fp8.gathers import GatherScales
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights
+from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights, await_updates
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
 from shardwise.layout.sharding import gathers_in_fp8
@@ -80,12 +80,14 @@ class Sharded:
         if unit.by_index:
             sharded.set_unshard_in_backward(False)
 
-    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter], only_microbatch: bool) -> None:
         """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
         if stored.weights:
             self.weights = OffloadedWeights(*self.passes, stored)
+        elif stored.streamed is not None and self.fp8_scales is None:  # which are found from all shards at once
+            await_updates(self.units, stored.streamed)
         if stored.gradients:
-            self.gradients = OffloadedGradients(self.units, stored, stay)
+            self.gradients = OffloadedGradients(self.units, stored, stay, only_microbatch)
             for reduction in self.reductions:
                 if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
                     reduction.unfinished = None  # what leaves has to be complete

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward
+from shardwise.cost.traffic.traffic import Phase, Role, sent_backward
 from shardwise.engine import torch_private
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.offload.store import BackgroundCopy, StreamCopy
+from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.parameters import as_divided, local
 
 
@@ -54,6 +55,7 @@ class _Shards:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
         self._is_here = True  # until the first gather: FSDP may still move them before
+        self._is_coming = False
         self._incoming: list[BackgroundCopy | StreamCopy] = []
         self._sizes = [0] * len(away)
         self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
@@ -64,12 +66,13 @@ class _Shards:
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
         self.fetch(is_backward)
-        gathers = torch_private.gather_ranks(self.group) > 1
-        reader = torch_private.gather_stream(self.group, async_op) if gathers else None
-        self._wait(reader)
-        self._unshard(async_op)
-        if gathers:
+        if torch_private.gather_ranks(self.group) > 1:
+            reader = torch_private.gather_stream(self.group, async_op)
+            self._wait(reader)
+            self._unshard(async_op)
             self.free(reader)
+        else:
+            self._unshard(async_op)
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
             after.fetch(is_backward)
@@ -77,22 +80,22 @@ class _Shards:
 
     def wait_for_unshard(self) -> None:
         """A rank that shards with no other copies here what others gather."""
-        pending = torch_private.is_gathering(self.group)
+        copies = torch_private.is_gathering(self.group) and torch_private.gather_ranks(self.group) == 1
+        if copies:
+            self._wait()
         self._wait_for_unshard()
-        if pending and torch_private.gather_ranks(self.group) == 1:
+        if copies:
             self.free()
 
     def fetch(self, is_backward: bool) -> None:
         """Starts to fetch them."""
-        if self._is_here or self._incoming:
+        if self._is_here or self._is_coming:
             return
-        moved = self.stored.store.lanes.moved
         for one, size in zip(self.away, self._sizes):
-            shard = local(one.sharded_param)
-            shard.untyped_storage().resize_(size)
-            if shard.numel():
-                self._incoming.append(self.stored.bring_weights(one.sharded_param))
-            moved[Payload(Role.WEIGHTS_FROM_HOST, Phase.BACKWARD if is_backward else Phase.FORWARD)] += shard.nbytes
+            local(one.sharded_param).untyped_storage().resize_(size)
+        parameters = [one.sharded_param for one in self.away if local(one.sharded_param).numel()]
+        phase = Phase.BACKWARD if is_backward else Phase.FORWARD
+        self._is_coming, self._incoming = True, self.stored.bring_weights(parameters, phase)
 
     def free(self, reader: Any = None) -> None:
         """``reader``: the GPU stream that reads them last."""
@@ -110,7 +113,7 @@ class _Shards:
     def _wait(self, reader: Any = None) -> None:
         for copy in self._incoming:
             copy.wait(reader)
-        self._is_here, self._incoming = self._is_here or bool(self._incoming), []
+        self._is_here, self._is_coming, self._incoming = self._is_here or self._is_coming, False, []
 
     def _will_gather(self, is_backward: bool) -> bool:
         group = self.group
@@ -118,16 +121,48 @@ class _Shards:
         return bool(needed and not torch_private.is_gathering(group) and not group.is_unsharded)
 
 
+def await_updates(units: Sequence[nn.Module], update: StreamedUpdate) -> None:
+    """Has each unit under `fully_shard` wait for the shards that it gathers, whose states are elsewhere."""
+    update.is_awaited = True
+    for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
+        _AwaitedShards(group, update)
+
+
+class _AwaitedShards:
+    """The shards of a unit, on the device, as the last update leaves them."""
+
+    def __init__(self, group: Any, update: StreamedUpdate) -> None:
+        self.group, self.update = group, update
+        self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    def unshard(self, async_op: bool = False) -> None:
+        if torch_private.gather_ranks(self.group) > 1:
+            self._await(torch_private.gather_stream(self.group, async_op))
+        self._unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        if torch_private.gather_ranks(self.group) == 1:
+            self._await()
+        self._wait_for_unshard()
+
+    def _await(self, reader: Any = None) -> None:
+        self.update.weights_of((one.sharded_param for one in self.group.fsdp_params), reader)
+
+
 class OffloadedGradients:
     """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
 
-    The host adds each microbatch to the sum and takes its norm, so that clipping reads only gradients on the device.
-    Parameters that ``stay`` are still added to after they are reduced.
+    With their norm, so that clipping reads only gradients on the device. The host adds each microbatch to the sum, and
+    takes the norm of that; those of an ``only`` microbatch leave as they are. Parameters that ``stay`` are still added
+    to after they are reduced.
     """
 
-    def __init__(self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
-        self.stored = stored
-        self.leaving: list[BackgroundCopy] = []
+    def __init__(
+        self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter], only: bool
+    ) -> None:
+        self.stored, self.only = stored, only
+        self.leaving: list[BackgroundCopy | StreamCopy] = []
         self._unit: Any = None
         for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
             parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
@@ -151,13 +186,16 @@ class OffloadedGradients:
         parameter.grad = None
         self.leaving.append(self._add(parameter, gradient))
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> BackgroundCopy:
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> BackgroundCopy | StreamCopy:
         stored, is_first = self.stored, parameter not in self.stored.summed
         region, place = stored.gradient_place(parameter)
         moved = stored.store.lanes.moved
         moved[sent_backward(Role.GRADIENTS_TO_HOST)] += gradient.nbytes
         if stored.store.target == "nvme" and not is_first:
             moved[sent_backward(Role.GRADIENTS_FROM_DISK)] += gradient.nbytes
+        if self.only and is_first:
+            stored.summed[parameter] = torch.linalg.vector_norm(gradient)
+            return region.keep(place, gradient)
         norm = stored.summed.setdefault(parameter, torch.zeros(()))
         return region.add(place, gradient, norm, is_first=is_first)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cost.memory.offload import update_chunk
-from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import (
     GRADIENT,
     MASTER,
@@ -145,18 +145,27 @@ class StoredStates:
         if self._region is not None and values.numel():
             values = values.detach().to(torch.float32).contiguous()
             self._region.write(self._place(name, self._row[parameter].begin + start), values).wait()
+            if self.streamed is not None:
+                self.streamed.drop()
 
-    def bring_weights(self, parameter: nn.Parameter) -> BackgroundCopy | StreamCopy:
-        """Starts to copy the weights that are here into the parameter's own memory."""
+    def bring_weights(self, parameters: Sequence[nn.Parameter], phase: Phase) -> list[BackgroundCopy | StreamCopy]:
+        """Starts to copy the weights that are here into the parameters' own memory; updates them if that is left."""
         assert self._region is not None
-        if self.streamed is not None:
-            self.streamed.stored_of(parameter, self.store.lanes.stream(out=False))
-        return self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter))
+        updated = {} if self.streamed is None else self.streamed.deliver(parameters)
+        events = {id(event): event for event in updated.values() if event is not None}
+        copies: list[BackgroundCopy | StreamCopy] = [StreamCopy(event) for event in events.values()]
+        for parameter in (one for one in parameters if one not in updated):
+            if self.streamed is not None:
+                self.streamed.stored_of(parameter, self.store.lanes.stream(out=False))
+            copies.append(self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter)))
+            self.store.lanes.moved[Payload(Role.WEIGHTS_FROM_HOST, phase)] += local(parameter).nbytes
+        return copies
 
     def gradient_place(self, parameter: nn.Parameter) -> tuple[StoredRegion, int]:
-        """Where the sum of a parameter's gradients is."""
+        """Where the sum of a parameter's gradients is. The device has read the last one before it computes another."""
         assert self._region is not None
-        self.settle()
+        if self.streamed is not None:
+            self.streamed.finish()
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
     def settle(self) -> None:
@@ -200,11 +209,12 @@ class StoredStates:
         """The states of a chunk that are stored."""
         return [name for name, size in self._sizes(self.elements).items() if chunk.begin < size]
 
-    def copy_in(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
-        """Copies the chunk's states to the device."""
+    def copy_in(self, chunk: StateChunk, here: Mapping[str, Tensor], *, sent_ahead: bool) -> None:
+        """Copies the chunk's states to the device; ``sent_ahead``: for the update after the next backward pass."""
+        payload = (sent_backward if sent_ahead else sent_forward)(Role.STATES_FROM_HOST)
         for name, tensor in here.items():
             tensor.copy_(self._in_memory(name, chunk), non_blocking=True)
-            self.store.lanes.moved[sent_forward(Role.STATES_FROM_HOST)] += tensor.nbytes
+            self.store.lanes.moved[payload] += tensor.nbytes
 
     def copy_out(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
         """Copies them back, all but the gradients."""

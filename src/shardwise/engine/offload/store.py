@@ -47,10 +47,8 @@ class StreamCopy:
         self._done, self._tensors = done, tensors
 
     def wait(self, reader: Any = None) -> None:
-        """What is enqueued from now on, on the current stream and on that of the ``reader``, runs after the copy."""
-        for stream in (torch.cuda.current_stream(), reader):
-            if stream is not None:
-                stream.wait_event(self._done)
+        """What is enqueued from now on, on the stream of the ``reader`` (by default the current one), runs after it."""
+        (torch.cuda.current_stream() if reader is None else reader).wait_event(self._done)
         self._tensors = ()
 
 

@@ -49,7 +49,8 @@ class GradientNorm:
         with named(StepPhase.GRADIENT_NORM):
             total = self._in_one_pass(gradients) if kernels.run_on(self.zero.device) else self._plain(gradients)
             if elsewhere is not None:
-                norms = torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(total.device)
+                zero = next((torch.zeros_like(one) for one in elsewhere if one is not None), self.zero)
+                norms = torch.stack([zero if one is None else one for one in elsewhere]).to(total.device)
                 total = total + (norms * norms * self.weights).sum()
             if refused is not None:
                 # Not `torch.where` with a number: it would be copied to the device, and the host would wait.

@@ -142,6 +142,8 @@ class LocalOptimizer(torch.optim.Optimizer):
             if known_to_host(bad):
                 return
             bad = None
+        if self.stored.streamed is not None:
+            self.stored.streamed.finish()  # with the number of its own step
         with named(StepPhase.OPTIMIZER):
             updates = []
             for group in self.param_groups:
@@ -259,6 +261,8 @@ class LocalOptimizer(torch.optim.Optimizer):
 
         A copy where the master is kept as its rest.
         """
+        if self.stored.streamed is not None:
+            self.stored.streamed.weights_of([parameter])
         if parameter in self.rests:
             return joined(local(parameter), self.rests[parameter])
         return local(self.masters.get(parameter, parameter))
