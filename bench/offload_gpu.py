@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--ffn", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--cluster", help="to plan with, such as a calibrated file; by default the catalogue's")
     parser.add_argument("--out", type=Path, help="rows as JSON")
     parser.add_argument("--traces", type=Path, help="a folder")
     asked = parser.parse_args()
@@ -286,7 +287,7 @@ def timeline(one: StepProfile, gap: float = 0.0003) -> list[str]:
 def _job(offload: dict[str, Any], zero: int, batch: int, asked: Any) -> Job:
     training = {"global_batch": batch, "seq": asked.seq, "precision": "bf16", "graphs": False, "compile": asked.compile}
     strategy = {"microbatch": batch, "zero": zero, "offload": offload}
-    one = cluster_from(cluster_name_here("cuda")).with_devices(1)
+    one = cluster_from(asked.cluster or cluster_name_here("cuda")).with_devices(1)
     model = {**MODEL, "layers": asked.layers, "hidden": asked.hidden, "ffn": asked.ffn}
     return Job.from_dict({"model": model, "cluster": one.to_dict(), "strategy": strategy, "training": training})
 

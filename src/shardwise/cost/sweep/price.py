@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
-from shardwise.cost.memory.offload import moved_share, updates_on_device
+from shardwise.cost.memory.offload import moved_share
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
@@ -24,7 +24,9 @@ from shardwise.cost.traffic.offload import (
     LEAVING,
     OffloadLine,
     activation_lines,
+    forward_share,
     host_topology,
+    how_updated,
     state_lines,
 )
 from shardwise.cost.traffic.overlap import (
@@ -74,7 +76,7 @@ class Offloaded:
         self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
-        self.updates = {"on_device": updates_on_device(job, offload), "tied": job.model.tied_embeddings}
+        self.updates, self.forward_share = how_updated(job), forward_share(job, contents)
         self.moved_share = moved_share(job, offload.activations)
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
@@ -110,7 +112,7 @@ class Offloaded:
         ]
         if self.offload.activations:
             moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
-            lines = activation_lines(moved, m)
+            lines = activation_lines(moved, m, self.forward_share)
             cost = [m * one for one in _send(self._link(lines[0]), moved)]
             transfers += [self._transfer(line, lengths, *cost) for line in lines]
         return transfers
@@ -125,9 +127,8 @@ class Offloaded:
             seconds,
             {self._link(line).levels[0].name: on_link},
             line.window_if(self.overlapped),
-            line.window_share,
+            line.window_share * by_row(line.layers_share, lengths),
             line.last_only,
-            hideable=by_row(line.hideable, lengths),
             units_taken=self.units_taken,
         )
 

@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.collectives import CollectiveKind, Level, Topology
-from shardwise.collectives.arrays import minimum, select
+from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.offload import first_elements, moved_share, share_on_device, updates_on_device
+from shardwise.cost.memory.offload import (
+    first_elements,
+    last_layer_stays,
+    moved_share,
+    share_on_device,
+    updates_on_device,
+)
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
@@ -33,8 +39,8 @@ Target = Literal["cpu", "nvme"]
 class OffloadLine:
     """One kind of transfer: its size, how many in a step, its overlap, and its link.
 
-    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. ``hideable`` is the share that
-    computation can hide; the rest still runs beside transfers in the other direction.
+    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. Computation can hide it for
+    ``window_share`` of its pass, which depends on the microbatches, times ``layers_share``, which depends on the rank.
     """
 
     payload: Payload
@@ -44,7 +50,7 @@ class OffloadLine:
     last_only: bool = False
     hidden: bool = True
     link: Target | None = None  # by default that of the offload's target
-    hideable: Any = 1.0
+    layers_share: Any = 1.0
 
     def window_if(self, overlapped: bool) -> Window:
         return self.payload.in_pass if overlapped and self.hidden else "none"
@@ -52,11 +58,12 @@ class OffloadLine:
 
 def state_lines(
     contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any, *,
-    on_device: bool = False, tied: bool = False,
+    on_device: bool = False, tied: bool = False, active: float = 1.0,
 ) -> list[OffloadLine]:  # fmt: skip
     """Every possible transfer of weights, gradients and optimizer results.
 
     ``on_device``: the device updates the states, and the next forward pass waits for them (`_device_update`).
+    ``active`` is the share of the routed experts that compute for a token.
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
     gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
@@ -77,9 +84,11 @@ def state_lines(
     loads = gathers
     if on_device:
         first = first_elements(contents, sharding, tied=tied)
+        in_layers = layers_share(contents, tied=tied, active=active)
+        before_last = in_layers * (1 - 1 / maximum(1, contents.layers))
         kept = states.stored + owned * 4 * offload.weights
         gradients = gradients - first * 4 * offload.gradients  # which stay: they are needed at once
-        update = _device_update(owned * offload.optimizer, first, kept, gradients, m)
+        update = _device_update(owned * offload.optimizer, first, kept, gradients, m, before_last)
         loads = gathers - (offload.weights > 0)  # the first forward pass has them from the update
     else:
         update = [
@@ -99,20 +108,45 @@ def state_lines(
     ]
 
 
-def _device_update(elements: Any, first: Any, kept: Any, summed: Any, microbatches: Any) -> list[OffloadLine]:
+def _device_update(
+    elements: Any, first: Any, kept: Any, summed: Any, microbatches: Any, before_last: Any
+) -> list[OffloadLine]:
     """States that are ``kept`` on the host, and ``summed`` gradients, to the device and, without these, back.
 
     States of the ``first`` elements at least have come before the update begins, beside the step before. Each layer
-    after them waits for its own, and so the pass for what the link brings later than it computes. Nothing waits for
-    what goes back (a backward pass takes about twice as long as a forward pass).
+    after them waits for its own, and the last for all that is left: they hide it ``before_last``, a share of the pass.
+    Nothing waits for what goes back (a backward pass takes about twice as long as a forward pass).
     """
     ahead = share_on_device(elements, minimum(first, elements))
     during = kept * (1 - ahead) + summed
     return [
         OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
-        OffloadLine(sent_forward(Role.STATES_FROM_HOST), during, 1, 1 / microbatches, True, link="cpu"),
+        OffloadLine(
+            sent_forward(Role.STATES_FROM_HOST), during, 1, 1 / microbatches, True, link="cpu", layers_share=before_last
+        ),
         OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, 3.0, link="cpu"),
     ]
+
+
+def how_updated(job: Job) -> dict[str, Any]:
+    """What `state_lines` has to know of a job."""
+    moe, on_device = job.model.moe, updates_on_device(job, job.strategy.offload)
+    active = moe.top_k / moe.experts if moe else 1.0
+    return {"on_device": on_device, "tied": job.model.tied_embeddings, "active": active}
+
+
+def forward_share(job: Job, contents: RankContents) -> Any:
+    """The share of a forward pass in which activations can leave: where a loss follows, only that of the layers."""
+    known = how_updated(job)
+    return layers_share(contents, tied=known["tied"], active=known["active"]) if last_layer_stays(job) else 1.0
+
+
+def layers_share(contents: RankContents, *, tied: bool, active: float = 1.0) -> Any:
+    """The share of a pass that a rank computes in layers, by the parameters that a token meets."""
+    ends = select(contents.has_embedding * (not tied), 2, 1)
+    head = contents.others * contents.has_head / ends
+    layers = contents.layer_matrices + contents.experts * active
+    return layers / maximum(1.0, layers + head)
 
 
 def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
@@ -141,10 +175,13 @@ def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]
     )
 
 
-def activation_lines(moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
-    """Activations of every microbatch, out in the forward and back in the backward pass."""
+def activation_lines(moved_bytes: Any, microbatches: Any, in_layers: Any = 1.0) -> list[OffloadLine]:
+    """Activations of every microbatch, out in the forward and back in the backward pass.
+
+    ``in_layers``: the share of a forward pass after which all have to be out, before a head computes the loss.
+    """
     return [
-        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches),
+        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches, layers_share=in_layers),
         OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches),
     ]
 
@@ -158,8 +195,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     share = moved_share(job, strategy.offload.activations)
     moved = offloaded_activations(job, contents).saved * share if share else 0.0
-    updates = {"on_device": updates_on_device(job, strategy.offload), "tied": job.model.tied_embeddings}
-    lines = state_lines(contents, sharding, job.recipe, states, m, **updates) + activation_lines(moved, m)
+    lines = state_lines(contents, sharding, job.recipe, states, m, **how_updated(job))
+    lines += activation_lines(moved, m, forward_share(job, contents))
     return [
         priced(
             "offload",
@@ -170,9 +207,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             host_topology(job.cluster, line.link or target, out=line.payload.role in LEAVING),
             "auto",
             window=line.window_if(strategy.overlap.offload),
-            window_share=line.window_share,
+            window_share=line.window_share * float(line.layers_share),
             last_only=line.last_only,
-            unhideable=1 - float(line.hideable),
         )
         for line in lines
         if line.size_bytes and line.count

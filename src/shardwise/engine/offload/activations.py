@@ -95,6 +95,8 @@ class _StageOffload:
         self._last: _LayerPass | None = None
 
     def begin(self, layer: nn.Module, first: bool) -> _LayerPass:
+        if first:
+            self.seen = self.sent = 0
         return _LayerPass(self, layer, None if first else self._last)
 
     @property
@@ -109,9 +111,10 @@ class _StageOffload:
         one.close()
 
     def takes(self, size: int) -> bool:
-        """Whether to offload a storage, so that at any time about the share of all bytes is offloaded."""
+        """Whether to offload a storage, so that at any time at least the share of a pass's bytes is offloaded: copies
+        begin with the first."""
         self.seen += size
-        if self.sent + size / 2 > self.share * self.seen:
+        if self.sent >= self.share * self.seen:
             return False
         self.sent += size
         return True
