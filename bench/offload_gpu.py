@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "a quarter of the activations": (0, {"activations": 0.25}),
     "activations": (0, {"activations": 1}),
 }
-WARM, ROUNDS = 2, 3
+FIRST, WARM, ROUNDS = 2, 1, 2  # steps before all others, before those of a turn; turns
 PROFILED, SKIPPED, COUNTED = 4, 1, 2  # steps: all, those before the ones that count, and these
 TOLERANCE = 0.1  # of the length of a profile
 STUCK_SECONDS = 25
@@ -85,6 +85,7 @@ class OffloadRow:
     """One kind of offload and the same steps without it."""
 
     name: str
+    layers: int
     tokens: int
     step_seconds: float
     plain_seconds: float
@@ -92,6 +93,7 @@ class OffloadRow:
     planned_plain_seconds: float
     moved_bytes: float  # of a step, both directions
     memory_bytes: int
+    loss_difference: float  # relative, after as many steps
     profiled: StepProfile
 
     @property
@@ -109,63 +111,62 @@ class OffloadRow:
     def figures(self) -> dict[str, Any]:
         middle = self.profiled.middle(self.step_seconds)
         figures = {
-            "offloaded": self.name, "tokens": self.tokens, "step_ms": 1e3 * self.step_seconds,
+            "offloaded": self.name, "layers": self.layers, "tokens": self.tokens, "step_ms": 1e3 * self.step_seconds,
             "plain_ms": 1e3 * self.plain_seconds, "exposed_ms": 1e3 * self.exposed_seconds,
             "planned_exposed_ms": 1e3 * self.planned_exposed_seconds, "hidden_share": middle.hidden_share,
             "out_ms": 1e3 * length(middle.out) / COUNTED, "in_ms": 1e3 * length(middle.back) / COUNTED,
             "kernels_ms": 1e3 * length(middle.kernels) / COUNTED, "planned_step_ms": 1e3 * self.planned_seconds,
             "moved_GB": self.moved_bytes / 1e9, "memory_GB": self.memory_bytes / 1e9,
             "profiled_ms": 1e3 * self.profiled.length / PROFILED, "profile_is_whole": self.profile_is_whole,
+            "loss_difference": self.loss_difference,
         }  # fmt: skip
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+        return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
 
     def line(self) -> str:
         one = self.figures()
         warning = "" if self.profile_is_whole else "  NOT ALL OF IT WAS PROFILED"
         return (
-            f"{self.name:30} {self.tokens:>7} {one['step_ms']:7.1f} {one['plain_ms']:7.1f} {one['exposed_ms']:8.1f}"
+            f"{self.name:30} {self.layers:>6} {self.tokens:>6} {one['step_ms']:7.1f} {one['plain_ms']:7.1f} {one['exposed_ms']:8.1f}"
             f" {one['planned_exposed_ms']:8.1f} {one['hidden_share']:7.0%} {one['out_ms']:7.1f} {one['in_ms']:7.1f}"
-            f" {one['kernels_ms']:8.1f} {one['profiled_ms']:9.1f} {one['memory_GB']:7.1f}{warning}"
+            f" {one['kernels_ms']:8.1f} {one['profiled_ms']:9.1f} {one['memory_GB']:7.1f} {self.loss_difference:8.0e}"
+            f"{warning}"
         )
 
 
-HEADER = (f"{'offloaded':30} {'tokens':>7} {'step':>7} {'without':>7} {'exposed':>8} {'planned':>8} {'hidden':>7}"
-          f" {'out':>7} {'in':>7} {'kernels':>8} {'profiled':>9} {'GB':>7}   (ms a step)")  # fmt: skip
+HEADER = (f"{'offloaded':30} {'layers':>6} {'tokens':>6} {'step':>7} {'without':>7} {'exposed':>8} {'planned':>8} {'hidden':>7}"
+          f" {'out':>7} {'in':>7} {'kernels':>8} {'profiled':>9} {'GB':>7} {'loss off':>8}   (ms a step)")  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="of each, in a turn")
+    parser.add_argument("--steps", type=int, default=3, help="of each, in a turn")
     parser.add_argument("--batch", type=int, nargs="*", default=[2, 8], help="sequences, all in one microbatch")
     parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, nargs="*", default=[4])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--ffn", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--rows", nargs="*", help="instead of all of these, some, as LAYERSxBATCH:KIND")
     parser.add_argument("--cluster", help="to plan with, such as a calibrated file; by default the catalogue's")
     parser.add_argument("--out", type=Path, help="rows as JSON")
     parser.add_argument("--traces", type=Path, help="a folder")
     asked = parser.parse_args()
     device = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    print(
-        f"{device}; {asked.layers} layers of {asked.hidden} and {asked.ffn}, seq {asked.seq}, bf16\n{HEADER}",
-        flush=True,
-    )
+    print(f"{device}; layers of {asked.hidden} and {asked.ffn}, seq {asked.seq}, bf16\n{HEADER}", flush=True)
     rows: list[OffloadRow] = []
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
-        for batch in asked.batch:
-            for name in asked.kinds:
+        for (layers, batch), kinds in _wanted(asked).items():
+            plain = Trained(_job({}, 0, layers, batch, asked))  # ZeRO changes nothing on one device
+            for name in kinds:
                 faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)
-                try:
-                    rows.append(measured(name, batch, asked))
-                except torch.OutOfMemoryError as error:
-                    print(f"{name:30} {batch * asked.seq:>7} {str(error)[:60]}", flush=True)
-                    continue
+                rows.append(measured(name, plain, layers, batch, asked))
                 print(rows[-1].line(), flush=True)
                 if asked.traces:
                     lines = [HEADER, rows[-1].line(), *timeline(rows[-1].profiled.middle(rows[-1].step_seconds))]
-                    where = f"{name.replace(', ', '-').replace(' ', '-')}-{batch}x{asked.seq}-{asked.hidden}.txt"
+                    where = (
+                        f"{name.replace(', ', '-').replace(' ', '-')}-{layers}x{batch}x{asked.seq}-{asked.hidden}.txt"
+                    )
                     (asked.traces / where).write_text("\n".join(lines) + "\n")
                 if asked.out:
                     asked.out.write_text(
@@ -175,53 +176,82 @@ def main() -> int:
     return 0
 
 
-def measured(name: str, batch: int, asked: Any) -> OffloadRow:
-    """Steps follow each other as in training; a step begins where the one before has ended."""
+def _wanted(asked: Any) -> dict[tuple[int, int], list[str]]:
+    """Kinds of offload by layers and batch."""
+    if not asked.rows:
+        return {(layers, batch): asked.kinds for layers in asked.layers for batch in asked.batch}
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in asked.rows:
+        sizes, kind = row.split(":")
+        layers, batch = map(int, sizes.split("x"))
+        found.setdefault((layers, batch), []).append(kind)
+    return found
+
+
+class Trained:
+    """The first steps of a job, all on the same tokens, and their losses."""
+
+    def __init__(self, job: Job) -> None:
+        self.engine, self.losses = Engine(job, device="cuda"), list[torch.Tensor]()
+        self.tokens = sample_batch(job, 0, 0).changed(lambda tensor: tensor.cuda())
+        for _ in range(FIRST):
+            self.step()
+
+    def step(self) -> None:
+        self.losses.append(self.engine.step(self.tokens).loss)
+
+    def timed(self, steps: int) -> list[float]:
+        """Steps follow each other as in training; a step begins where the one before has ended."""
+        ends = []
+        for _ in range(WARM + steps):
+            self.step()
+            ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            ends[-1].record()
+        torch.cuda.synchronize()
+        return [one.elapsed_time(other) / 1e3 for one, other in zip(ends[WARM - 1 :], ends[WARM:])]
+
+    def differs(self, other: Trained) -> float:
+        """In the last loss that both have."""
+        last = min(len(self.losses), len(other.losses)) - 1
+        return abs(float(self.losses[last] / other.losses[last]) - 1)
+
+    @property
+    def state_bytes(self) -> int:
+        states = [tensor for of_one in self.engine.optimizer.state.values() for tensor in of_one.values()]
+        return sum(one.nbytes for one in (*(held.parameter for held in self.engine.parameters), *states))
+
+
+def measured(name: str, plain: Trained, layers: int, batch: int, asked: Any) -> OffloadRow:
     zero, offload = KINDS[name]
-    jobs = [_job(one, zero, batch, asked) for one in ({}, offload)]
-    tokens = sample_batch(jobs[0], 0, 0).changed(lambda tensor: tensor.cuda())
-    engines = [Engine(job, device="cuda") for job in jobs]
-    seconds: list[list[float]] = [[], []]
+    job = _job(offload, zero, layers, batch, asked)
+    one = Trained(job)
+    seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
-        for engine, found in zip(engines, seconds):
-            found += _timed(engine, tokens, asked.steps)
-    store = engines[1].store
+        for trained, found in zip((plain, one), seconds):
+            found += trained.timed(asked.steps)
+    off, store = one.differs(plain), one.engine.store
     assert store is not None
     store.lanes.moved.clear()
-    plain = engines.pop(0)
-    del plain
-    gc.collect()
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    profiled = _profiled(engines[0], tokens)
-    memory = torch.cuda.max_memory_allocated()
+    profiled = _profiled(one)
+    memory = torch.cuda.max_memory_allocated() - plain.state_bytes
     moved = sum(store.lanes.moved.values()) / (1 + PROFILED)
-    planned, without = (analyze(job).predicted_seconds for job in (jobs[1], jobs[0]))
-    del engines, store
+    planned, without = (analyze(each).predicted_seconds for each in (job, plain.engine.job))
+    del one, store, trained
     gc.collect()
     torch.cuda.empty_cache()
-    step, plain_step = (statistics.median(one) for one in (seconds[1], seconds[0]))
-    return OffloadRow(name, batch * asked.seq, step, plain_step, planned, without, moved, memory, profiled)
+    plain_step, step = (statistics.median(each) for each in seconds)
+    return OffloadRow(name, layers, batch * asked.seq, step, plain_step, planned, without, moved, memory, off, profiled)
 
 
-def _timed(engine: Engine, tokens: Any, steps: int) -> list[float]:
-    ends = []
-    for _ in range(WARM + steps):
-        engine.step(tokens)
-        ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        ends[-1].record()
-    torch.cuda.synchronize()
-    return [one.elapsed_time(other) / 1e3 for one, other in zip(ends[WARM - 1 :], ends[WARM:])]
-
-
-def _profiled(engine: Engine, tokens: Any) -> StepProfile:
+def _profiled(one: Trained) -> StepProfile:
     """The first profile of a process begins late, so that another one comes before it."""
     with profile(activities=[ProfilerActivity.CUDA]):
-        engine.step(tokens)
+        one.step()
         torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
-            engine.step(tokens)
+            one.step()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiled.export_chrome_trace(file.name)
@@ -284,11 +314,11 @@ def timeline(one: StepProfile, gap: float = 0.0003) -> list[str]:
     return [f"{1e3 * (start - begin):9.2f} {1e3 * (end - start):8.2f}  {name}" for start, end, name in sorted(lines)]
 
 
-def _job(offload: dict[str, Any], zero: int, batch: int, asked: Any) -> Job:
+def _job(offload: dict[str, Any], zero: int, layers: int, batch: int, asked: Any) -> Job:
     training = {"global_batch": batch, "seq": asked.seq, "precision": "bf16", "graphs": False, "compile": asked.compile}
     strategy = {"microbatch": batch, "zero": zero, "offload": offload}
     one = cluster_from(asked.cluster or cluster_name_here("cuda")).with_devices(1)
-    model = {**MODEL, "layers": asked.layers, "hidden": asked.hidden, "ffn": asked.ffn}
+    model = {**MODEL, "layers": layers, "hidden": asked.hidden, "ffn": asked.ffn}
     return Job.from_dict({"model": model, "cluster": one.to_dict(), "strategy": strategy, "training": training})
 
 

@@ -44,6 +44,9 @@ def trained(folder: Path, offload: dict[str, Any], precision: str, **strategy: A
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             engine.step(batch)
+            # What the step has freed may be used at once, though its update is still under way.
+            del batch
+            _ = [torch.full((), float("nan"), device="cuda") for _ in range(256)]
             peak = torch.cuda.max_memory_allocated()
             if step + 1 == COMPARED[precision]:
                 weights = [engine.optimizer.read(one.parameter, "master").cpu().clone() for one in engine.parameters]

@@ -38,6 +38,9 @@ class OffloadedWeights:
             there = [self.shards[module] for module in order if module in self.shards]
             for one, after in pairwise(there):
                 one.after[is_backward] = after
+            if is_backward and there:
+                last = [module for module in forward if module in self.shards][-1]
+                self.shards[last].in_backward = there
 
     def settle(self) -> None:
         """Frees what is on the device: the optimizer updates the store."""
@@ -54,6 +57,7 @@ class _Shards:
     def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
+        self.in_backward: list[_Shards] = []  # of the last unit of a forward pass: all of those of the backward pass
         self._is_here = True  # until the first gather: FSDP may still move them before
         self._is_coming = False
         self._incoming: list[BackgroundCopy | StreamCopy] = []
@@ -86,6 +90,11 @@ class _Shards:
         self._wait_for_unshard()
         if copies:
             self.free()
+        if torch.is_grad_enabled() and not torch_private.gathers_for_backward(self.group):
+            for one in self.in_backward:
+                if one._will_gather(True):  # the first that the backward pass needs
+                    one.fetch(True)
+                    break
 
     def fetch(self, is_backward: bool) -> None:
         """Starts to fetch them."""

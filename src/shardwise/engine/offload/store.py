@@ -61,7 +61,7 @@ class Lanes:
         self._threads = {out: ThreadPoolExecutor(1, f"offload {'out' if out else 'in'}") for out in (True, False)}
         self._streams: dict[bool, Any] = {}
         if device.type == "cuda":
-            self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}  # type: ignore[no-untyped-call]
+            self._streams = {out: copy_stream(device) for out in (True, False)}
 
     def out(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
         """Runs ``work`` after everything enqueued on the device so far, and after earlier transfers out."""
@@ -104,6 +104,12 @@ def _on_stream(stream: Any, before: Any) -> Iterator[None]:
             yield
         finally:
             stream.synchronize()
+
+
+def copy_stream(device: torch.device) -> Any:
+    """Of high priority: others wait for the little that runs there. And streams of one priority share the few queues to
+    a GPU, in which a copy holds up kernels that do not wait for it."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class StoredRegion(ABC):

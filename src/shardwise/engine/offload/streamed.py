@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, update_slots
 from shardwise.engine import torch_private
-from shardwise.engine.offload.store import GRADIENT, MASTER
+from shardwise.engine.offload.store import GRADIENT, MASTER, copy_stream
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
 
@@ -47,7 +47,7 @@ class StreamedUpdate:
         self.stored, device = stored, stored.store.lanes.device
         self._streams: list[Any] = [None] * 3
         if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
+            self._streams = [copy_stream(device) for _ in range(3)]
         self._device = device
         self._first: list[nn.Parameter] = []
         self._chunks: list[StateChunk] = []
@@ -78,6 +78,10 @@ class StreamedUpdate:
         if computing is not None:
             computing.wait_stream(torch.cuda.current_stream(self._device))
             incoming.wait_stream(stored.store.lanes.stream(out=True))  # gradients that have left
+            scalars = [one for update in updates for one in (update.bad, update.divisor, update.learning_rate)]
+            for one in scalars:
+                if isinstance(one, Tensor):
+                    one.record_stream(computing)  # others free them, and would use their memory before it is read
         if not stored.weights:
             self.finish()
             if not self.is_awaited:
