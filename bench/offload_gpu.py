@@ -133,8 +133,8 @@ class OffloadRow:
         )
 
 
-HEADER = (f"{'offloaded':30} {'layers':>6} {'tokens':>6} {'step':>7} {'without':>7} {'exposed':>8} {'planned':>8} {'hidden':>7}"
-          f" {'out':>7} {'in':>7} {'kernels':>8} {'profiled':>9} {'GB':>7} {'loss off':>8}   (ms a step)")  # fmt: skip
+HEADER = (f"{'offloaded':30} {'layers':>6} {'tokens':>6} {'step':>7} {'without':>7} {'exposed':>8} {'planned':>8}"
+          f" {'hidden':>7} {'out':>7} {'in':>7} {'kernels':>8} {'profiled':>9} {'GB':>7} {'loss off':>8}   (ms a step)")  # fmt: skip
 
 
 def main() -> int:

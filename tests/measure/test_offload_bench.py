@@ -63,10 +63,8 @@ def test_the_middle_is_whole_steps_and_a_profile_that_began_late_is_noticed() ->
     middle = whole.middle(0.01)
     assert middle.hidden_share == pytest.approx(0.5)
     assert bench.length(middle.back) == pytest.approx(bench.COUNTED * 0.004)
-    row = bench.OffloadRow("optimizer", 4, 1, 0.01, 0.01, 0.0, 0.0, 0.0, 0, 0.0, whole)
-    late = bench.OffloadRow(
-        "optimizer", 1, 0.01, 0.01, 0.0, 0.0, 0.0, 0, 0.0, bench.StepProfile((), copies, kernels[1:])
-    )
+    figures = ("optimizer", 4, 1, 0.01, 0.01, 0.0, 0.0, 0.0, 0, 0.0)
+    row, late = (bench.OffloadRow(*figures, bench.StepProfile((), copies, some)) for some in (kernels, kernels[1:]))
     assert row.profile_is_whole and not late.profile_is_whole
     assert "NOT ALL" in late.line()
 
