@@ -163,8 +163,8 @@ class OffloadedGradients:
     """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
 
     With their norm, so that clipping reads only gradients on the device. The host adds each microbatch to the sum, and
-    takes the norm of that; those of an ``only`` microbatch leave as they are. Parameters that ``stay`` are still added
-    to after they are reduced.
+    takes the norm of that; those of an ``only`` microbatch leave as they are, if the device reads them again.
+    Parameters that ``stay`` are still added to after they are reduced, or needed at once.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class OffloadedGradients:
         moved[sent_backward(Role.GRADIENTS_TO_HOST)] += gradient.nbytes
         if stored.store.target == "nvme" and not is_first:
             moved[sent_backward(Role.GRADIENTS_FROM_DISK)] += gradient.nbytes
-        if self.only and is_first:
+        if self.only and is_first and stored.streamed is not None:  # otherwise the host reads them
             stored.summed[parameter] = torch.linalg.vector_norm(gradient)
             return region.keep(place, gradient)
         norm = stored.summed.setdefault(parameter, torch.zeros(()))

@@ -230,6 +230,9 @@ class StreamedUpdate:
     def settle(self) -> None:
         """The host reads the store."""
         self.finish()
+        leaving = self.stored.store.lanes.stream(out=True)
+        if leaving is not None:
+            leaving.synchronize()  # gradients
         if self._last is not None:
             self._last.synchronize()
             self._last = None
