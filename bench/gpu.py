@@ -3,8 +3,7 @@
     PYTHONPATH=src python bench/gpu.py --shapes 1.5b-2x8192 --out bench/results
 
 Everyone trains the same decoder in bf16 with fp32 weights behind it: fused AdamW, clipping at 1.0, each layer compiled.
-Peers recompute nothing and attend by PyTorch's own kernels; shardwise makes norms and activations again, inside its
-backward kernels, and attends by FlashAttention-4 where that is installed. A peer and shardwise
+Peers recompute nothing; shardwise makes norms and activations again, inside its backward kernels. A peer and shardwise
 stand in memory together and take turns step by step, so that both find the card as warm; medians are compared. Memory
 is the peak of one contender's tensors. Peers that cannot be imported are left out.
 """
@@ -56,7 +55,7 @@ BATCHES = {"2x8192": (2, 8192), "4x4096": (4, 4096)}
 SHAPES = {f"{model}-{batch}": (MODELS[model], *BATCHES[batch]) for model in MODELS for batch in BATCHES}
 RATE, CLIP = 3e-4, 1.0
 KEPT = 64  # batches
-PACKAGES = ("torch", "triton", "transformers", "torchtitan", "flash-attn-4")
+PACKAGES = ("torch", "triton", "transformers", "torchtitan")
 Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and labels: the mean loss
 
 

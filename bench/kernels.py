@@ -4,7 +4,7 @@
 
 The optimizer's phase is the norm of the gradients, clipping and AdamW on bf16 weights; beside it PyTorch's own
 `clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies. The loss goes from hidden states to all gradients;
-beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy` and Liger's, where there are any.
+beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy`, Liger's and quack's, where there are any.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(wanted: list[str]) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if not wanted or "optimizer" in wanted:
         for name, *shape in MODELS:
-            for kind in ("adamw", "adamw-bf16-moments"):
+            for kind in ("adamw", "adamw-bf16-moments", "adam8bit"):
                 show(f"optimizer {name} {kind}", *ours(kind, *shape))
             show(f"optimizer {name} PyTorch", *theirs(*shape))
     if not wanted or "loss" in wanted:
@@ -128,6 +128,9 @@ def losses() -> dict[str, SummedLoss]:
         for name, wide in (("Liger", None), ("Liger, fp32 sums", torch.float32)):
             rest = (None, None, -100, 0.0, 0.0, "sum", None, False, wide)
             found[name] = lambda *given, rest=rest: fused(*given, *rest)[0]
+    with suppress(ImportError):
+        chunked = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+        found["quack"] = lambda *given: chunked(*given, reduction="sum")
     linear = getattr(F, "linear_cross_entropy", None)  # from PyTorch 2.13 on
     if linear is not None:
         found["linear_cross_entropy"] = lambda hidden, weight, labels: linear(hidden, weight, labels, reduction="sum")

@@ -15,7 +15,6 @@ from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
 from shardwise.engine.optim.masters import joined, split_
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.engine.optim.updates import orthogonal
-from shardwise.spec.errors import SpecError
 from shardwise.spec.training import Optimization, Training
 from shardwise.training.metrics.memory import TensorBytes
 
@@ -212,11 +211,6 @@ def test_whole_masters_and_their_rests_take_the_same_steps(kind: str) -> None:
         found.append([optimizer.read(one, "master") for one in given.values()])
     for first, second in zip(*found):
         torch.testing.assert_close(first, second, rtol=2.0**-23, atol=0)
-
-
-def test_adam8bit_is_refused() -> None:
-    with pytest.raises(SpecError, match="adamw"):
-        ours("adam8bit", parameters())
 
 
 def test_muon_makes_matrices_orthogonal_and_leaves_the_rest_to_adamw() -> None:

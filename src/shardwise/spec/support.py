@@ -169,8 +169,6 @@ MATRIX: tuple[Finding, ...] = (
            "precision: bf16", "training.precision"),
     *_each("mxfp8|nvfp4", "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
            "precision: bf16", "training.precision"),
-    *_each("adam8bit", "priced only", "this engine has no 8-bit kernels for optimizer states",
-           "optimizer: adamw", "training.optimizer"),
     # DeepSpeed asks the same of offload_param (ZeRO-Infinity, arXiv 2104.07857).
     *_each("offload-weights + zero-0|zero-1|zero-2", "needs",
            "offloaded weights return layer by layer with ZeRO-3's all-gather", "zero: 3", "strategy.zero", 3),
@@ -188,7 +186,7 @@ MATRIX: tuple[Finding, ...] = (
     *_each("offload-optimizer + muon", "needs",
            "muon updates whole matrices: its states cannot be updated in pieces",
            "optimizer: adamw, or offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
-    *_each("offload-optimizer + adamw-bf16-moments", "needs", "offloaded states are updated in fp32",
+    *_each("offload-optimizer + adamw-bf16-moments|adam8bit", "needs", "offloaded states are updated in fp32",
            "optimizer: adamw, or offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
     *_each("offload-activations + recompute-full|recompute-selective|compile", "priced only",
            "recomputed layers save their inputs in their own hooks, which offload cannot reach", "only one of the two"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.engine.optim import eight_bits
 from shardwise.engine.optim.tables import TensorTables, aligned, triton_type
 from shardwise.engine.optim.updates import Update
 
@@ -17,7 +18,8 @@ class OnePassPart(NamedTuple):
     """A tensor and what one element of it needs: all are flat in memory and of one size.
 
     ``weight`` follows ``value`` in another format; None where the value is the weight itself. A value of int16 is the
-    rest of a master (`masters`), of which the weight is the upper half.
+    rest of a master (`masters`), of which the weight is the upper half. Moments of uint8 have scales behind them
+    (`eight_bits`).
     """
 
     gradient: Tensor
@@ -72,7 +74,8 @@ class OnePass:
         types = (None if one is None else triton_type(one) for one in formats)
         adamw[(table.programs,)](
             table.rows, table.owners, scalars, settings.beta1, 1 - settings.beta1, settings.beta2,
-            1 - settings.beta2, settings.epsilon, *types, parts[0].split, is_aligned, BLOCK, FIELDS,
+            1 - settings.beta2, settings.epsilon, *types, parts[0].split,
+            eight_bits.BLOCK if parts[0].first.dtype == torch.uint8 else 1, is_aligned, BLOCK, FIELDS,
             num_warps=WARPS,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.labels import StepPhase
 from shardwise.engine.offload.states import BYTES, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import MASTER, Store
+from shardwise.engine.optim import eight_bits
 from shardwise.engine.optim.masters import joined, split_
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.updates import STATES, Update, muon_update
@@ -29,7 +30,7 @@ from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Optimization, Training
 
 NOWHERE = Offload()
-FORMATS = {"adamw-bf16-moments": torch.bfloat16}  # of states that are not fp32
+FORMATS = {"adamw-bf16-moments": torch.bfloat16, "adam8bit": torch.uint8}  # of states that are not fp32
 CONVERTED_ELEMENTS = 2**24  # of parameters whose gradients or values have an fp32 copy at a time
 
 
@@ -90,7 +91,11 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _begin(self, parameter: nn.Parameter, kind: str) -> None:
         state = self.state[parameter]
         for name in STATES[kind]:
-            state[name] = torch.zeros_like(parameter, dtype=FORMATS.get(kind, torch.float32))
+            if kind == "adam8bit":
+                bytes_ = eight_bits.room(local(parameter).numel())
+                state[name] = torch.zeros(bytes_, dtype=torch.uint8, device=local(parameter).device)
+            else:
+                state[name] = torch.zeros_like(parameter, dtype=FORMATS.get(kind, torch.float32))
         if parameter in self.masters or parameter in self.rests:
             state[MASTER] = self.rests[parameter] if parameter in self.rests else self.masters[parameter]
         self._push_out(parameter, 0)
@@ -233,6 +238,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         if name == MASTER and parameter not in self._tails:
             return self.values(parameter)
         here, shape = local(self.state[parameter][name]), local(parameter).shape
+        if here.dtype == torch.uint8:
+            return eight_bits.decoded(here, local(parameter).numel(), signed=name == "exp_avg").view(shape)
         if not self.stored.count(parameter):
             return here.view(shape)
         return torch.cat([self.stored.read(parameter, name), here.cpu()]).view(shape)
@@ -247,6 +254,9 @@ class LocalOptimizer(torch.optim.Optimizer):
                 local(parameter).copy_(values)
         elif name == MASTER and parameter in self.rests:
             split_(values.to(parameter.device, torch.float32), local(parameter), self.rests[parameter])
+        elif name in self.state[parameter] and self.state[parameter][name].dtype == torch.uint8:
+            here = self.state[parameter][name]
+            eight_bits.encode_(values.to(here.device, torch.float32), here, signed=name == "exp_avg", step=None)
         elif stored and name in self.state[parameter]:
             flat = values.flatten()
             self.stored.write(parameter, name, flat[:stored])
@@ -270,7 +280,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     def dtype(self, parameter: nn.Parameter, name: str) -> torch.dtype:
         """Of what `read` gives; frozen parameters have no fp32 values apart."""
         if name != MASTER:
-            return local(self.state[parameter][name]).dtype
+            kept = local(self.state[parameter][name]).dtype
+            return torch.float32 if kept == torch.uint8 else kept
         narrow = parameter not in self._tails and parameter not in self.rests and parameter not in self.masters
         return parameter.dtype if narrow else torch.float32
 
@@ -360,6 +371,8 @@ def build_optimizer(
 
 def kind_for(name: str, parameter: nn.Parameter, optimizer: str) -> str:
     """The optimizer that updates a parameter, by its name in the whole model."""
+    if optimizer == "adam8bit" and parameter.dim() < 2:  # vectors are few, and each of their elements weighs more
+        return "adamw"
     return "adamw" if optimizer == "muon" and not is_hidden_matrix(name, parameter) else optimizer
 
 

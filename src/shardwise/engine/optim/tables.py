@@ -78,4 +78,5 @@ def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     known = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int16: tl.int16}
+    known[torch.uint8] = tl.uint8
     return known.get(dtype, tl.float32)

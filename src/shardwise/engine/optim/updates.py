@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine import torch_private
 from shardwise.engine.labels import Called
+from shardwise.engine.optim import eight_bits
 from shardwise.engine.parameters import as_divided, divided_as
 from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.training import Optimization
@@ -21,6 +22,7 @@ from shardwise.spec.training import Optimization
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adamw-bf16-moments": ("exp_avg", "exp_avg_sq"),
+    "adam8bit": ("exp_avg", "exp_avg_sq"),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
@@ -48,7 +50,7 @@ class Update:
     @property
     def in_one_pass(self) -> bool:
         """Whether `OnePass` can take it: AdamW with both moments moving."""
-        return self.kind in ("adamw", "adamw-bf16-moments") and self.learnt_steps is None
+        return self.kind in ("adamw", "adamw-bf16-moments", "adam8bit") and self.learnt_steps is None
 
     def on(self, device: torch.device) -> Update:
         """The same step for tensors elsewhere, known not to be skipped."""
@@ -60,8 +62,11 @@ class Update:
     ) -> None:
         """``states`` has a list for each name of `STATES`; all lists are of the same tensors' parts.
 
-        They are fp32, but for the moments of a ``kind`` that keeps them in bf16.
+        They are fp32, but for the moments of a ``kind`` that keeps them in bf16 or 8 bits.
         """
+        if self.kind == "adam8bit":
+            self._in_eight_bits(values, gradients, states)
+            return
         if self.kind == "adamw-bf16-moments":
             wide = {name: [one.float() for one in some] for name, some in states.items()}
             replace(self, kind="adamw")(values, gradients, wide)
@@ -93,6 +98,24 @@ class Update:
             is_first_step=False,  # the buffers are zero, which is equivalent
             **common,
         )  # fmt: skip
+
+    def _in_eight_bits(
+        self, values: Sequence[Tensor], gradients: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        wide = {
+            name: [
+                eight_bits.decoded(one, value.numel(), signed=name == "exp_avg").view_as(value)
+                for one, value in zip(some, values)
+            ]
+            for name, some in states.items()
+        }
+        replace(self, kind="adamw")(values, gradients, wide)
+        for name, some in states.items():
+            for one, moment in zip(some, wide[name]):
+                before = one.clone()
+                eight_bits.encode_(moment, one, signed=name == "exp_avg", step=self.step)
+                if self.bad is not None:
+                    one.copy_(torch.where(self.bad.bool(), before, one))
 
     def _with_fixed_moments(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor], firsts: list[Tensor], seconds: list[Tensor]
