@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.launch.torchrun import Started, started
 from shardwise.spec import SpecError
+from shardwise.training.environment.reader import Started, started
 
 THERE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host-0", "MASTER_PORT": "29400"}
 
@@ -13,14 +13,14 @@ THERE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR":
 def test_a_place_among_hosts() -> None:
     assert started({}) is None
     here = started(THERE)
-    assert here == Started(5, 8, 4)
+    assert here == Started(5, 8, 4, "host-0", 29400)
     assert here is not None and here.hosts == 2
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"RANK": None}, "RANK: is not set; start all ranks by torchrun"),
+        ({"RANK": None}, "RANK: is not set; start all ranks by torchrun, srun or mpirun"),
         ({"RANK": "first"}, "RANK: 'first' is not a number"),
         ({"RANK": "8"}, "RANK: 8 of a world of 8"),
         ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE: is not set"),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
-from shardwise.launch.torchrun import Started, started
 from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.page import Page
 from shardwise.spec.clusters import cluster_from, cpu_hosts
@@ -23,6 +22,7 @@ from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
+from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration
@@ -93,7 +93,7 @@ def calibrate(
     only: str | Sequence[str] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> CalibrationResult:
-    """Measures this machine, or the hosts that torchrun started this on, and writes a cluster file to plan with.
+    """Measures this machine, or the hosts that a launcher started this on, and writes a cluster file to plan with.
 
     ``only`` measures some of device, links and storage. ``on_progress`` is called with what is measured next.
     """
@@ -101,8 +101,8 @@ def calibrate(
     here = started()
     for flag, value in (("--processes", processes), ("--emulate", emulate)):
         if here is not None and value is not None:
-            remedy = "leave it out: torchrun says how many there are"
-            raise SpecError(flag, "cannot be combined with torchrun", remedy)
+            remedy = f"leave it out: {here.launcher} says how many there are"
+            raise SpecError(flag, f"cannot be combined with {here.launcher}", remedy)
     from shardwise.launch.emulate.network import require_emulation
     from shardwise.measure.calibrate import run as measured
 
@@ -129,8 +129,8 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
     from shardwise.measure import recut as measured
     from shardwise.measure.compare.comparison import profiled_run
 
-    if started() is not None:
-        raise SpecError("--from", "runs in one process", "run it without torchrun")
+    if (here := started()) is not None:
+        raise SpecError("--from", "runs in one process", f"run it without {here.launcher}")
     profiled = profiled_run(fspath(run))
     result = measured.recut(profiled.job, profiled.measured)
     path = profiled.folder.path / RECUT if out is None else Path(out)

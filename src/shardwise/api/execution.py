@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -23,15 +24,18 @@ from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import parse
 from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.environment.reader import Started, started
 from shardwise.training.metrics.lines import RunSummary
 
 GRACE = "30s"
 OnProgress = Callable[[str], None]
+Watch = Callable[[RunFolder, Job], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -92,19 +96,25 @@ def train(
 ) -> TrainingResult:
     """Prices the job, starts one process per device, trains, and restarts after a failure.
 
+    Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
     failed run is a result with ``ok`` False, not an error. ``on_progress`` is called with notes and events.
     """
-    report = on_progress or (lambda text: None)
-    ready = ready_run(
-        job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-        profile=profile, note=report,
-    )  # fmt: skip
+    report, here = on_progress or (lambda text: None), started()
+
+    def ready() -> ReadyRun:
+        return ready_run(
+            job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
+            profile=profile, started_as=here, note=report,
+        )  # fmt: skip
+
+    if here is not None:
+        return trained_as_rank(here, ready)
 
     def report_event(event: Event) -> None:
         report(f"{event.kind}: {event.text}")
 
-    return trained(ready, lambda launch: launch.supervised(report_event), grace=grace, debug=debug)
+    return trained(ready(), lambda launch: launch.supervised(report_event), grace=grace, debug=debug)
 
 
 @dataclass(frozen=True)
@@ -151,9 +161,13 @@ def ready_run(
     emulate: str | None = None,
     profile: str | None = None,
     here: bool = True,
+    started_as: Started | None = None,
     note: OnProgress,
 ) -> ReadyRun:
-    """The job with its run completed, checked and given a folder; ``here``: it runs on this machine."""
+    """The job with its run completed, checked and given a folder; ``here``: it runs on this machine.
+
+    ``started_as``: the rank that this process already is.
+    """
     fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
         fields["emulate"] = Emulation.parse(emulate, "--emulate")
@@ -162,19 +176,54 @@ def ready_run(
         note(text)
     job = _completed(described, run_folder, data, profile)
     require_packages("train", "torch", "safetensors")
+    if started_as is not None:
+        _require_world(job, started_as)
     if job.run.emulate is not None:
         _check_emulation(job, here=here, note=note)
-    checked = preflight(job, here=here)
+    checked = preflight(job, here=here, started=started_as)
     job = _placed(job, given, go_on=go_on, note=note)
     folder = RunFolder(Path(str(job.run.folder)))
-    if here:
+    if here and (started_as is None or started_as.hosts == 1):
         from shardwise.launch.preflight import with_fitting_microbatch
 
         found = with_fitting_microbatch(job, folder, note)
-        job, checked = found, checked if found == job else preflight(found)
+        job, checked = found, checked if found == job else preflight(found, started=started_as)
     for text in (*checked.notes, *_weights_left(given.model, job)):
         note(text)
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
+
+
+def trained_as_rank(
+    here: Started, ready: Callable[[], ReadyRun], watch: Watch = lambda folder, job: nullcontext()
+) -> TrainingResult:
+    """Trains as the rank that this process was started as. Rank 0 prepares the folder, the others follow it.
+
+    ``watch(folder, job)`` is entered by rank 0 while it trains. A rank that fails ends the world: its launcher ends the
+    others.
+    """
+    from shardwise.launch.as_rank import Prepared, follow, lead
+
+    def prepared() -> Prepared:
+        found = ready()
+        with found.folder.checkpoints.locked():
+            return Prepared(str(found.folder.path.resolve()), found.finished_step())
+
+    begin = lead(here, prepared) if here.rank == 0 else follow(here)
+    folder = RunFolder(Path(begin.folder))
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    outcome = None
+    if begin.finished_step is None:
+        with watch(folder, job) if here.rank == 0 else nullcontext():
+            outcome = begin.train(here)
+    return TrainingResult(job, run_summary(folder, begin.finished_step), outcome)
+
+
+def _require_world(job: Job, here: Started) -> None:
+    if job.run.emulate is not None:
+        raise SpecError("--emulate", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+    if job.strategy.world != here.world:
+        problem = f"the job has {job.strategy.world:,} ranks, {here.launcher} started {here.world:,}"
+        raise SpecError("cluster", problem, "start as many as the job has")
 
 
 def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:

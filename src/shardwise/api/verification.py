@@ -15,6 +15,7 @@ from shardwise.report.verify import verification_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
+from shardwise.training.environment.reader import started
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verification
@@ -67,7 +68,8 @@ def verify(
     """Runs a layout and the single process side by side in fp32: loss, every gradient, every weight after ``steps``.
 
     A layout of more than ``max_processes`` ranks is reduced to the smallest of its kind; ``shrink`` takes fewer layers
-    and smaller widths. ``watch`` is called with each phase and a function that says how many of its steps are done.
+    and smaller widths. Every rank that torchrun, srun or mpirun started calls it alike, and the layout runs on these
+    ranks. ``watch`` is called with each phase and a function that says how many of its steps are done.
     """
     for flag, value in (("--steps", steps), ("--max-processes", max_processes)):
         if value < 1:
@@ -82,9 +84,13 @@ def verify(
     from shardwise.measure import verify as measured
     from shardwise.measure.smaller import on_fewer_ranks, with_small_model
 
-    run = on_fewer_ranks(asked, max_processes)
+    here = started()
+    run = on_fewer_ranks(asked, max_processes if here is None else here.world)
     if shrink:
         run = with_small_model(run)
+    if here is not None:
+        as_rank = measured.verify_as_rank(run, here, steps=steps, seed=seed, tolerance=tolerance, device=on)
+        return VerificationResult(asked, as_rank)
     quiet = watch or (lambda phase, done: None)
     found = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=on, watch=quiet)
     return VerificationResult(asked, found)

@@ -17,12 +17,12 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.torchrun import Started, started
 from shardwise.report.progress import status
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.units import readable_bytes
+from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     if here is not None:
         from shardwise.measure.collectives.run import measure_as_rank
 
-        found = measure_as_rank(wanted, here.rank, here.world, parsed.on)
+        found = measure_as_rank(wanted, here, parsed.on)
         return _report(parsed, found) if here.rank == 0 else 0
     measured: list[MeasuredCollective] = []
     with _pool(parsed) as pool, status("starting", quiet=parsed.json) as update:
@@ -90,7 +90,7 @@ def _parser() -> Parser:
         "--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root)"
     )
     parser.add_argument("--cluster", metavar="NAME", help="the cluster to predict for (default: laptop)")
-    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under torchrun: where the tensors are")
+    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under a launcher: where the tensors are")
     parser.add_argument("--out", metavar="FILE", help="CSV file to write: every figure, in SI units")
     parser.add_argument("--plot", metavar="FILE", help="SVG file to write: time against size, and the model")
     add_output_arguments(parser)
@@ -112,9 +112,9 @@ def _check(parsed: Namespace, here: Started | None) -> None:
         return
     if parsed.on == "cuda":
         remedy = "torchrun --nproc-per-node N -m shardwise ..."
-        raise SpecError("--on", "cuda is for ranks that torchrun starts", remedy)
+        raise SpecError("--on", "cuda is for ranks that a launcher starts", remedy)
     if parsed.emulate is None:
-        require_cores("--processes", parsed.processes, "give fewer, or run torchrun on several hosts")
+        require_cores("--processes", parsed.processes, "give fewer, or start it on several hosts")
 
 
 def _cluster(parsed: Namespace, here: Started | None) -> Cluster:

@@ -7,9 +7,9 @@ from argparse import Namespace
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.launch.torchrun import Started, started
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
+from shardwise.training.environment.reader import Started, started
 
 STEPS, WARMUP = 10, 5
 _EXAMPLE = """

@@ -6,16 +6,16 @@ from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
 from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.launch.torchrun import started
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
+from shardwise.training.environment.reader import started
 
 _EXAMPLE = """
 shardwise calibrate --processes 2 --out cluster.yaml
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host-0:29400 -m shardwise calibrate --cluster dgx-h100:2
 """
 _DOES = """Measures this machine (matmuls, attention, memory, whole steps, collectives of every level, disk), or the
-hosts that torchrun has started it on, and writes a cluster file that `plan` reads. --from RUN: rebalances the stages
+hosts that a launcher has started it on, and writes a cluster file that `plan` reads. --from RUN: rebalances the stages
 of a profiled run by the measured times of stages, layers and ranks, and writes the new job."""
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.api.given import JobArguments
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from
+from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
-from shardwise.measure.doctor.host import Examination, examine
+from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
 from shardwise.report.doctor import print_finding
 from shardwise.spec.errors import SpecError, shown
+from shardwise.training.environment.reader import Started, started
 
 PROCESSES = 2  # without a job and without GPUs
 _EXAMPLE = """
@@ -40,15 +42,25 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
-    findings, out = [], console()
-    for found in examine(_examination(parsed)):
+    findings, out, here = [], console(), started()
+    shows = here is None or here.rank == 0
+    for found in _findings(_examination(parsed), here):
         findings.append(found)
-        if not parsed.json:
+        if shows and not parsed.json:
             print_finding(out, found)
     failed = any(found.status == "fail" for found in findings)
-    if parsed.json:
+    if shows and parsed.json:
         print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
     return 1 if failed else 0
+
+
+def _findings(request: Examination, here: Started | None) -> Iterator[Checked]:
+    if here is None:
+        return examine(request)
+    require_torch("doctor")
+    from shardwise.measure.doctor.ranks import examine_ranks
+
+    return examine_ranks(request, here)
 
 
 def _examination(parsed: argparse.Namespace) -> Examination:

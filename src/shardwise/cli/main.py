@@ -29,6 +29,7 @@ VERBS = {
     "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",
     "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",
 }
+_NODE_VARIABLES = ("PET_NODE_RANK", "SKYPILOT_NODE_RANK")  # of launchers that start one process per node
 _MODULES = {"list": "listing"}  # those that have another name than their verb
 
 _HELP = """usage: shardwise VERB [options]
@@ -70,9 +71,21 @@ def _run(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         raise SpecError("", f"unknown verb {verb!r}", nearest_name(verb, VERBS))
+    if any(name in os.environ for name in _NODE_VARIABLES) and (status := _on_node(arguments)) is not None:
+        return status
     module = importlib.import_module(f"shardwise.cli.{_MODULES.get(verb, verb)}")
-    status: int = module.run(rest)
-    return status
+    done: int = module.run(rest)
+    return done
+
+
+def _on_node(arguments: list[str]) -> int | None:
+    """The exit status of the node's ranks where this is the one process of a node; None if it is not."""
+    from shardwise.launch.node import VERBS as RANK_VERBS
+    from shardwise.launch.node import run_on_node
+    from shardwise.training.environment.reader import started_node
+
+    node = started_node() if arguments[0] in RANK_VERBS and not {"-h", "--help"} & set(arguments) else None
+    return None if node is None else run_on_node(node, arguments)
 
 
 def _verb_lines(width: int) -> Iterator[str]:

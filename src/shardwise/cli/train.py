@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from shardwise.api.execution import GRACE, ReadyRun, TrainingResult, ready_run, run_summary, trained
+from shardwise.api.execution import GRACE, ReadyRun, TrainingResult, ready_run, run_summary, trained, trained_as_rank
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, keywords
 from shardwise.cli.inputs import print_notes, whole_number
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.run import Launch
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
+from shardwise.spec.job import Job
 from shardwise.spec.units import parse
+from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.environment.reader import Started, started
+
+if TYPE_CHECKING:
+    from shardwise.report.training_progress import TrainingProgress
 
 _EXAMPLE = """
 shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
@@ -50,12 +59,17 @@ def run(arguments: list[str]) -> int:
     for form in ("json", "markdown", "csv"):
         if parsed.print_torchrun and getattr(parsed, form):
             raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
-    ready = ready_run(
-        job_arguments(parsed),
-        **keywords(ready_run, parsed),
-        here=not parsed.print_torchrun,
-        note=lambda text: print_notes([text]),
-    )
+    here = None if parsed.print_torchrun else started()
+
+    def made_ready() -> ReadyRun:
+        return ready_run(
+            job_arguments(parsed), **keywords(ready_run, parsed),
+            here=not parsed.print_torchrun, started_as=here, note=lambda text: print_notes([text]),
+        )  # fmt: skip
+
+    if here is not None:
+        return _as_rank(here, made_ready, parsed)
+    ready = made_ready()
     print_notes(torch_notes())
     if parsed.print_torchrun:
         return _print_commands(ready, parsed)
@@ -63,6 +77,21 @@ def run(arguments: list[str]) -> int:
         return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
     found = trained(ready, lambda launch: _watched(launch, quiet=parsed.json), grace=parsed.grace, debug=parsed.debug)
     return _show(found, parsed)
+
+
+def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:
+    """Under another launcher; only rank 0 prints."""
+    if parsed.rehearse is not None:
+        raise SpecError("--rehearse", f"{here.launcher} has started this as a rank", "rehearse without it")
+    try:
+        found = trained_as_rank(here, made_ready, lambda folder, job: _progress(folder, job, quiet=parsed.json))
+    except FollowsRankZero as error:
+        return error.status
+    if found.status:
+        from shardwise.training.worker import leave
+
+        leave(found.status)
+    return _show(found, parsed) if here.rank == 0 else 0
 
 
 def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
@@ -77,10 +106,14 @@ def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
 
 
 def _watched(launch: Launch, *, quiet: bool) -> Outcome:
+    with _progress(launch.folder, launch.job, quiet=quiet) as progress:
+        return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
+
+
+def _progress(folder: RunFolder, job: Job, *, quiet: bool) -> TrainingProgress:
     from shardwise.report.training_progress import TrainingProgress
 
-    with TrainingProgress(launch.folder.metrics, launch.job.run.steps, quiet=quiet) as progress:
-        return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
+    return TrainingProgress(folder.metrics, job.run.steps, quiet=quiet)
 
 
 def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:

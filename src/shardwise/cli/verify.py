@@ -7,6 +7,7 @@ from shardwise.cli.arguments import Parser, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.verify import verification_progress
+from shardwise.training.environment.reader import started
 
 _EXAMPLE = """
 shardwise verify --model tiny --cluster laptop:4 --tp 2 --pp 2 --global-batch 8 --seq 64
@@ -29,9 +30,12 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
+    here = started()
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
-    with verification_progress(parsed.steps, shown=not parsed.json) as watch:
+    with verification_progress(parsed.steps, shown=not parsed.json and here is None) as watch:
         found = verify(job, **keywords(verify, parsed), watch=watch)
+    if here is not None and here.rank:
+        return 0 if found.ok else 1
     show(parsed, lambda: found.page, found.to_dict)
     return 0 if found.ok else 1

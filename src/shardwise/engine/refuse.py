@@ -25,3 +25,18 @@ def require_devices(device: str, ranks: int) -> None:
 
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise SpecError("--on", f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", "use --on cpu")
+
+
+def require_backend(job: Job, *, by_mpi: bool) -> None:
+    """Raises SpecError if the ranks cannot communicate as the job asks; ``by_mpi``: mpirun started them."""
+    if job.run.backend == "auto":
+        return
+    import torch.distributed as dist
+
+    if not dist.is_mpi_available():
+        remedy = "leave it out (gloo), or build PyTorch with MPI"
+        raise SpecError("run.backend", "mpi is not in this build of PyTorch", remedy)
+    if job.run_device == "cuda":
+        raise SpecError("run.backend", "mpi is for CPU ranks; GPUs communicate by NCCL", "leave it out")
+    if not by_mpi:
+        raise SpecError("run.backend", "mpi is for ranks that mpirun starts", "mpirun -n N shardwise train ...")

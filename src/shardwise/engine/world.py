@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.engine.torch_private import clear_sharding_prop_cache
 from shardwise.layout.ranks import local_rank
@@ -17,17 +18,23 @@ if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
 
 
+def store_at(address: str, port: int, rank: int, world: int, seconds: float = 300) -> Store:
+    """The store of all ranks, which rank 0 serves; under torchrun its agent does."""
+    place = f"[{address}]" if ":" in address else address
+    store, _, _ = next(rendezvous(f"tcp://{place}:{port}", rank, world, timeout=timedelta(seconds=seconds)))
+    return store  # type: ignore[no-any-return]
+
+
 @contextmanager
 def joined(
-    rank: int, world: int, rendezvous: str | Store | None, *, device: str = "cpu", seconds: float = 120
+    rank: int, world: int, meeting: str | Store, *, device: str = "cpu", seconds: float = 120, on_cpu: str = "gloo"
 ) -> Iterator[None]:
     """The default process group of ``world`` processes that rendezvous in a file or a store, destroyed at the end.
 
-    Without either they rendezvous at MASTER_ADDR and MASTER_PORT. There is always a CPU backend, next to NCCL on GPUs,
-    for checkpoints and small agreements.
+    There is always a CPU backend, ``on_cpu``, next to NCCL on GPUs, for checkpoints and small agreements.
     """
-    store = dist.FileStore(rendezvous, world) if isinstance(rendezvous, str) else rendezvous  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else on_cpu
     if device == "cuda":
         torch.cuda.set_device(local_rank(rank, torch.cuda.device_count()))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))

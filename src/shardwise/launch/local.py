@@ -28,7 +28,7 @@ from shardwise.launch.outcome import (
     Outcome,
 )
 from shardwise.launch.owned import require_room
-from shardwise.launch.ranks import RankProcess, RankProcesses
+from shardwise.launch.ranks import Gang, RankGroup, RankProcess, RankProcesses
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import counted, readable_duration
@@ -40,6 +40,7 @@ END_SECONDS = 0.5  # between SIGTERM after a failure and SIGKILL: most ranks wai
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 KEPT = 10  # folders of attempts
 ROOM_BYTES = 2**18
+StartRanks = Callable[[Sequence[str], Path, Mapping[str, str]], RankGroup]  # a command, in a folder, with variables
 _NAME = re.compile(r"attempt-(\d+)")
 
 
@@ -54,15 +55,17 @@ def supervise(
     last_commit: Callable[[], Commit] = Commit,
     environment: Mapping[str, str] | None = None,
     network: Network | None = None,
+    gang: Gang | None = None,
+    start: StartRanks | None = None,
     debug: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
 
-    With a ``network`` each rank runs on its virtual node. After a failure all ranks are restarted, at most ``restarts``
-    times in a row without a new ``last_commit``. SIGINT, SIGTERM and SIGHUP are passed on to the ranks as SIGTERM;
-    after ``grace_seconds``, or at a second signal, they are killed. Call it in the main thread: signals arrive there,
-    and ranks end with it.
+    With a ``network`` each rank runs on its virtual node, with a ``gang`` only some run here; ``start`` starts all of
+    them elsewhere. After a failure all ranks are restarted, at most ``restarts`` times in a row without a new
+    ``last_commit``. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``,
+    or at a second signal, they are killed. Call it in the main thread: signals arrive there, and ranks end with it.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
@@ -70,9 +73,12 @@ def supervise(
     with _stop_requests() as stop:
         while True:
             own_folder = new_folder(folder)
-            ranks = RankProcesses(command, world, own_folder, given, network)
+            if start is not None:
+                ranks: RankGroup = start(command, own_folder, given)
+            else:
+                ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given, network)
             one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop)
-            on_event(Event("started", len(attempts), f"{counted(world, 'process')}, logs in {own_folder}"))
+            on_event(Event("started", len(attempts), f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
@@ -91,7 +97,7 @@ def supervise(
 class _Supervision:
     """One attempt, from the start of its ranks to the end of the last of them."""
 
-    _ranks: RankProcesses
+    _ranks: RankGroup
     _timeouts: Timeouts
     _grace_seconds: float
     _stop: _Stop
@@ -197,7 +203,7 @@ def _stop_requests() -> Iterator[_Stop]:
     stop = _Stop()
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, stop.note)
     try:
@@ -228,3 +234,6 @@ def new_folder(folder: Path) -> Path:
 
 def _name(number: int) -> str:
     return f"attempt-{number:04d}"
+
+
+FIRST_ATTEMPT = _name(1)

@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.launch.owned import OwnedFolder
+
+if TYPE_CHECKING:
+    from shardwise.engine.torch_private import Store
 
 MOST_CALLS = 12  # per worker: PyTorch's caches keep some groups of earlier worlds, whose threads wake up
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
@@ -22,11 +25,14 @@ VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank and world in one call; ``rendezvous_file`` is new for each call and shared by all."""
+    """A worker's rank and world in one call; ``rendezvous_file`` is new for each call and shared by all.
+
+    Ranks of other launchers have a store in its place.
+    """
 
     rank: int
     world: int
-    rendezvous_file: str
+    rendezvous_file: str | Store
 
 
 class WorkerError(Exception):

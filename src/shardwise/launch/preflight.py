@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of, tight_words
 from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.refuse import require_devices, require_runs
+from shardwise.engine.refuse import require_backend, require_devices, require_runs
 from shardwise.launch.local import supervise
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
@@ -26,6 +26,7 @@ from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.folder import RunFolder, require_start
 from shardwise.training.data.run_data import check_data
+from shardwise.training.environment.reader import Started
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 DRY_STEP = "shardwise.training.dry_step"
@@ -40,15 +41,17 @@ class Preflight:
     notes: tuple[str, ...]
 
 
-def preflight(job: Job, *, here: bool = True) -> Preflight:
-    """Raises SpecError for a job that cannot run; ``here``: all of it on this machine."""
+def preflight(job: Job, *, here: bool = True, started: Started | None = None) -> Preflight:
+    """Raises SpecError for a job that cannot run; ``here``: on this machine, all or the ranks ``started`` here."""
     require_runs(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:
         raise error.under("run.data") from None
+    ranks_here = job.strategy.world if started is None else started.ranks_per_host
     if here:
-        _require_devices(job)
+        _require_devices(job, ranks_here, cores=None if started is None else os.cpu_count())
+        require_backend(job, by_mpi=started is not None and started.is_mpi)
         require_packages("train", *TRAINING)
         require_folder(job)
         if job.run.logging.wandb is not None:
@@ -62,7 +65,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
     price = candidate(job)
     require_fits(job)
     if here:
-        _require_host_memory(job, price.memory.total)
+        _require_host_memory(job, ranks_here, price.memory.total)
     if here and job.run_device == "cpu":
         notes += slow_precision_notes(job.training.precision)
     notes += filter(None, [sequence_note(job.model, job.training)])
@@ -80,35 +83,34 @@ def require_fits(job: Job) -> None:
     raise DoesNotFit("strategy", problem, what_would_fit(job))
 
 
-def _require_devices(job: Job) -> None:
-    """A GPU for every rank, or cores for the processes of a CPU."""
-    world = job.strategy.world
+def _require_devices(job: Job, ranks: int, cores: int | None) -> None:
+    """A GPU for every rank, or cores for the processes of a CPU; mpirun binds each of them to one of the ``cores``."""
     if job.run_device == "cuda":
         try:
-            require_devices("cuda", world)
+            require_devices("cuda", ranks)
         except SpecError as error:
-            remedy = "plan for the devices that are here, or --print-torchrun for several hosts"
+            remedy = "plan for the devices that are here, or --on hosts.txt for several hosts"
             raise SpecError("cluster", error.problem, remedy) from None
         return
-    cores = len(os.sched_getaffinity(0))
-    require_cores("cluster", world, f"plan for laptop:{cores}, or --print-torchrun for several hosts")
+    cores = cores or len(os.sched_getaffinity(0))
+    require_cores("cluster", ranks, f"plan for laptop:{cores}, or --on hosts.txt for several hosts", cores)
 
 
-def require_cores(field: str, processes: int, remedy: str) -> None:
+def require_cores(field: str, processes: int, remedy: str, cores: int | None = None) -> None:
     """Raises SpecError for more processes than the cores of this machine can share."""
-    cores = len(os.sched_getaffinity(0))
+    cores = cores or len(os.sched_getaffinity(0))
     if processes > PROCESSES_PER_CORE * cores:
         raise SpecError(field, f"{processes:,} processes on {cores} cores", remedy)
 
 
-def _require_host_memory(job: Job, needed_bytes: float) -> None:
+def _require_host_memory(job: Job, ranks: int, needed_bytes: float) -> None:
     """The processes of a CPU job share the memory of the machine."""
     if job.run_device == "cuda":
         return
-    world, there = job.strategy.world, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if world * needed_bytes > there:
-        needed = readable_bytes(world * needed_bytes)
-        problem = f"{world} processes need {needed}, this machine has {readable_bytes(there)}"
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if ranks * needed_bytes > there:
+        needed = readable_bytes(ranks * needed_bytes)
+        problem = f"{ranks} processes need {needed}, this machine has {readable_bytes(there)}"
         raise DoesNotFit("cluster", problem, "a smaller model, batch or sequence")
 
 

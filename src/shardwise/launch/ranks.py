@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
 from shardwise.layout.ranks import node_of
 from shardwise.training.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
+from shardwise.training.environment.interfaces import loopback_interface
+from shardwise.training.environment.reader import OWN_LAUNCHER
 
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
@@ -25,12 +27,37 @@ _RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
 _STACKS_SECONDS = 0.3  # for a rank to dump its stacks
 
 
+class ProcessLike(Protocol):
+    """What is asked of a rank's process, here or on another host."""
+
+    returncode: int | None
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Gang:
+    """The ``ranks`` of a ``world`` that start here; they meet in a file, or all of the world at an address and port."""
+
+    world: int
+    ranks: range
+    address: str | None = None
+    port: int | None = None
+
+    @classmethod
+    def all_here(cls, world: int) -> Gang:
+        return cls(world, range(world))
+
+
 @dataclass
 class RankProcess:
     """One process, in its own process group together with everything it starts."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: ProcessLike
     folder: Path
     started: float
     ended: float | None = None  # when it was seen to be gone
@@ -81,8 +108,21 @@ class RankProcess:
             self._progress_file = None
 
 
+class RankGroup(Protocol):
+    """All ranks of one attempt, wherever they are."""
+
+    all: list[RankProcess]
+
+    def poll(self) -> None: ...
+    @property
+    def running(self) -> list[RankProcess]: ...
+    def send_signal(self, number: signal.Signals) -> None: ...
+    def request_stacks(self) -> None: ...
+    def end(self, seconds: float) -> None: ...
+
+
 class RankProcesses:
-    """All processes of one attempt; `end` kills all of them and their children, however they behave.
+    """The processes of one attempt on this host; `end` kills all of them and their children, however they behave.
 
     With a ``network`` each starts on its virtual node.
     """
@@ -90,12 +130,12 @@ class RankProcesses:
     def __init__(
         self,
         command: Sequence[str],
-        world: int,
+        gang: Gang,
         folder: Path,
         environment: Mapping[str, str],
         network: Network | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._gang = folder, gang
         self._network = network
         self.all: list[RankProcess] = []
         self._rendezvous = _rendezvous(folder)
@@ -104,14 +144,14 @@ class RankProcesses:
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            for number in range(world):
-                self.all.append(self._start(command, number, world, environment))
+            for number in gang.ranks:
+                self.all.append(self._start(command, number, environment))
         except BaseException:
             self.end(0)
             raise
 
-    def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> RankProcess:
-        own = {**_environment(number, world, self.folder, self._rendezvous.path / "store"), **environment}
+    def _start(self, command: Sequence[str], number: int, environment: Mapping[str, str]) -> RankProcess:
+        own = {**_environment(number, self._gang, self.folder, self._rendezvous.path / "store"), **environment}
         if self._network is not None:
             own |= self._network.environment_of_rank(number)
             node = node_of(number, self._network.emulation.ranks_per_node)
@@ -189,27 +229,26 @@ def _rendezvous(folder: Path) -> OwnedFolder:
     return found
 
 
-def _environment(number: int, world: int, folder: Path, rendezvous: Path) -> dict[str, str]:
+def _environment(number: int, gang: Gang, folder: Path, rendezvous: Path) -> dict[str, str]:
     """The environment variables of a rank: its place, and quiet defaults."""
-    loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
+    here = len(gang.ranks)
     own_place = {
         "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "SHARDWISE_RENDEZVOUS": str(rendezvous),
+        "LOCAL_RANK": str(number - gang.ranks[0]),
+        "WORLD_SIZE": str(gang.world),
+        "LOCAL_WORLD_SIZE": str(here),
         "SHARDWISE_ATTEMPT_FOLDER": str(folder),
-        "SHARDWISE_LAUNCHER": str(os.getpid()),
+        OWN_LAUNCHER: str(os.getpid()),
     }
+    if gang.address is None:
+        own_place["SHARDWISE_RENDEZVOUS"] = str(rendezvous)
+        interface = loopback_interface()
+        own_place |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
+    else:
+        own_place |= {"MASTER_ADDR": gang.address, "MASTER_PORT": str(gang.port)}
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here)),
         "PYTHONUNBUFFERED": "1",  # the last output of a killed process is in its log
         "PYTHONFAULTHANDLER": "1",
     }
-    return {**defaults, **os.environ, **loopback, **own_place}
-
-
-def loopback_interface() -> str:
-    """The name of the interface that never leaves this machine; "" where there is none."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), "")
+    return {**defaults, **os.environ, **own_place}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.interop.companions import keep_companions
 from shardwise.launch.emulate.network import emulated
-from shardwise.launch.local import supervise
+from shardwise.launch.local import StartRanks, supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
@@ -54,6 +54,7 @@ class Launch:
     folder: RunFolder
     grace_seconds: float = 30
     debug: bool = False
+    start: StartRanks | None = None  # on other hosts
 
     def supervised(self, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
@@ -63,7 +64,7 @@ class Launch:
             return supervise(
                 command, self.job.strategy.world, self.folder.attempts,
                 timeouts=self.job.run.timeouts, restarts=self.job.run.restarts, grace_seconds=self.grace_seconds,
-                last_commit=self._last_commit, network=network, debug=self.debug, on_event=on_event,
+                last_commit=self._last_commit, network=network, start=self.start, debug=self.debug, on_event=on_event,
             )  # fmt: skip
 
     def _last_commit(self) -> Commit:

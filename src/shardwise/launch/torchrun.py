@@ -1,20 +1,16 @@
-"""torchrun: the commands that start a job on several hosts, and this process as one rank started by it."""
+"""torchrun: the commands that start a job on several hosts."""
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.attempt import integer_variable
+from shardwise.training.environment.reader import PORT
 
-PORT = 29400  # torchrun's own default
 WORKER = "shardwise.training.worker"
-_HOW = "start all ranks by torchrun"
 
 
 def torchrun_commands(
@@ -52,33 +48,3 @@ def torchrun_commands(
         ])
         for name in names
     ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Started:
-    """This process as one rank of a world started by torchrun (or srun, with the same variables), host by host."""
-
-    rank: int
-    world: int
-    ranks_per_host: int
-
-    @property
-    def hosts(self) -> int:
-        return self.world // self.ranks_per_host
-
-
-def started(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """None if there is no such world: neither RANK nor WORLD_SIZE is set."""
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return None
-    rank, world = (integer_variable(environment, name, _HOW) for name in ("RANK", "WORLD_SIZE"))
-    here = integer_variable(environment, "LOCAL_WORLD_SIZE", _HOW)
-    if not rank < world:
-        raise SpecError("RANK", f"{rank} of a world of {world}", _HOW)
-    if not here or world % here:
-        problem = f"{world} ranks do not fill hosts of {here}"
-        raise SpecError("LOCAL_WORLD_SIZE", problem, "start as many ranks on every host")
-    if not environment.get("MASTER_ADDR"):
-        raise SpecError("MASTER_ADDR", "is not set", _HOW)
-    integer_variable(environment, "MASTER_PORT", _HOW)
-    return Started(rank, world, here)

@@ -18,11 +18,12 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
-from shardwise.launch.torchrun import Started
 from shardwise.measure.verify import available_bytes
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
+from shardwise.training.environment.meeting import store_of
+from shardwise.training.environment.reader import Started
 from shardwise.training.loop import Timestamp
 from shardwise.training.metrics.memory import peak_during
 
@@ -104,7 +105,7 @@ def require_measurable(job: Job, here: Started | None) -> None:
     require_runs(job)
     world, started = job.strategy.world, 1 if here is None else here.world
     if world != started:
-        remedy = "--gpus 1" if started == 1 and job.cluster.devices > 1 else "start as many by torchrun"
+        remedy = "--gpus 1" if started == 1 and job.cluster.devices > 1 else "start as many by torchrun, srun or mpirun"
         raise SpecError("cluster", f"the job has {world:,} ranks, this command {started:,}", remedy)
     if job.run_device == "cuda":
         if not torch.cuda.is_available():
@@ -168,7 +169,7 @@ def measure_step(
 @contextmanager
 def _world(job: Job, here: Started | None) -> Iterator[None]:
     """The process group of the job's ranks; a job that is too large for the device ends in one line."""
-    store = dist.HashStore() if here is None else None  # type: ignore[attr-defined]
+    store = dist.HashStore() if here is None else store_of(here)  # type: ignore[attr-defined]
     rank, world = (0, 1) if here is None else (here.rank, here.world)
     try:
         with joined(rank, world, store, device=job.run_device):

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +26,16 @@ from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
 from shardwise.measure.reference import Reference, reference_key, run_reference, sample_batch, sample_weight
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Optimization
 from shardwise.spec.units import readable_bytes
+from shardwise.training.environment.reader import Started
+
+Found = TypeVar("Found")
 
 # -- how far a parallel run is from the single process -----------------------------------------------
 
@@ -171,36 +176,109 @@ def verify(
     ``references`` is a folder that keeps the single process's results for other layouts of the same job. ``watch`` is
     called for each phase, with a function that counts its finished steps.
     """
+    asked, job = job, _in_fp32(job)
+    require_devices(device, job.strategy.world)
+    own_pool = pool or Pool(PRELOAD)
+    try:
+        with OwnedFolder("verify") as folder:
+            return _verified(PoolProcesses(own_pool, job.strategy.world), asked, job, steps, seed, tolerance, device,
+                             Path(references or folder), Path(folder), watch)  # fmt: skip
+    finally:
+        if pool is None:
+            own_pool.close()
+
+
+def verify_as_rank(
+    job: Job, here: Started, *, steps: int = 3, seed: int = 0, tolerance: float = TOLERANCE, device: str = "cpu"
+) -> Verification:
+    """The same on the ranks that a launcher has started: every one calls this, and gets the result.
+
+    Each host computes the single process for itself: hosts need no common storage.
+    """
+    asked, job = job, _in_fp32(job)
+    if job.strategy.world != here.world:
+        problem = f"the job has {job.strategy.world:,} ranks, {here.launcher} started {here.world:,}"
+        raise SpecError("cluster", problem, "start as many as the job has")
+    require_devices(device, here.ranks_per_host)
+    with started_ranks(here) as ranks, OwnedFolder("verify") as own:
+        folders = ranks.run(_own_folder, str(own))
+        folder = Path(folders[here.rank - here.local_rank])
+        processes = StartedProcesses(ranks)
+        return _verified(
+            processes, asked, job, steps, seed, tolerance, device, folder, folder, lambda phase, done: None
+        )
+
+
+def _own_folder(rank: Rank, folder: str) -> str:
+    return folder
+
+
+@dataclass(frozen=True)
+class PoolProcesses:
+    """Local processes: ``alone`` runs a function on one of them, ``together`` on ``world``."""
+
+    pool: Pool
+    world: int
+
+    def alone(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        return self.pool.run(function, 1, *arguments)
+
+    def together(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        return self.pool.run(function, self.world, *arguments)
+
+
+@dataclass(frozen=True)
+class StartedProcesses:
+    """Ranks that a launcher has started: ``alone`` runs a function on one of every host."""
+
+    ranks: StartedRanks
+
+    def alone(self, function: Callable[..., Found], *arguments: Any) -> list[Found | None]:
+        return self.ranks.run(_on_first, function, arguments)
+
+    def together(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        return self.ranks.run(_on_all, function, arguments)
+
+
+def _on_first(rank: Rank, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found | None:
+    return function(WorkerPlace(0, 1, ""), *arguments) if rank.first_of_host else None
+
+
+def _on_all(rank: Rank, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
+    return function(WorkerPlace(rank.number, rank.world, rank.store), *arguments)
+
+
+def _in_fp32(job: Job) -> Job:
+    """The job as it is compared; raises SpecError for one whose results a single process cannot reproduce."""
     if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
         name = "compression" if job.strategy.compression.is_used else "synchronise"
         problem = "changes what is computed: a single process cannot reproduce it"
         raise SpecError(f"strategy.{name}", problem, "leave it out")
     require_runs(job)
-    asked = job.training
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
-    job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
-    require_devices(device, job.strategy.world)
+    return replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
+
+
+def _verified(
+    processes: PoolProcesses | StartedProcesses, asked: Job, job: Job, steps: int, seed: int, tolerance: float,
+    device: str, references: Path, folder: Path, watch: Watch,
+) -> Verification:  # fmt: skip
     require_folder(job)
     require_memory(job, steps, available_bytes())
-    own_pool = pool or Pool(PRELOAD)
-    try:
-        with OwnedFolder("verify") as folder:
-            path = str(Path(references or folder) / f"{reference_key(job, steps, seed)}.pt")
-            alone, together = Ticks(f"{folder}/alone"), Ticks(f"{folder}/together")
-            if not Path(path).exists():
-                watch("one process", alone.count)
-                own_pool.run(_write_reference, 1, job, steps, seed, path, alone)
-            watch(f"{job.strategy.world} processes", together.count)
-            found = own_pool.run(_compare, job.strategy.world, job, steps, seed, path, device, together)
-            narrow: list[dict[str, Deviation]] = []
-            if asked.recipe.scaling:
-                narrowed, again = replace(job.training, precision=asked.precision), Ticks(f"{folder}/narrow")
-                watch(f"the same in {asked.precision}", again.count)
-                given = (replace(job, training=narrowed), steps, seed, path, device, again)
-                narrow = own_pool.run(_compare_narrow, job.strategy.world, *given)
-    finally:
-        if pool is None:
-            own_pool.close()
+    path = str(references / f"{reference_key(job, steps, seed)}.pt")
+    alone, together = Ticks(f"{folder}/alone"), Ticks(f"{folder}/together")
+    if isinstance(processes, StartedProcesses) or not Path(path).exists():
+        watch("one process", alone.count)
+        processes.alone(_write_reference, job, steps, seed, path, alone)
+    watch(f"{job.strategy.world} processes", together.count)
+    found = processes.together(_compare, job, steps, seed, path, device, together)
+    narrow: list[dict[str, Deviation]] = []
+    if asked.training.recipe.scaling:
+        narrowed, again = replace(job.training, precision=asked.training.precision), Ticks(f"{folder}/narrow")
+        watch(f"the same in {asked.training.precision}", again.count)
+        narrow = processes.together(
+            _compare_narrow, replace(job, training=narrowed), steps, seed, path, device, again
+        )  # fmt: skip
     worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
     in_fp8 = {kind: Deviation.worst(one[kind] for one in narrow) for kind in FP8_BOUNDS} if narrow else {}
     return Verification(job, steps, tolerance, worst, in_fp8)

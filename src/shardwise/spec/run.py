@@ -208,6 +208,7 @@ class Run(Spec):
     ``seed`` is that of weights and data. At most ``restarts`` restarts are tried without a new checkpoint between
     them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the
     probability of running out of device memory that whoever chooses a strategy accepts: one start in twenty.
+    ``backend`` is what CPU ranks communicate by: gloo, or the MPI that started them.
     """
 
     steps: int = count(1000)
@@ -215,6 +216,7 @@ class Run(Spec):
     folder: str | None = None
     seed: int = count(0, minimum=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "mpi"] = "auto"
     data: Data = Data()
     schedule: LearningRateSchedule = LearningRateSchedule()
     evaluation: Evaluation = Evaluation()

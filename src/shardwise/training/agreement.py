@@ -17,13 +17,14 @@ MOST_STEPS = 256
 
 
 class StopSignal:
-    """``requested`` becomes true with SIGTERM, once `listen` was called."""
+    """``requested`` becomes true with SIGTERM or SIGUSR1 (as Slurm warns of a limit), once `listen` was called."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def listen(self) -> None:
-        signal.signal(signal.SIGTERM, self._note)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
         # Ctrl-C goes to all processes of a terminal; the launcher decides what follows.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

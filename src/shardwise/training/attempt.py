@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError
+from shardwise.training.environment.reader import OWN_LAUNCHER, Started, started
 
 Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
@@ -35,7 +36,6 @@ _BEAT_OFFSET = 64
 _FAILURE_BYTES = 16_384
 _MOST_CHARACTERS = 6_000  # of a message, and of a traceback's end
 STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to dump the stacks of its threads
-_STARTED_BY = "start workers by `shardwise train` or torchrun"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -129,36 +129,38 @@ class WorldPlace:
     folder: Path | None = None
     launcher: int | None = None
     attempt: str = "1"  # identifies this attempt of the run; equal on all ranks
+    ranks_here: int = 1
+    by_mpi: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
-        world = integer_variable(environment, "WORLD_SIZE")
-        rendezvous, address = environment.get("SHARDWISE_RENDEZVOUS"), environment.get("MASTER_ADDR")
-        if rendezvous is None and address is None and world > 1:
-            raise SpecError("MASTER_ADDR", "is not set", _STARTED_BY)
-        folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get("SHARDWISE_LAUNCHER")
-        restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        found = started(environment, always=True)
+        if found is None:
+            raise SpecError("RANK", "is not set", "start workers by `shardwise train`, torchrun, srun or mpirun")
+        return cls.of(found, environment)
+
+    @classmethod
+    def of(cls, found: Started, environment: Mapping[str, str] = os.environ) -> WorldPlace:
+        folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get(OWN_LAUNCHER)
+        rendezvous = environment.get("SHARDWISE_RENDEZVOUS")
         return cls(
-            rank=integer_variable(environment, "RANK"),
-            world=world,
-            local_rank=integer_variable(environment, "LOCAL_RANK"),
+            rank=found.rank,
+            world=found.world,
+            local_rank=found.local_rank,
             rendezvous=Path(rendezvous) if rendezvous else None,
-            address=address,
-            port=integer_variable(environment, "MASTER_PORT") if address and not rendezvous else None,
+            address=found.address,
+            port=found.port,
             folder=Path(folder) if folder else None,
             launcher=int(launcher) if launcher else None,
-            attempt=Path(folder).name if folder else f"restart-{restart}",
+            attempt=Path(folder).name if folder else f"restart-{_restarts(environment)}",
+            ranks_here=found.ranks_per_host,
+            by_mpi=found.is_mpi,
         )
 
 
-def integer_variable(environment: Mapping[str, str], name: str, remedy: str = _STARTED_BY) -> int:
-    """The value of an environment variable that the launcher must set."""
-    text = environment.get(name)
-    if text is None:
-        raise SpecError(name, "is not set", remedy)
-    if not text.isdecimal():
-        raise SpecError(name, f"{shown(text)} is not a number", remedy)
-    return int(text)
+def _restarts(environment: Mapping[str, str]) -> str:
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return next((environment[name] for name in names if name in environment), "0")
 
 
 class Reporter:

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by the launcher or by torchrun.
+"""One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by our launcher or by another.
 
 Exits 0 when the run is done or was stopped with a checkpoint, 2 for a user's error.
 """
@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.refuse import require_backend
+from shardwise.engine.world import joined, store_at
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
@@ -25,10 +26,14 @@ from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.data.run_data import mixtures_of
+from shardwise.training.environment.meeting import bind_to_loopback
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler, record_flights
 from shardwise.training.start import State, load_newest, start_from
+
+if TYPE_CHECKING:
+    from shardwise.engine.torch_private import Store
 
 _logger = logging.getLogger("shardwise.training")
 
@@ -40,17 +45,25 @@ def main(arguments: list[str], work: Work) -> int:
     logging.basicConfig(format="%(message)s")  # to stderr, which is this rank's log
     stop = StopSignal()
     stop.listen()
-    place = WorldPlace.from_environment()
+    try:
+        place = WorldPlace.from_environment()
+    except SpecError as error:
+        _logger.error("shardwise: error: %s", error)
+        return 2
+    return take_part(RunFolder(Path(arguments[0])), work, place, stop)
+
+
+def take_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
+    """Does ``work`` as the rank of ``place``; returns the exit status."""
     reporter = Reporter(place)
     try:
-        folder = RunFolder(Path(arguments[0]))
         with _exclusive(folder, place):
             work(folder, place, reporter, stop)
         return 0
     except BaseException as error:
         why = error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
-            why = SpecError(str(error.filename or arguments[0]), "has no space left", "make room and start it again")
+            why = SpecError(str(error.filename or folder.path), "has no space left", "make room and start it again")
         reporter.failed(why)
         if isinstance(why, SpecError):
             _logger.error("shardwise: error: %s", why)
@@ -106,16 +119,28 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # each using all cores would slow all down
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        cores = len(os.sched_getaffinity(0))
+        bound = cores < (os.cpu_count() or 1)  # by its launcher, to cores of its own
+        torch.set_num_threads(max(1, cores if bound and place.folder is None else cores // place.ranks_here))
     if job.run.profile is not None:
         record_flights()
     timeouts = job.run.timeouts
     # The launcher enforces a limit per phase; this one is for ranks started without it.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
-    rendezvous = None if place.rendezvous is None else str(place.rendezvous)
-    with joined(place.rank, place.world, rendezvous, device=device, seconds=longest):
+    require_backend(job, by_mpi=place.by_mpi)
+    on_cpu = "gloo" if job.run.backend == "auto" else f"cpu:{job.run.backend}"
+    meeting = _meeting(place, timeouts.start)
+    with joined(place.rank, place.world, meeting, device=device, seconds=longest, on_cpu=on_cpu):
         yield Engine(job, device=device, seed=job.run.seed)
+
+
+def _meeting(place: WorldPlace, seconds: float) -> str | Store:
+    """Where the ranks of this attempt find each other."""
+    if place.rendezvous is not None:
+        return str(place.rendezvous)
+    assert place.address is not None and place.port is not None
+    bind_to_loopback(place.address)
+    return store_at(place.address, place.port, place.rank, place.world, seconds)
 
 
 def leave(status: int) -> NoReturn:

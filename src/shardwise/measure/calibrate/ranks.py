@@ -1,4 +1,4 @@
-"""The ranks that measure: processes of a pool, or this one and others started by torchrun."""
+"""The ranks that measure: processes of a pool, or this one and others that a launcher started."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.launch.torchrun import Started
 from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
+from shardwise.training.environment.meeting import store_of
+from shardwise.training.environment.reader import Started
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -56,7 +56,7 @@ class PoolRanks:
 
 
 def _in_pool(place: WorkerPlace, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
-    store = dist.FileStore(place.rendezvous_file, place.world)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
     return function(Rank(place.rank, place.world, place.world, store), *arguments)
 
 
@@ -89,9 +89,7 @@ Ranks = PoolRanks | StartedRanks
 
 @contextmanager
 def started_ranks(here: Started) -> Iterator[StartedRanks]:
-    """Rendezvous at MASTER_ADDR and MASTER_PORT."""
-    store, _, _ = next(rendezvous("env://", here.rank, here.world))
-    ranks = StartedRanks(here, store)
+    ranks = StartedRanks(here, store_of(here))
     try:
         yield ranks
     except SpecError:  # raised on all ranks alike, so that all of them leave

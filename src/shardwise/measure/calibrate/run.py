@@ -14,7 +14,6 @@ import torch
 
 from shardwise.launch.emulate.network import EmulatedPool, Network
 from shardwise.launch.pool import Pool
-from shardwise.launch.torchrun import Started
 from shardwise.measure.calibrate.device_samples import DeviceSamples, measure_device
 from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
 from shardwise.measure.calibrate.fit_gpu import fitted_gpu
@@ -27,6 +26,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 from shardwise.spec.units import readable_seconds
+from shardwise.training.environment.reader import Started
 
 # -- ranks much slower than others: a median hides them, but every training step waits for them ------
 

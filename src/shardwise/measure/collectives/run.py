@@ -26,6 +26,8 @@ from shardwise.measure.collectives.request import (
     MeasuredCollective,
     predicted,
 )
+from shardwise.training.environment.meeting import store_of
+from shardwise.training.environment.reader import Started
 
 # -- one collective on tensors whose result is known -------------------------------------------------
 
@@ -142,11 +144,9 @@ def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 
     return found
 
 
-def measure_as_rank(
-    requests: Sequence[CollectiveRequest], rank: int, world: int, device: str
-) -> list[MeasuredCollective]:
-    """In a world that torchrun has started: every rank calls this, with the rendezvous of its environment."""
-    with joined(rank, world, None, device=device):
+def measure_as_rank(requests: Sequence[CollectiveRequest], here: Started, device: str) -> list[MeasuredCollective]:
+    """In a world that a launcher has started: every rank calls this."""
+    with joined(here.rank, here.world, store_of(here), device=device):
         return [one for request in requests for one in measure(request, torch.device(device))]
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.launch.ranks import loopback_interface
-from shardwise.launch.torchrun import PORT
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+from shardwise.training.environment.interfaces import loopback_interface
+from shardwise.training.environment.reader import PORT
 
 Status = Literal["pass", "warn", "fail"]
 
@@ -50,7 +50,7 @@ class Examination:
 _Check = Callable[[Examination], Checked | Iterable[Checked]]
 
 
-def examine(request: Examination) -> Iterator[Checked]:
+def examine(request: Examination, *, all_reduce: bool = True) -> Iterator[Checked]:
     """The results as they come, the slowest check last; a failing one does not stop the rest."""
     host: dict[str, _Check] = {
         "loopback": check_loopback,
@@ -68,7 +68,7 @@ def examine(request: Examination) -> Iterator[Checked]:
 
     software = list(_run({"versions": check_versions, "device memory": check_devices}, request))
     yield from software
-    if not any(found.status == "fail" for found in software):  # else it would fail for the same reason
+    if all_reduce and not any(found.status == "fail" for found in software):  # else it would fail for the same reason
         yield from _run({"all-reduce": check_all_reduce}, request)
 
 

@@ -118,9 +118,12 @@ def check_all_reduce(request: Examination) -> Checked:
         if found.status != 0 or found.stopped:
             return Checked("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
         result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
-    size, seconds = readable_bytes(_BYTES), readable_seconds(result["seconds"])
-    figure = f"{size} over {world} {request.device} processes in {seconds}"
-    if not result["right"]:
+    return all_reduce_finding(world, request.device, result["right"], result["seconds"])
+
+
+def all_reduce_finding(world: int, device: str, right: bool, seconds: float) -> Checked:
+    figure = f"{readable_bytes(_BYTES)} over {world} {device} processes in {readable_seconds(seconds)}"
+    if not right:
         return Checked("all-reduce", "fail", f"{figure}, and the sum is wrong", "look for a broken device or driver")
     return Checked("all-reduce", "pass", f"{figure}; the sum is right")
 
@@ -131,24 +134,27 @@ def main() -> None:
     reporter = Reporter(place)
     try:
         with joined(place.rank, place.world, str(place.rendezvous), device=device, seconds=_TIMEOUTS.start):
-            _reduce(place, device, reporter)
+            right, seconds = timed_all_reduce(place.rank, place.world, device, reporter)
+            if place.rank == 0 and place.folder is not None:
+                (place.folder / _RESULT).write_text(json.dumps({"right": right, "seconds": seconds}), encoding="utf-8")
     except Exception as error:
         reporter.failed(error)
         raise
 
 
-def _reduce(place: WorldPlace, device: str, reporter: Reporter) -> None:
+def timed_all_reduce(rank: int, world: int, device: str, reporter: Reporter | None = None) -> tuple[bool, float]:
+    """Whether the sum of all ranks was right every time, and the fastest seconds."""
     right, seconds = True, float("inf")
     for step in range(_REPEATS):
-        reporter.phase("step", step)
-        values = torch.full((_BYTES // 4,), place.rank + 1.0, device=device)
+        if reporter is not None:
+            reporter.phase("step", step)
+        values = torch.full((_BYTES // 4,), rank + 1.0, device=device)
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(values)
-        right &= bool((values == place.world * (place.world + 1) / 2).all())  # waits for the device, too
+        right &= bool((values == world * (world + 1) / 2).all())  # waits for the device, too
         seconds = min(seconds, time.perf_counter() - began)
-    if place.rank == 0 and place.folder is not None:
-        (place.folder / _RESULT).write_text(json.dumps({"right": right, "seconds": seconds}), encoding="utf-8")
+    return right, seconds
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""A run whose ranks another launcher has started: rank 0 prepares the folder, all others follow it, then all train."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch.outcome import DONE, MISTAKE, Attempt, Failure, Outcome
+from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.environment.reader import Started
+
+if TYPE_CHECKING:
+    from shardwise.engine.torch_private import Store
+
+_KEY, _READ = "prepared", "read by"
+_READ_SECONDS = 30.0
+_WAIT = timedelta(minutes=30)  # for rank 0, which may try microbatches
+
+
+class FollowsRankZero(SpecError):
+    """Rank 0 has refused the job, and printed why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The folder of a run; ``finished_step`` if nothing is left to do."""
+
+    folder: str
+    finished_step: int | None = None
+    store: Any = None  # kept: rank 0 serves it
+
+    def train(self, here: Started) -> Outcome:
+        """As this rank, until the run is done or was stopped; the worker's log is standard error."""
+        import logging
+
+        from shardwise.training.agreement import StopSignal
+        from shardwise.training.attempt import WorldPlace
+        from shardwise.training.worker import take_part, train
+
+        logging.basicConfig(format="%(message)s")
+        stop, folder, began = StopSignal(), RunFolder(Path(self.folder)), time.monotonic()
+        stop.listen()
+        status = take_part(folder, train, WorldPlace.of(here), stop)
+        failure = None
+        if status != DONE:
+            failure = Failure(here.rank, "raised", "failed, as printed above", mistake=status == MISTAKE)
+        return Outcome(status, stop.requested, (Attempt(folder.path, time.monotonic() - began, failure),))
+
+
+def lead(here: Started, prepare: Callable[[], Prepared]) -> Prepared:
+    """As rank 0: prepares, and lets the others know; they end with it if the job is refused."""
+    store = _store(here)
+    try:
+        found = prepare()
+    except SpecError as error:
+        _announce(store, here, {"status": error.status})
+        raise
+    _announce(store, here, asdict(found))
+    return Prepared(found.folder, found.finished_step, store)
+
+
+def follow(here: Started) -> Prepared:
+    """As any other rank."""
+    store = _store(here)
+    try:
+        store.wait([_KEY], _WAIT)
+        found = json.loads(store.get(_KEY))
+        store.add(_READ, 1)
+    except RuntimeError:  # rank 0 ended, and with it the store
+        raise FollowsRankZero("", "rank 0 ended", "see what it printed") from None
+    if "status" in found:
+        refused = FollowsRankZero("", "rank 0 refused the job", "see what it printed")
+        refused.status = found["status"]
+        raise refused
+    return Prepared(found["folder"], found["finished_step"], store)
+
+
+def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
+    """Waits until all have read it: the store ends with rank 0."""
+    store.set(_KEY, json.dumps(what))
+    deadline = time.monotonic() + _READ_SECONDS
+    while store.add(_READ, 0) < here.world - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _store(here: Started) -> Store:
+    from shardwise.training.environment.meeting import store_of
+
+    return store_of(here)

@@ -1,0 +1,43 @@
+"""This process as the only one of its node (Kubeflow, SkyPilot): it starts the same command as the node's ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from shardwise.launch.local import FIRST_ATTEMPT, supervise
+from shardwise.launch.outcome import Event
+from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.ranks import Gang
+from shardwise.launch.tail import printed_as_it_grows
+from shardwise.spec.run import Timeouts
+from shardwise.training.attempt import rank_file
+from shardwise.training.environment.reader import StartedNode
+
+VERBS = ("train", "verify", "calibrate", "bench", "doctor")  # those that run ranks
+_DAYS = 30 * 86_400.0
+UNWATCHED = Timeouts(start=_DAYS, step=_DAYS, checkpoint=_DAYS)  # commands that report no progress
+
+
+def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
+    """The exit status of `shardwise ARGUMENTS` as this node's ranks; the cluster's manager restarts whole worlds."""
+    here = node.ranks_here or _devices()
+    gang = Gang(here * node.nodes, range(here * node.node, here * (node.node + 1)), node.address, node.port)
+    with OwnedFolder("node") as folder:
+
+        def report(event: Event) -> None:
+            print(f"{event.kind}: {event.text}", file=sys.stderr)
+
+        with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, gang.ranks[0], "log")):
+            outcome = supervise(
+                [sys.executable, "-m", "shardwise", *arguments], gang.world, folder, gang=gang, timeouts=UNWATCHED,
+                restarts=0, on_event=report,
+            )  # fmt: skip
+    return outcome.status
+
+
+def _devices() -> int:
+    """A rank for every GPU, or one."""
+    count = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])  # noqa: PTH208
+    return max(1, count)

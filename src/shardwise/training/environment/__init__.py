@@ -1,0 +1,1 @@
+"""Which launcher started this process, and as which rank: read from the environment."""

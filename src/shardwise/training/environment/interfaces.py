@@ -1,0 +1,28 @@
+"""Network interfaces of this host: the one that never leaves it, and the one that has an address."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+
+
+def loopback_interface() -> str:
+    """The name of the interface that never leaves this machine; "" where there is none."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), "")
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address; "" if none is known to have it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none, or this system answers otherwise
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
