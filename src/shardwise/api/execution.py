@@ -20,6 +20,7 @@ from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, started_on, target_named
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
@@ -90,6 +91,7 @@ def train(
     grace: Size = GRACE,
     emulate: str | None = None,
     profile: str | None = None,
+    on: str | None = None,
     debug: bool = False,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
@@ -98,14 +100,16 @@ def train(
 
     Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
-    failed run is a result with ``ok`` False, not an error. ``on_progress`` is called with notes and events.
+    failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
+    ssh. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
+    target = None if on is None else starting_target(on, here)
 
     def ready() -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, started_as=here, note=report,
+            profile=profile, started_as=here, elsewhere=on is not None, note=report,
         )  # fmt: skip
 
     if here is not None:
@@ -114,7 +118,12 @@ def train(
     def report_event(event: Event) -> None:
         report(f"{event.kind}: {event.text}")
 
-    return trained(ready(), lambda launch: launch.supervised(report_event), grace=grace, debug=debug)
+    def supervised(launch: Launch) -> Outcome:
+        return launch.supervised(report_event)
+
+    prepared = ready()
+    run = supervised if target is None else on_target(target, str(on), prepared, supervised)
+    return trained(prepared, run, grace=grace, debug=debug)
 
 
 @dataclass(frozen=True)
@@ -162,11 +171,12 @@ def ready_run(
     profile: str | None = None,
     here: bool = True,
     started_as: Started | None = None,
+    elsewhere: bool = False,
     note: OnProgress,
 ) -> ReadyRun:
     """The job with its run completed, checked and given a folder; ``here``: it runs on this machine.
 
-    ``started_as``: the rank that this process already is.
+    ``started_as``: the rank that this process already is; ``elsewhere``: the ranks will be on other hosts.
     """
     fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
@@ -179,11 +189,11 @@ def ready_run(
     if started_as is not None:
         _require_world(job, started_as)
     if job.run.emulate is not None:
-        _check_emulation(job, here=here, note=note)
-    checked = preflight(job, here=here, started=started_as)
+        _check_emulation(job, here=here and not elsewhere, note=note)
+    checked = preflight(job, here=here, started=started_as, elsewhere=elsewhere)
     job = _placed(job, given, go_on=go_on, note=note)
     folder = RunFolder(Path(str(job.run.folder)))
-    if here and (started_as is None or started_as.hosts == 1):
+    if here and not elsewhere and (started_as is None or started_as.hosts == 1):
         from shardwise.launch.preflight import with_fitting_microbatch
 
         found = with_fitting_microbatch(job, folder, note)
@@ -191,6 +201,30 @@ def ready_run(
     for text in (*checked.notes, *_weights_left(given.model, job)):
         note(text)
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
+
+
+def starting_target(on: str, here: Started | None) -> LaunchTarget:
+    """The target that starts ranks; raises SpecError for any other name, and in a process that is a rank already."""
+    target = target_named(on)
+    if here is not None:
+        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+    if target.kind != "starts":
+        raise SpecError("--on", f"{target.name} writes a file and starts nothing", "`shardwise train --on` writes it")
+    return target
+
+
+def on_target(
+    target: LaunchTarget, on: str, ready: ReadyRun, supervised: Callable[[Launch], Outcome]
+) -> Callable[[Launch], Outcome]:
+    """Supervises a launch whose ranks the target starts."""
+
+    def run(launch: Launch) -> Outcome:
+        with started_on(target, TargetRequest(on, launch.job, launch.folder.path)) as found:
+            for text in found.notes:
+                ready.note(text)
+            return supervised(replace(launch, start=found.start))
+
+    return run
 
 
 def trained_as_rank(
@@ -269,7 +303,7 @@ def _check_emulation(job: Job, *, here: bool, note: OnProgress) -> None:
     emulation = job.run.emulate
     assert emulation is not None
     if not here:
-        raise SpecError("--print-torchrun", "starts no virtual nodes", "leave --emulate out")
+        raise SpecError("--emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
     require_emulation()
     if job.cluster.node_devices != emulation.ranks_per_node:
         there = f"{job.cluster.name} has nodes of {job.cluster.node_devices}"

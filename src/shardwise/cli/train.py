@@ -8,13 +8,24 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardwise.api.execution import GRACE, ReadyRun, TrainingResult, ready_run, run_summary, trained, trained_as_rank
+from shardwise.api.execution import (
+    GRACE,
+    ReadyRun,
+    TrainingResult,
+    on_target,
+    ready_run,
+    run_summary,
+    starting_target,
+    trained,
+    trained_as_rank,
+)
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, keywords
 from shardwise.cli.inputs import print_notes, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.run import Launch
+from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
@@ -48,6 +59,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=grace)
     emulate = "virtual nodes on this machine: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
+    on = "start the processes elsewhere: a file of hosts (`host slots=8`, over ssh), or slurm, which writes a script"
+    parser.add_argument("--on", metavar="TARGET", help=on)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
@@ -60,11 +73,13 @@ def run(arguments: list[str]) -> int:
         if parsed.print_torchrun and getattr(parsed, form):
             raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
     here = None if parsed.print_torchrun else started()
+    target = None if parsed.on is None else _target(parsed, here)
 
     def made_ready() -> ReadyRun:
         return ready_run(
             job_arguments(parsed), **keywords(ready_run, parsed),
-            here=not parsed.print_torchrun, started_as=here, note=lambda text: print_notes([text]),
+            here=not parsed.print_torchrun, started_as=here, elsewhere=target is not None,
+            note=lambda text: print_notes([text]),
         )  # fmt: skip
 
     if here is not None:
@@ -75,8 +90,19 @@ def run(arguments: list[str]) -> int:
         return _print_commands(ready, parsed)
     if parsed.rehearse is not None:
         return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
-    found = trained(ready, lambda launch: _watched(launch, quiet=parsed.json), grace=parsed.grace, debug=parsed.debug)
-    return _show(found, parsed)
+
+    def supervised(launch: Launch) -> Outcome:
+        return _watched(launch, quiet=parsed.json)
+
+    run = supervised if target is None else on_target(target, parsed.on, ready, supervised)
+    return _show(trained(ready, run, grace=parsed.grace, debug=parsed.debug), parsed)
+
+
+def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget:
+    for flag in ("print_torchrun", "rehearse", "emulate"):
+        if getattr(parsed, flag):
+            raise SpecError("--on", f"cannot be combined with --{flag.replace('_', '-')}", "leave one of them out")
+    return starting_target(parsed.on, here)
 
 
 def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:

@@ -41,14 +41,17 @@ class Preflight:
     notes: tuple[str, ...]
 
 
-def preflight(job: Job, *, here: bool = True, started: Started | None = None) -> Preflight:
-    """Raises SpecError for a job that cannot run; ``here``: on this machine, all or the ranks ``started`` here."""
+def preflight(job: Job, *, here: bool = True, started: Started | None = None, elsewhere: bool = False) -> Preflight:
+    """Raises SpecError for a job that cannot run; ``here``: on this machine, all or the ranks ``started`` here.
+
+    ``elsewhere``: no rank is here, but the same storage.
+    """
     require_runs(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:
         raise error.under("run.data") from None
-    ranks_here = job.strategy.world if started is None else started.ranks_per_host
+    ranks_here = 0 if elsewhere else job.strategy.world if started is None else started.ranks_per_host
     if here:
         _require_devices(job, ranks_here, cores=None if started is None else os.cpu_count())
         require_backend(job, by_mpi=started is not None and started.is_mpi)

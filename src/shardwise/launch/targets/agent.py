@@ -1,0 +1,192 @@
+"""The agent of a host: starts its ranks, tells the launcher how they are, and ends them when the launcher is gone.
+
+`python -m shardwise.launch.targets.agent`, started by ssh. It reads and writes JSON lines. When its input ends, or is
+silent for too long, the connection is lost: no rank is left running. It is itself guarded as any launcher is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.ranks import Gang, RankProcess, RankProcesses
+from shardwise.launch.targets.installed import installed
+from shardwise.training.attempt import RankProgress, rank_file, read_failure
+from shardwise.training.environment.interfaces import interface_of
+
+MARK = "shardwise-agent "  # begins every line: a login script may print others
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 20.0  # without a word from the other side
+_POLL_SECONDS = 0.05
+_LOG_BYTES = 2**16  # of a rank in one message
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
+    say(host=socket.gethostname(), address=own_address(), process=os.getpid())
+    agent: _Agent | None = None
+    heard = said = time.monotonic()
+    try:
+        while True:
+            message = _next(inbox)
+            now = time.monotonic()
+            if message is not None:
+                heard = now
+                if "end" in message or "lost" in message:
+                    return _leave(agent, float(message.get("end", 0.0)))
+                agent = _obey(message, agent)
+            if now - heard > LOST_SECONDS:
+                return _leave(agent, 0.0)
+            if agent is not None:
+                agent.relay()
+            if now - said > BEAT_SECONDS:
+                said = now
+                say(beat=True)
+    finally:
+        if agent is not None:
+            agent.close(0.0)
+
+
+def say(**message: Any) -> None:
+    """A line to the launcher; if it is gone, its silence will end this process."""
+    try:
+        sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):
+        os._exit(1)  # the guard ends the ranks
+
+
+def _listen(inbox: queue.Queue[dict[str, Any] | None]) -> None:
+    for line in sys.stdin:
+        inbox.put(json.loads(line))
+    inbox.put({"lost": True})
+
+
+def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
+    try:
+        return inbox.get(timeout=_POLL_SECONDS)
+    except queue.Empty:
+        return None
+
+
+def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
+    if "check" in message:
+        job = message["check"]["job_file"]
+        say(installed=installed(None if job is None else Path(job)), port=_free_port())
+    elif "start" in message:
+        return _started(message["start"])
+    elif agent is not None and "signal" in message:
+        agent.ranks.send_signal(signal.Signals(message["signal"]))
+    elif agent is not None and "stacks" in message:
+        agent.ranks.request_stacks()
+        for rank in agent.ranks.all:
+            say(rank=rank.number, stacks=rank.stacks())
+    return agent
+
+
+def _leave(agent: _Agent | None, seconds: float) -> int:
+    if agent is not None:
+        agent.close(seconds)
+    return 0
+
+
+def _started(given: Mapping[str, Any]) -> _Agent | None:
+    gang = Gang(given["world"], range(*given["ranks"]), given["address"], given["port"])
+    environment = dict(given["environment"])
+    if interface := interface_of(own_address() or ""):
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        os.chdir(given["working_folder"])
+        folder = OwnedFolder("agent")
+        own = folder.path / given["attempt"]  # ranks of all hosts know the attempt by this name
+        own.mkdir()
+        return _Agent(RankProcesses(given["command"], gang, own, environment), folder)
+    except (OSError, ValueError) as error:
+        say(refused=str(error))
+        return None
+
+
+def own_address() -> str | None:
+    """The address by which the launcher reached this host: sshd says "CLIENT PORT SERVER PORT"."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    return parts[2] if len(parts) == 4 else None
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class _Agent:
+    """The ranks of this host, and what the launcher knows of each."""
+
+    ranks: RankProcesses
+    folder: OwnedFolder
+    _log_at: dict[int, int] = field(default_factory=dict)
+    _progress: dict[int, RankProgress] = field(default_factory=dict)
+    _failed: set[int] = field(default_factory=set)
+    _ended: set[int] = field(default_factory=set)
+
+    def relay(self) -> None:
+        """What is new since the last time; how a rank ended comes after all else of it."""
+        self.ranks.poll()
+        for rank in self.ranks.all:
+            over = rank.ended is not None
+            self._relay_log(rank, whole=over)
+            self._relay_progress(rank)
+            failure = None if rank.number in self._failed else read_failure(rank.folder, rank.number)
+            if failure is not None:
+                self._failed.add(rank.number)
+                say(rank=rank.number, failed={**asdict(failure), "at": time.monotonic() - failure.at})
+            if over and rank.number not in self._ended:
+                self._ended.add(rank.number)
+                say(rank=rank.number, ended=rank.status)
+
+    def close(self, seconds: float) -> None:
+        """Ends all ranks, and relays the last of them."""
+        self.ranks.end(seconds)
+        self.relay()
+        self.folder.close()
+
+    def _relay_log(self, rank: RankProcess, *, whole: bool) -> None:
+        path = rank_file(rank.folder, rank.number, "log")
+        while path.exists():
+            with path.open("rb") as log:
+                log.seek(self._log_at.get(rank.number, 0))
+                new = log.read(_LOG_BYTES)
+            if not new:
+                return
+            self._log_at[rank.number] = self._log_at.get(rank.number, 0) + len(new)
+            say(rank=rank.number, log=new.decode("latin-1"))  # every byte is a letter of it
+            if not whole:
+                return
+
+    def _relay_progress(self, rank: RankProcess) -> None:
+        """Times as ages: clocks of hosts differ."""
+        found = rank.progress()
+        if found is None or found == self._progress.get(rank.number):
+            return
+        self._progress[rank.number] = found
+        now = time.monotonic()
+        ages = {"since": now - found.since, "beat": now - found.beat}
+        say(rank=rank.number, progress={**asdict(found), **ages})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Ranks on other hosts, over ssh: an agent on each of them starts its ranks, which end when anything is lost.
+
+What the agents tell is written into the attempt's folder as local ranks would write it, in this machine's time: logs,
+progress, failures and stacks. So they are supervised, and failures diagnosed, as local ranks are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.ranks import RankProcess
+from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK
+from shardwise.launch.targets.host_file import Host, placed, read_hosts
+from shardwise.launch.targets.installed import installed, require_same
+from shardwise.launch.targets.registry import TargetRequest
+from shardwise.spec.errors import SpecError
+from shardwise.spec.units import counted
+from shardwise.training.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
+
+SSH = "SHARDWISE_SSH"  # the program, and options for all hosts, as in GIT_SSH_COMMAND
+CONNECT_SECONDS, ANSWER_SECONDS = 15, 60.0
+_END_SECONDS = 10.0  # for an agent to say how its ranks ended
+_STACKS_SECONDS = 1.0
+AGENT = "shardwise.launch.targets.agent"
+# What ranks of other hosts get of this environment; never a place of this process.
+_PASSED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "CUDA_", "HF_", "WANDB_", "PYTHON", "SHARDWISE_", "FI_", "UCX_")
+_OWN = ("SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", "TORCHELASTIC")
+
+
+@contextmanager
+def start_on(request: TargetRequest) -> Iterator[HostTarget]:
+    """Connects to all hosts that are needed and compares what they have installed, before any rank starts."""
+    path = Path(request.named)
+    hosts = read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    places = placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
+    with ExitStack() as open_agents, OwnedFolder("hosts") as folder:
+        target = HostTarget(request, places, len(hosts))
+        target.connected = connect(places, folder, request.folder)
+        for agent in target.connected:
+            open_agents.callback(agent.close)
+        yield target
+
+
+@dataclass
+class HostTarget:
+    """Hosts that have answered; the agents that did serve the first attempt."""
+
+    request: TargetRequest
+    places: Sequence[tuple[Host, range]]
+    listed: int
+    connected: list[Agent] = field(default_factory=list)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        found, here = [], len(self.places[0][1])
+        if here != min(self.request.job.cluster.node_devices, self.request.job.strategy.world):
+            nodes = self.request.job.cluster.node_devices
+            found.append(
+                f"the prediction is for nodes of {nodes} devices: these hosts have {counted(here, 'rank')} each"
+            )
+        if len(self.places) < self.listed:
+            found.append(f"{len(self.places)} of {self.listed} hosts are needed: the others stay idle")
+        return found
+
+    def start(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> HostRanks:
+        """One attempt; after the first the hosts are connected anew."""
+        connected, self.connected = self.connected, []
+        try:
+            agents = connected or connect(self.places, folder, self.request.folder)
+        except SpecError as error:  # a host that was there before
+            return HostRanks.lost(self.places, folder, str(error))
+        return HostRanks(agents, command, folder, environment)
+
+
+def connect(places: Sequence[tuple[Host, range]], folder: Path, run_folder: Path | None) -> list[Agent]:
+    """An agent on every host, which all have the same installed as this one; raises SpecError for one that has not."""
+    job_file = None if run_folder is None else (run_folder / "job.yaml").resolve()
+    agents: list[Agent] = []
+    try:
+        agents += [Agent(host, ranks, folder / f"agent-{number}.log") for number, (host, ranks) in enumerate(places)]
+        for agent in agents:
+            agent.say(check={"job_file": None if job_file is None else str(job_file)})
+        here = installed(job_file)
+        for agent in agents:
+            require_same(here, agent.answer("installed"), agent.host.name, run_folder)
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        raise
+    return agents
+
+
+class Agent:
+    """The connection to one host: a process of ssh, a thread that listens to it, and one that shows it that we live."""
+
+    def __init__(self, host: Host, ranks: range, log: Path) -> None:
+        self.host, self.ranks, self._log = host, ranks, log
+        self.messages: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.heard, self._changed = time.monotonic(), threading.Condition()
+        self._closed = threading.Event()
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                ssh_command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )  # fmt: skip
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name=f"{work.__name__} {host.name}", daemon=True).start()
+
+    def say(self, **message: Any) -> None:
+        with suppress(OSError, ValueError):  # it is gone, which `lost` finds
+            assert self.process.stdin is not None
+            self.process.stdin.write(f"{json.dumps(message)}\n".encode())
+            self.process.stdin.flush()
+
+    def answer(self, name: str) -> Any:
+        """What the agent answers to a question; raises SpecError if it does not."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        with self._changed:
+            while name not in self.facts and time.monotonic() < deadline and self.process.poll() is None:
+                self._changed.wait(0.1)
+            if name in self.facts:
+                return self.facts[name]
+        time.sleep(0.1)  # ssh's last words
+        reason = self.lost() or f"no answer within {ANSWER_SECONDS:g} s"
+        remedy = f"`{shlex.join(_ssh(self.host.name))} {sys.executable} -m shardwise --version` must work"
+        raise SpecError(self.host.name, reason, remedy)
+
+    def lost(self) -> str | None:
+        """Why there is no connection any more."""
+        status = self.process.poll()
+        if status is not None:
+            words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = next((line for line in reversed(words) if line.strip()), "it printed nothing")
+            return f"the connection ended (status {status}): {said}"
+        silent = time.monotonic() - self.heard
+        return f"no word from its agent for {silent:.0f} s" if silent > LOST_SECONDS else None
+
+    def take(self) -> list[dict[str, Any]]:
+        with self._changed:
+            found, self.messages = self.messages, []
+        return found
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Lets the agent end, and the connection with it; an agent whose input ends leaves no rank."""
+        self._closed.set()
+        with suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        try:
+            self.process.wait(seconds + _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            text = line.decode("utf-8", "replace")
+            if not text.startswith(MARK):
+                continue
+            message = json.loads(text.removeprefix(MARK))
+            with self._changed:
+                self.heard = time.monotonic()
+                if "rank" in message or "refused" in message:
+                    self.messages.append(message)
+                else:
+                    self.facts |= message
+                self._changed.notify_all()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS) and self.process.poll() is None:
+            self.say(beat=True)
+
+
+def _ssh(host: str) -> list[str]:
+    options = {
+        "BatchMode": "yes", "ConnectTimeout": CONNECT_SECONDS, "ServerAliveInterval": 5, "ServerAliveCountMax": 3,
+    }  # fmt: skip
+    given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+    return [*shlex.split(os.environ.get(SSH, "ssh")), "-T", *given, "--", host]
+
+
+def ssh_command(host: str) -> list[str]:
+    """The agent, by the same Python and from the same place as here."""
+    path = os.environ.get("PYTHONPATH")
+    variables = [f"PYTHONPATH={path}"] if path else []
+    command = shlex.join(["env", *variables, "PYTHONUNBUFFERED=1", sys.executable, "-m", AGENT])
+    return [*_ssh(host), f"exec {command}"]
+
+
+@dataclass
+class RemoteProcess:
+    """A rank's process on another host, as far as its agent tells; there is no process of it here."""
+
+    agent: Agent | None
+    returncode: int | None = None
+    pid: int = 0
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> int:
+        return -1 if self.returncode is None else self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """`HostRanks.send_signal` speaks to whole hosts."""
+        raise NotImplementedError
+
+
+class HostRanks:
+    """All ranks of one attempt on the hosts of ``agents``."""
+
+    def __init__(
+        self, agents: Sequence[Agent], command: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.folder, self._agents = folder, list(agents)
+        self._lost: set[Agent] = set()
+        self._files = {rank: _progress_file(folder, rank) for one in agents for rank in one.ranks}
+        self._counts = dict.fromkeys(self._files, 0)
+        now = time.monotonic()
+        self.all = [RankProcess(rank, RemoteProcess(one), folder, now) for one in agents for rank in one.ranks]
+        self._by_number = {rank.number: rank for rank in self.all}
+        for rank in self.all:
+            rank_file(folder, rank.number, "log").touch()
+        if not agents:
+            return
+        first = agents[0].facts
+        start = {
+            "command": list(command), "world": len(self.all), "attempt": folder.name,
+            "address": first.get("address") or agents[0].host.name.rpartition("@")[2], "port": first["port"],
+            "working_folder": str(Path.cwd()), "environment": {**passed_environment(), **environment},
+        }  # fmt: skip
+        for one in agents:
+            one.say(start={**start, "ranks": [one.ranks.start, one.ranks.stop]})
+
+    @classmethod
+    def lost(cls, places: Sequence[tuple[Host, range]], folder: Path, why: str) -> HostRanks:
+        """An attempt whose hosts could not be connected: all of it has failed."""
+        found = cls([], [], folder, {})
+        found.all = [
+            RankProcess(rank, RemoteProcess(None), folder, time.monotonic()) for _, ranks in places for rank in ranks
+        ]
+        found._by_number = {rank.number: rank for rank in found.all}
+        for rank in found.all:
+            rank_file(folder, rank.number, "log").touch()
+            found._fail(rank, why)
+        return found
+
+    @property
+    def running(self) -> list[RankProcess]:
+        return [rank for rank in self.all if rank.ended is None]
+
+    def poll(self) -> None:
+        for agent in self._agents:
+            for message in agent.take():
+                self._note(agent, message)
+            if agent not in self._lost and (why := agent.lost()):
+                for message in agent.take():
+                    self._note(agent, message)
+                self._lose(agent, why)
+        for rank in self.all:
+            if rank.ended is None and rank.process.poll() is not None:
+                rank.ended = time.monotonic()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        for agent in self._agents:
+            agent.say(signal=int(number))
+
+    def request_stacks(self) -> None:
+        for agent in self._agents:
+            agent.say(stacks=True)
+        time.sleep(_STACKS_SECONDS)
+        self.poll()
+
+    def end(self, seconds: float) -> None:
+        """Every agent ends its ranks; one that does not answer loses its connection, which has the same effect."""
+        for agent in self._agents:
+            agent.say(end=seconds)
+        for agent in self._agents:
+            agent.close(seconds)
+        for agent in self._agents:
+            for message in agent.take():
+                self._note(agent, message)
+        for rank in self.all:
+            if rank.process.returncode is None:
+                rank.process.returncode = -signal.SIGKILL
+            rank.close()
+        self.poll()
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+    # -- what agents tell ------------------------------------------------------------------------------------
+
+    def _note(self, agent: Agent, message: Mapping[str, Any]) -> None:
+        if "refused" in message:
+            self._lose(agent, message["refused"])
+            return
+        number, now = message["rank"], time.monotonic()
+        if "log" in message:
+            with rank_file(self.folder, number, "log").open("ab") as log:
+                log.write(message["log"].encode("latin-1"))
+        elif "progress" in message and number in self._files:
+            found, file = message["progress"], self._files[number]
+            self._counts[number] += 1
+            write_progress(
+                file, self._counts[number], found["phase"], found["step"], now - found["since"], found["limit_seconds"]
+            )
+            write_beat(file, now - found["beat"])
+        elif "failed" in message:
+            write_failure(self.folder, FailureRecord(**{**message["failed"], "at": now - message["failed"]["at"]}))
+        elif "stacks" in message:
+            rank_file(self.folder, number, "stacks").write_text(message["stacks"], encoding="utf-8")
+        elif "ended" in message:
+            self._by_number[number].process.returncode = message["ended"]
+
+    def _lose(self, agent: Agent, why: str) -> None:
+        self._lost.add(agent)
+        for number in agent.ranks:
+            if self._by_number[number].process.returncode is None:
+                self._fail(self._by_number[number], f"{agent.host.name}: {why}")
+
+    def _fail(self, rank: RankProcess, why: str) -> None:
+        phase, step = rank.where
+        record = FailureRecord(rank.number, time.monotonic(), phase or "start", step or 0, "host lost", why, "", False)
+        write_failure(self.folder, record)
+        rank.process.returncode = 1
+
+
+def _progress_file(folder: Path, rank: int) -> int:
+    return os.open(rank_file(folder, rank, "progress"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def passed_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED) and not name.startswith(_OWN)}

@@ -1,0 +1,58 @@
+"""What must be the same on all hosts of a run: versions, and hashes of the code and of the job file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import shardwise
+from shardwise.spec.errors import SpecError
+
+PACKAGES = ("torch", "numpy", "safetensors")
+
+
+def installed(job_file: Path | None = None) -> dict[str, str]:
+    """By name, in the order in which differences should be reported; "missing" for what is not there."""
+    found = {"Python": platform.python_version()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found |= {"shardwise": shardwise.__version__, "the code of shardwise": code_hash(Path(shardwise.__file__).parent)}
+    if job_file is not None:
+        found["the job file"] = _hash(job_file)
+    return found
+
+
+def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, folder: Path | None = None) -> None:
+    """Raises SpecError for the first difference between this host and another."""
+    for name, value in here.items():
+        other = there.get(name, "missing")
+        if other == value:
+            continue
+        if name == "the job file" and other == "missing":
+            remedy = "the run's folder must be on storage that all hosts share (--run-folder)"
+            raise SpecError(host, f"does not see {folder}", remedy)
+        raise SpecError(host, f"{name} is {other} there, {value} here", "install the same on all hosts")
+
+
+def code_hash(folder: Path) -> str:
+    """Of all Python files, whatever compiled files lie beside them."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder).as_posix()} {_hash(path)}\n".encode())
+    return found.hexdigest()[:12]
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "missing"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,88 @@
+"""The launch targets by name. A target that `starts` ranks supervises them; one that `writes` renders a file to submit.
+
+A new one is a row here and a module with `start_on(request) -> StartedOn` or `write_for(request) -> Written`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from shardwise.launch.local import StartRanks
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.job import Job
+
+
+@dataclass(frozen=True)
+class LaunchTarget:
+    """``module`` is imported when the target is chosen."""
+
+    name: str
+    what: str
+    kind: Literal["starts", "writes"]
+    module: str
+
+
+HOSTS = LaunchTarget(
+    "FILE", "hosts over ssh, one in a line: `host slots=8`", "starts", "shardwise.launch.targets.hosts"
+)
+TARGETS = {
+    one.name: one
+    for one in (
+        LaunchTarget(
+            "slurm", "a script for sbatch, which --submit submits", "writes", "shardwise.launch.targets.slurm"
+        ),
+    )
+}
+DEVICES = ("cpu", "cuda")  # which `--on` of other verbs names, too
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """What is to be started on ``named``, as it was given: a job's ranks; in ``folder``, for a run."""
+
+    named: str
+    job: Job
+    folder: Path | None = None
+
+
+class StartsRanks(Protocol):
+    """A target that starts ranks: `start` starts one attempt; ``notes`` are for the user."""
+
+    notes: Sequence[str]
+    start: StartRanks
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file to submit by ``command``."""
+
+    path: Path
+    command: tuple[str, ...]
+
+
+def target_named(text: str) -> LaunchTarget:
+    """The target, or a file of hosts; raises SpecError for any other name."""
+    if text in TARGETS:
+        return TARGETS[text]
+    if "\0" not in text and Path(text).is_file():
+        return HOSTS
+    if "/" in text or "." in text:
+        raise SpecError("--on", f"there is no file of hosts {shown(text)}", "write one host in a line: `host slots=8`")
+    known = f"{nearest_name(text, TARGETS)}, or name a file of hosts"
+    raise SpecError("--on", f"{shown(text)} is not a launch target", known)
+
+
+def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:
+    """Checks the hosts of a target that `starts`, before any rank starts."""
+    found: AbstractContextManager[StartsRanks] = importlib.import_module(target.module).start_on(request)
+    return found
+
+
+def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) -> Written:
+    found: Written = importlib.import_module(target.module).write_for(request, **options)
+    return found
