@@ -26,7 +26,7 @@ from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.data.run_data import mixtures_of
-from shardwise.training.environment.meeting import bind_to_loopback
+from shardwise.training.environment.meeting import bind_gloo
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler, record_flights
@@ -139,7 +139,7 @@ def _meeting(place: WorldPlace, seconds: float) -> str | Store:
     if place.rendezvous is not None:
         return str(place.rendezvous)
     assert place.address is not None and place.port is not None
-    bind_to_loopback(place.address)
+    bind_gloo(place.address, several_hosts=place.ranks_here < place.world)
     return store_at(place.address, place.port, place.rank, place.world, seconds)
 
 

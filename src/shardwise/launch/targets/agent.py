@@ -23,7 +23,6 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang, RankProcess, RankProcesses
 from shardwise.launch.targets.installed import installed
 from shardwise.training.attempt import RankProgress, rank_file, read_failure
-from shardwise.training.environment.interfaces import interface_of
 
 MARK = "shardwise-agent "  # begins every line: a login script may print others
 BEAT_SECONDS = 0.5
@@ -107,15 +106,12 @@ def _leave(agent: _Agent | None, seconds: float) -> int:
 
 def _started(given: Mapping[str, Any]) -> _Agent | None:
     gang = Gang(given["world"], range(*given["ranks"]), given["address"], given["port"])
-    environment = dict(given["environment"])
-    if interface := interface_of(own_address() or ""):
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
         os.chdir(given["working_folder"])
         folder = OwnedFolder("agent")
         own = folder.path / given["attempt"]  # ranks of all hosts know the attempt by this name
         own.mkdir()
-        return _Agent(RankProcesses(given["command"], gang, own, environment), folder)
+        return _Agent(RankProcesses(given["command"], gang, own, given["environment"]), folder)
     except (OSError, ValueError) as error:
         say(refused=str(error))
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.launch.local import StartRanks
-from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 
@@ -73,8 +73,8 @@ def target_named(text: str) -> LaunchTarget:
         return HOSTS
     if "/" in text or "." in text:
         raise SpecError("--on", f"there is no file of hosts {shown(text)}", "write one host in a line: `host slots=8`")
-    known = f"{nearest_name(text, TARGETS)}, or name a file of hosts"
-    raise SpecError("--on", f"{shown(text)} is not a launch target", known)
+    remedy = f"name a file of hosts, or {', '.join(TARGETS)}"
+    raise SpecError("--on", f"{shown(text)} is not a launch target", remedy)
 
 
 def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:

@@ -15,6 +15,16 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
+def interface_towards(address: str) -> str:
+    """The name of the interface by which this host reaches another, or itself; "" if unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
+            towards.connect((address, 9))
+            return interface_of(towards.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def interface_of(address: str) -> str:
     """The name of the interface that has this IPv4 address; "" if none is known to have it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -25,4 +35,4 @@ def interface_of(address: str) -> str:
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
-    return ""
+    return loopback_interface() if address.startswith("127.") else ""

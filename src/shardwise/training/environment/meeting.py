@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 from shardwise.engine.world import store_at
 from shardwise.spec.errors import SpecError
-from shardwise.training.environment.interfaces import loopback_interface
+from shardwise.training.environment.interfaces import interface_towards, loopback_interface
 from shardwise.training.environment.reader import Started
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
 
 WAIT_SECONDS = 300.0  # for the slowest rank to be started
-LOOPBACK = "127.0.0.1"
 
 
 def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
     """Raises SpecError if the ranks cannot meet in time."""
     assert here.address is not None and here.port is not None, "ranks of our own launcher meet in a file"
-    bind_to_loopback(here.address)
+    bind_gloo(here.address, several_hosts=here.hosts > 1)
     try:
         return store_at(here.address, here.port, here.rank, here.world, seconds)
     except RuntimeError as error:  # torch's own are of this kind
@@ -31,7 +30,11 @@ def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
         ) from None
 
 
-def bind_to_loopback(address: str) -> None:
-    """gloo uses the interface of the host's name: ranks that meet on loopback need no other."""
-    if address == LOOPBACK and (name := loopback_interface()):
+def bind_gloo(address: str, *, several_hosts: bool) -> None:
+    """Has gloo use the interface that reaches rank 0: by itself it takes that of the host's name, often another.
+
+    A host whose own name is loopback is no guide where others must reach it.
+    """
+    name = interface_towards(address)
+    if name and not (several_hosts and name == loopback_interface()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
