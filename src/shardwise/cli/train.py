@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -23,9 +25,9 @@ from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, ke
 from shardwise.cli.inputs import print_notes, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
-from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.launch.targets.registry import LaunchTarget
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, target_named
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
@@ -61,6 +63,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
     on = "start the processes elsewhere: a file of hosts (`host slots=8`, over ssh), or slurm, which writes a script"
     parser.add_argument("--on", metavar="TARGET", help=on)
+    parser.add_argument("--submit", action="store_true", help="with --on slurm: submit the script, and follow the job")
+    more = "with --on slurm: an option of sbatch, such as time=4:00:00; repeat for several"
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
@@ -73,7 +78,7 @@ def run(arguments: list[str]) -> int:
         if parsed.print_torchrun and getattr(parsed, form):
             raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
     here = None if parsed.print_torchrun else started()
-    target = None if parsed.on is None else _target(parsed, here)
+    target = _target(parsed, here)
 
     def made_ready() -> ReadyRun:
         return ready_run(
@@ -88,6 +93,8 @@ def run(arguments: list[str]) -> int:
     print_notes(torch_notes())
     if parsed.print_torchrun:
         return _print_commands(ready, parsed)
+    if target is not None and target.kind == "writes":
+        return _write(target, ready, parsed)
     if parsed.rehearse is not None:
         return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
 
@@ -98,11 +105,41 @@ def run(arguments: list[str]) -> int:
     return _show(trained(ready, run, grace=parsed.grace, debug=parsed.debug), parsed)
 
 
-def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget:
+def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget | None:
+    """Where the ranks start; None on this machine, or if they have started."""
+    target = None if parsed.on is None else target_named(parsed.on)
+    for flag in ("submit", "sbatch"):
+        if getattr(parsed, flag) and (target is None or target.kind != "writes"):
+            raise SpecError(f"--{flag}", "is for --on slurm", "leave it out")
+    if target is None:
+        return None
     for flag in ("print_torchrun", "rehearse", "emulate"):
         if getattr(parsed, flag):
             raise SpecError("--on", f"cannot be combined with --{flag.replace('_', '-')}", "leave one of them out")
-    return starting_target(parsed.on, here)
+    return target if target.kind == "writes" and here is None else starting_target(parsed.on, here)
+
+
+def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) -> int:
+    """The file of a target that is submitted; with --submit its job is followed to its end."""
+    from shardwise.launch.targets.registry import submitted, written_for
+
+    with ready.folder.checkpoints.locked():
+        step = ready.finished_step()
+        if step is not None:
+            return _show(TrainingResult(ready.job, run_summary(ready.folder, step), None), parsed)
+        request = TargetRequest(parsed.on, ready.job, ready.folder.path)
+        grace = float(parse(parsed.grace, "seconds", "--grace"))
+        written = written_for(target, request, grace_seconds=grace, sbatch=parsed.sbatch)
+    if not parsed.submit:
+        print(f"{written.path}\nSubmit it: {shlex.join(written.command)}")
+        return 0
+    began, job = time.monotonic(), submitted(target, written)
+    with _progress(ready.folder, ready.job, quiet=parsed.json) as progress:
+        progress.print(f"submitted: job {job.number}, {written.path}; it goes on without this command")
+        status = job.wait()
+    failure = Failure(None, "exited", f"job {job.number} ended with status {status}") if status else None
+    outcome = Outcome(status, False, (Attempt(ready.folder.path, time.monotonic() - began, failure),))
+    return _show(TrainingResult(ready.job, run_summary(ready.folder, None), outcome), parsed)
 
 
 def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The launch targets by name. A target that `starts` ranks supervises them; one that `writes` renders a file to submit.
 
-A new one is a row here and a module with `start_on(request) -> StartedOn` or `write_for(request) -> Written`.
+A new one is a row here and a module with `start_on(request)`, or with `write_for(request, ...)` and, if its file can be
+submitted from here, `submitted(written)`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ class TargetRequest:
     folder: Path | None = None
 
 
+class SubmittedJob(Protocol):
+    """A job in a queue."""
+
+    number: str
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+
+
 class StartsRanks(Protocol):
     """A target that starts ranks: `start` starts one attempt; ``notes`` are for the user."""
 
@@ -80,6 +90,11 @@ def target_named(text: str) -> LaunchTarget:
 def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:
     """Checks the hosts of a target that `starts`, before any rank starts."""
     found: AbstractContextManager[StartsRanks] = importlib.import_module(target.module).start_on(request)
+    return found
+
+
+def submitted(target: LaunchTarget, written: Written) -> SubmittedJob:
+    found: SubmittedJob = importlib.import_module(target.module).submitted(written)
     return found
 
 

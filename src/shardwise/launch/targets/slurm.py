@@ -1,0 +1,197 @@
+"""A complete script for sbatch that trains a prepared run, one task per rank; and its job, submitted and followed.
+
+The script starts the tasks again after a failure, as the local launcher does. Before the time limit Slurm signals the
+script: the ranks save a checkpoint, and the job is put back into the queue, from where it resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise import __version__
+from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.launch.torchrun import WORKER
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+
+SCRIPT = "slurm.sh"
+WARNING_SECONDS = 60  # beyond the time for a checkpoint: Slurm may signal up to a minute late or early
+POLL_SECONDS = 2.0
+_OPTION = re.compile(r"(?:--)?(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_FIXED = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "array", "wrap")
+_RUNNING = (
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED", "SIGNALING", "STAGE_OUT",
+)  # fmt: skip
+
+
+def write_for(request: TargetRequest, *, grace_seconds: float = 30, sbatch: Sequence[str] = ()) -> Written:
+    """The script in the run's folder; ``sbatch`` are more options, such as "partition=gpu" and "time=4:00:00"."""
+    assert request.folder is not None
+    folder = request.folder.resolve()
+    path = folder / SCRIPT
+    text = script(request.job, folder, grace_seconds=grace_seconds, sbatch=sbatch)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return Written(path, ("sbatch", str(path)))
+
+
+def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str] = ()) -> str:
+    """For ``job``, prepared in ``folder``, which is on storage that all nodes share."""
+    directives = {**_directives(job, folder, grace_seconds), **_given(sbatch)}
+    heading = "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in directives.items())
+    values = {
+        "heading": heading,
+        "version": __version__,
+        "folder": shlex.quote(str(folder)),
+        "working_folder": shlex.quote(str(Path.cwd())),
+        "exports": _exports(),
+        "worker": shlex.join([sys.executable, "-m", WORKER]),
+        "restarts": str(job.run.restarts),
+    }
+    found = _SCRIPT
+    for name, value in values.items():
+        found = found.replace(f"@{name}@", value)
+    return found
+
+
+def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str | None]:
+    world = job.strategy.world
+    here = min(job.cluster.node_devices, world)
+    if world % here:
+        raise SpecError("strategy", f"{world} ranks are not a whole number of nodes of {here} devices")
+    before = round(max(grace_seconds, 1) + WARNING_SECONDS)
+    found: dict[str, str | None] = {
+        "job-name": re.sub(r"[^\w.-]", "-", folder.name) or "shardwise",
+        "nodes": str(world // here),
+        "ntasks": str(world),
+        "ntasks-per-node": str(here),
+    }
+    if job.run_device == "cuda":
+        found["gpus-per-node"] = str(here)
+    return found | {
+        "requeue": None,
+        "open-mode": "append",  # a job that was requeued continues its log
+        "output": f"{folder}/slurm-%j.log",
+        "signal": f"B:USR1@{before}",
+    }
+
+
+def _given(options: Sequence[str]) -> dict[str, str | None]:
+    """More options of sbatch; those that follow from the job are its own."""
+    found: dict[str, str | None] = {}
+    for text in options:
+        match = _OPTION.fullmatch(text.strip())
+        if match is None or "\n" in text:
+            raise SpecError("--sbatch", f"{shown(text)} is not an option of sbatch", "write it like time=4:00:00")
+        if match["name"] in _FIXED:
+            raise SpecError("--sbatch", f"{match['name']} follows from the job", "leave it out")
+        found[match["name"]] = match["value"]
+    return found
+
+
+def _exports() -> str:
+    """sbatch hands on the environment; where a site turns that off, the code must still be found."""
+    path = os.environ.get("PYTHONPATH")
+    return f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"
+
+
+_SCRIPT = """#!/bin/bash
+# Trains the run in its folder; written by shardwise @version@. Submit it with sbatch: again, it resumes.
+@heading@
+
+run=@folder@
+restarts=@restarts@
+cd @working_folder@ || exit 1
+@exports@
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+
+# Slurm warns the script before the time limit (USR1): the ranks save a checkpoint and end, then the job is requeued.
+# When a job is cancelled or requeued by hand, Slurm tells the ranks themselves (TERM): the script only waits for them.
+warned=0
+trap 'warned=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap ':' TERM
+
+newest() { ls "$run/checkpoints" 2>/dev/null | grep '^step-' | sort | tail -n 1; }
+
+tries=0
+while :; do
+  before=$(newest)
+  logs="$run/slurm/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$tries"
+  mkdir -p "$logs" || exit 1
+  echo "shardwise: step $(newest) of $run, logs in $logs"
+  srun --kill-on-bad-exit=1 --output="$logs/rank-%t.log" @worker@ "$run" &
+  step=$!
+  wait "$step"
+  status=$?
+  while kill -0 "$step" 2>/dev/null; do # a trapped signal ended the wait
+    wait "$step"
+    status=$?
+  done
+  if [ "$status" -eq 0 ] || [ "$warned" -eq 1 ]; then
+    break
+  fi
+  [ "$(newest)" = "$before" ] || tries=0
+  tries=$((tries + 1))
+  if [ "$status" -eq 2 ] || [ "$tries" -gt "$restarts" ]; then
+    echo "shardwise: the ranks ended with status $status; gave up" >&2
+    tail -n 3 "$logs"/rank-*.log >&2
+    exit "$status"
+  fi
+  echo "shardwise: the ranks ended with status $status; restart $tries of $restarts from $(newest)" >&2
+done
+if [ "$warned" -eq 1 ]; then
+  echo "shardwise: stopped before the time limit; requeued"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+# -- a job that was submitted ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job by its number, as the controller knows it."""
+
+    number: str
+
+    def facts(self) -> Mapping[str, str]:
+        """What the controller says of it; empty once it has forgotten it."""
+        done = subprocess.run(
+            ["scontrol", "show", "job", "--oneliner", self.number], capture_output=True, text=True, timeout=60
+        )
+        return dict(part.partition("=")[::2] for part in done.stdout.split() if "=" in part)
+
+    def wait(self) -> int:
+        """Until it has ended and is not in the queue again; its exit status, 1 if it was cancelled or lost."""
+        found: Mapping[str, str] = {}
+        while True:
+            now = self.facts()
+            if not now:
+                break
+            found = now
+            if found.get("JobState", "") not in _RUNNING:
+                break
+            time.sleep(POLL_SECONDS)
+        status = found.get("ExitCode", "1:0").partition(":")[0]
+        return int(status) if status.isdecimal() and found.get("JobState") in ("COMPLETED", "FAILED") else 1
+
+
+def submitted(written: Written) -> SlurmJob:
+    if shutil.which("sbatch") is None:
+        raise SpecError("--submit", "there is no sbatch here", f"submit {written.path} on a login node")
+    done = subprocess.run([written.command[0], "--parsable", *written.command[1:]], capture_output=True, text=True)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode}"
+        raise SpecError("--submit", said, "--sbatch gives it more options, such as --sbatch partition=gpu")
+    return SlurmJob(done.stdout.strip().partition(";")[0])

@@ -1,0 +1,158 @@
+"""`--on slurm`: the script says what the job needs; a real Slurm with two nodes runs, signals and requeues it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.running import run as shardwise
+from launch.running import wait_until
+from launch.slurm_cluster import slurm_cluster
+from launch.test_hosts import refusal
+from shardwise.launch.targets.slurm import script
+from shardwise.spec import SpecError
+from shardwise.spec.files import dump_yaml
+from shardwise.spec.job import Job
+
+SMALL = ("--model", "tiny", "--seq", "32", "--global-batch", "4", "--precision", "fp32", "--dp", "2")
+
+
+def job(cluster: object, **strategy: int) -> Job:
+    training = {"global_batch": 32, "seq": 64}
+    return Job.from_dict({"model": "tiny", "cluster": cluster, "strategy": strategy, "training": training})
+
+
+def directives(text: str) -> dict[str, str | None]:
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE)
+    return {name: value or None for name, value in lines}
+
+
+def test_the_script_says_what_the_job_needs(tmp_path: Path) -> None:
+    text = script(job("dgx-h100:2"), tmp_path / "my run", grace_seconds=60, sbatch=["partition=gpu", "--time=4:00:00"])
+    assert directives(text) == {
+        "job-name": "my-run", "nodes": "2", "ntasks": "16", "ntasks-per-node": "8", "gpus-per-node": "8",
+        "requeue": None, "open-mode": "append", "output": f"{tmp_path}/my run/slurm-%j.log", "signal": "B:USR1@120",
+        "partition": "gpu", "time": "4:00:00",
+    }  # fmt: skip
+    assert f"run='{tmp_path}/my run'" in text and sys.executable in text
+    assert not re.search(r"@\w+@", text)
+    assert "gpus-per-node" not in script(job("laptop:2"), tmp_path, grace_seconds=30)
+    if shutil.which("bash"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_options_that_are_refused(tmp_path: Path) -> None:
+    for option, said in (
+        ("nodes=4", "--sbatch: nodes follows from the job; leave it out"),
+        ("a b", "--sbatch: 'a b' is not an option of sbatch; write it like time=4:00:00"),
+        ("time=1\n#SBATCH --nodes=9", "is not an option of sbatch"),
+    ):
+        with pytest.raises(SpecError) as error:
+            script(job("laptop:2"), tmp_path, grace_seconds=30, sbatch=[option])
+        assert said in str(error.value)
+    assert "--submit: is for --on slurm" in refusal("train", *SMALL, "--cluster", "laptop:2", "--submit")
+    assert "slurm writes a file and starts nothing" in refusal(
+        "verify", *SMALL, "--cluster", "laptop:2", "--on", "slurm"
+    )
+
+
+def test_train_writes_it_and_starts_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    found = shardwise("train", *SMALL, "--cluster", "laptop:2", "--run-folder", str(folder), "--on", "slurm")
+    assert (found.status, found.out) == (0, f"{folder}/slurm.sh\nSubmit it: sbatch {folder}/slurm.sh\n")
+    assert (folder / "job.yaml").exists() and not (folder / "attempts").exists()
+
+
+# -- a real Slurm ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as environment:
+        yield {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+def two_nodes(folder: Path) -> str:
+    """A cluster file of two hosts with a core each."""
+    from shardwise.spec.clusters import cpu_hosts
+
+    path = folder / "cluster.yaml"
+    path.write_text(dump_yaml(cpu_hosts(2, 1).to_dict()))
+    return str(path)
+
+
+def train(slurm: dict[str, str], folder: Path, *more: str) -> subprocess.Popen[str]:
+    """`shardwise train --on slurm --submit` on both nodes."""
+    command = [sys.executable, "-m", "shardwise", "train", *SMALL, "--cluster", two_nodes(folder)]
+    command += ["--run-folder", str(folder / "run"), "--on", "slurm", "--submit", *more]
+    return subprocess.Popen(command, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def control(slurm: dict[str, str], *command: str) -> str:
+    done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def job_number(slurm: dict[str, str]) -> str:
+    wait_until(lambda: bool(control(slurm, "squeue", "-h", "-o", "%i").strip()))
+    return control(slurm, "squeue", "-h", "-o", "%i").split()[0]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+
+
+@pytest.mark.slow
+def test_a_job_is_signalled_and_requeued_and_ends_as_one_that_was_not(slurm: dict[str, str], tmp_path: Path) -> None:
+    steps = ("--steps", "30", "--set", "run.checkpoints.steps=50", "--set", "run.logging.memory=1000")
+    here = shardwise("train", *SMALL, "--cluster", "laptop:2", "--run-folder", str(tmp_path / "here"), *steps)
+    assert here.status == 0, here.err
+    following = train(slurm, tmp_path, *steps, "--set", "run.data.workers=1")
+    try:
+        number, run = job_number(slurm), tmp_path / "run"
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 200)
+        control(slurm, "scancel", "--batch", "--signal=USR1", number)  # what Slurm does before the time limit
+        wait_until(lambda: restarts(slurm, number) == 1, 100)
+        assert len(list((run / "checkpoints").glob("step-*"))) == 1  # by the signal
+        control(slurm, "scontrol", "update", f"jobid={number}", "StartTime=now")
+        done = len(losses(run))
+        wait_until(lambda: len(losses(run)) > done + 2, 200)
+        control(slurm, "scontrol", "requeue", number)
+        wait_until(lambda: restarts(slurm, number) == 2, 100)
+        control(slurm, "scontrol", "update", f"jobid={number}", "StartTime=now")
+        out, err = following.communicate(timeout=300)
+        assert following.returncode == 0, (out, err, (run / f"slurm-{number}.log").read_text())
+    finally:
+        following.kill()
+    assert losses(run) == losses(tmp_path / "here")
+    assert f"submitted: job {number}" in err and "Done: " in out
+    nodes = {line for line in (run / f"slurm-{number}.log").read_text().splitlines() if "requeued" in line}
+    assert nodes, "the script said that it was stopped before the limit"
+
+
+def restarts(slurm: dict[str, str], number: str) -> int:
+    found = re.search(r"Restarts=(\d+)", control(slurm, "scontrol", "show", "job", number))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.slow
+def test_srun_starts_ranks_of_any_verb_and_one_task_is_no_rank(slurm: dict[str, str], tmp_path: Path) -> None:
+    verify = [sys.executable, "-m", "shardwise", "verify", *SMALL, "--cluster", two_nodes(tmp_path), "--steps", "1"]
+    done = subprocess.run(["srun", "-N2", "-n2", *verify], env=slurm, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("weight") >= 1, done
+    alone = subprocess.run(["srun", "-n1", *verify], env=slurm, capture_output=True, text=True, timeout=300)
+    assert alone.returncode == 0, alone  # which starts its own processes
+    other = [*verify[:-2], "--cluster", "laptop:4", "--dp", "4"]
+    wrong = subprocess.run(["srun", "-N2", "-n2", *other], env=slurm, capture_output=True, text=True, timeout=300)
+    assert wrong.returncode == 2 or "Slurm started 2" in wrong.stderr, wrong
