@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,14 +124,12 @@ def test_a_job_is_signalled_and_requeued_and_ends_as_one_that_was_not(slurm: dic
         metrics = run / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), 200)
         control(slurm, "scancel", "--batch", "--signal=USR1", number)  # what Slurm does before the time limit
-        wait_until(lambda: restarts(slurm, number) == 1, 100)
+        start_again(slurm, number, 1)
         assert len(list((run / "checkpoints").glob("step-*"))) == 1  # by the signal
-        control(slurm, "scontrol", "update", f"jobid={number}", "StartTime=now")
         done = len(losses(run))
         wait_until(lambda: len(losses(run)) > done + 2, 200)
         control(slurm, "scontrol", "requeue", number)
-        wait_until(lambda: restarts(slurm, number) == 2, 100)
-        control(slurm, "scontrol", "update", f"jobid={number}", "StartTime=now")
+        start_again(slurm, number, 2)
         out, err = following.communicate(timeout=300)
         assert following.returncode == 0, (out, err, (run / f"slurm-{number}.log").read_text())
     finally:
@@ -139,6 +138,14 @@ def test_a_job_is_signalled_and_requeued_and_ends_as_one_that_was_not(slurm: dic
     assert f"submitted: job {number}" in err and "Done: " in out
     nodes = {line for line in (run / f"slurm-{number}.log").read_text().splitlines() if "requeued" in line}
     assert nodes, "the script said that it was stopped before the limit"
+
+
+def start_again(slurm: dict[str, str], number: str, count: int) -> None:
+    """Once the job is in the queue again, where Slurm would keep it for two minutes."""
+    wait_until(lambda: restarts(slurm, number) == count and "JobState=PENDING" in control(
+        slurm, "scontrol", "show", "job", number), 100)  # fmt: skip
+    time.sleep(3)  # its old credential is revoked to the second
+    control(slurm, "scontrol", "update", f"jobid={number}", "StartTime=now")
 
 
 def restarts(slurm: dict[str, str], number: str) -> int:

@@ -127,7 +127,7 @@ while :; do
   before=$(newest)
   logs="$run/slurm/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$tries"
   mkdir -p "$logs" || exit 1
-  echo "shardwise: step $(newest) of $run, logs in $logs"
+  echo "shardwise: $run from ${before:-the beginning}, logs in $logs"
   srun --kill-on-bad-exit=1 --output="$logs/rank-%t.log" @worker@ "$run" &
   step=$!
   wait "$step"
@@ -146,7 +146,7 @@ while :; do
     tail -n 3 "$logs"/rank-*.log >&2
     exit "$status"
   fi
-  echo "shardwise: the ranks ended with status $status; restart $tries of $restarts from $(newest)" >&2
+  echo "shardwise: the ranks ended with status $status; restart $tries of $restarts" >&2
 done
 if [ "$warned" -eq 1 ]; then
   echo "shardwise: stopped before the time limit; requeued"
