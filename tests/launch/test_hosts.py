@@ -209,6 +209,7 @@ if attempt == 1:
     nobody_left(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_mistake_is_passed_on(two_hosts: SshHosts, tmp_path: Path) -> None:
     body = """
 from shardwise.spec import SpecError
@@ -224,7 +225,7 @@ others_wait()
     nobody_left(tmp_path / "run")
 
 
-@pytest.mark.parametrize("what", ["agents", "clients"])
+@pytest.mark.parametrize("what", ["agents", pytest.param("clients", marks=pytest.mark.slow)])
 def test_a_killed_agent_or_connection_ends_everything(two_hosts: SshHosts, tmp_path: Path, what: str) -> None:
     folder = tmp_path / "run"
 

@@ -60,9 +60,6 @@ def test_options_that_are_refused(tmp_path: Path) -> None:
             script(job("laptop:2"), tmp_path, grace_seconds=30, sbatch=[option])
         assert said in str(error.value)
     assert "--submit: is for --on slurm" in refusal("train", *SMALL, "--cluster", "laptop:2", "--submit")
-    assert "slurm writes a file and starts nothing" in refusal(
-        "verify", *SMALL, "--cluster", "laptop:2", "--on", "slurm"
-    )
 
 
 def test_train_writes_it_and_starts_nothing(tmp_path: Path) -> None:
@@ -156,10 +153,7 @@ def restarts(slurm: dict[str, str], number: str) -> int:
 @pytest.mark.slow
 def test_srun_starts_ranks_of_any_verb_and_one_task_is_no_rank(slurm: dict[str, str], tmp_path: Path) -> None:
     verify = [sys.executable, "-m", "shardwise", "verify", *SMALL, "--cluster", two_nodes(tmp_path), "--steps", "1"]
-    done = subprocess.run(["srun", "-N2", "-n2", *verify], env=slurm, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.count("weight") >= 1, done
+    done = subprocess.run([*verify, "--on", "slurm", "--json"], env=slurm, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and json.loads(done.stdout)["ok"], done
     alone = subprocess.run(["srun", "-n1", *verify], env=slurm, capture_output=True, text=True, timeout=300)
     assert alone.returncode == 0, alone  # which starts its own processes
-    other = [*verify[:-2], "--cluster", "laptop:4", "--dp", "4"]
-    wrong = subprocess.run(["srun", "-N2", "-n2", *other], env=slurm, capture_output=True, text=True, timeout=300)
-    assert wrong.returncode == 2 or "Slurm started 2" in wrong.stderr, wrong

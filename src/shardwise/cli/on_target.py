@@ -11,14 +11,25 @@ from shardwise.launch.node import UNWATCHED
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.tail import printed_as_it_grows
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, started_on
+from shardwise.launch.targets.registry import (
+    DEVICES,
+    LaunchTarget,
+    TargetRequest,
+    command_status,
+    started_on,
+    target_named,
+)
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.attempt import rank_file
+from shardwise.training.environment.reader import Started
 
 
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
     """The exit status of `shardwise ARGUMENTS` as the job's ranks."""
     command = [sys.executable, "-m", "shardwise", *arguments]
+    if target.kind == "writes":
+        return command_status(target, TargetRequest(named, job), command)
     with started_on(target, TargetRequest(named, job)) as found, OwnedFolder("target") as folder:
         print_notes(found.notes)
         with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, 0, "log")):
@@ -27,6 +38,16 @@ def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequenc
                 on_event=_failed,
             )  # fmt: skip
     return outcome.status
+
+
+def target_of_verb(on: str, here: Started | None) -> LaunchTarget | None:
+    """Where a verb's ranks start; None if ``on`` is a device."""
+    if on in DEVICES:
+        return None
+    target = target_named(on)
+    if here is not None:
+        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+    return target
 
 
 def _failed(event: Event) -> None:

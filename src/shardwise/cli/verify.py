@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from shardwise.api.execution import starting_target
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
 from shardwise.cli.arguments import Parser, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
-from shardwise.cli.on_target import run_on_target, without_option
+from shardwise.cli.on_target import run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.launch.targets.registry import DEVICES
 from shardwise.report.verify import verification_progress
 from shardwise.training.environment.reader import started
 
@@ -29,13 +27,13 @@ def run(arguments: list[str]) -> int:
     fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
     parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)
     parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
-    on = "device to run on (default cpu), or a file of hosts (`host slots=8`) to run on over ssh"
+    on = "device to run on (default cpu), or a file of hosts (`host slots=8`, over ssh), or slurm"
     parser.add_argument("--on", metavar="WHERE", default="cpu", help=on)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     here = started()
-    target = None if parsed.on in DEVICES else starting_target(parsed.on, here)
+    target = target_of_verb(parsed.on, here)
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
     if target is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,10 @@ class Prepared:
         logging.basicConfig(format="%(message)s")
         stop, folder, began = StopSignal(), RunFolder(Path(self.folder)), time.monotonic()
         stop.listen()
-        status = take_part(folder, train, WorldPlace.of(here), stop)
+        place = WorldPlace.of(here)
+        # The ranks of a node's own launcher take the folder for locked, as it is where that prepared the run.
+        with folder.checkpoints.locked() if here.rank == 0 and place.folder is not None else nullcontext():
+            status = take_part(folder, train, place, stop)
         failure = None
         if status != DONE:
             failure = Failure(here.rank, "raised", "failed, as printed above", mistake=status == MISTAKE)

@@ -1,7 +1,7 @@
 """The launch targets by name. A target that `starts` ranks supervises them; one that `writes` renders a file to submit.
 
 A new one is a row here and a module with `start_on(request)`, or with `write_for(request, ...)` and, if its file can be
-submitted from here, `submitted(written)`.
+submitted from here, `submitted(written)` and `run_command(request, command)`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextM
 def submitted(target: LaunchTarget, written: Written) -> SubmittedJob:
     found: SubmittedJob = importlib.import_module(target.module).submitted(written)
     return found
+
+
+def command_status(target: LaunchTarget, request: TargetRequest, command: Sequence[str]) -> int:
+    """The exit status of a command as the job's ranks, on a target that `writes` but can also run one."""
+    run = getattr(importlib.import_module(target.module), "run_command", None)
+    if run is None:
+        raise SpecError("--on", f"{target.name} only writes a file for `train`", "name a file of hosts, or slurm")
+    status: int = run(request, command)
+    return status
 
 
 def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) -> Written:

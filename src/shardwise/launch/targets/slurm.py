@@ -64,25 +64,27 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
 
 
 def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str | None]:
-    world = job.strategy.world
-    here = min(job.cluster.node_devices, world)
-    if world % here:
-        raise SpecError("strategy", f"{world} ranks are not a whole number of nodes of {here} devices")
     before = round(max(grace_seconds, 1) + WARNING_SECONDS)
-    found: dict[str, str | None] = {
+    return {
         "job-name": re.sub(r"[^\w.-]", "-", folder.name) or "shardwise",
-        "nodes": str(world // here),
-        "ntasks": str(world),
-        "ntasks-per-node": str(here),
-    }
-    if job.run_device == "cuda":
-        found["gpus-per-node"] = str(here)
-    return found | {
+        **_resources(job),
         "requeue": None,
         "open-mode": "append",  # a job that was requeued continues its log
         "output": f"{folder}/slurm-%j.log",
         "signal": f"B:USR1@{before}",
     }
+
+
+def _resources(job: Job) -> dict[str, str | None]:
+    """A task for every rank."""
+    world = job.strategy.world
+    here = min(job.cluster.node_devices, world)
+    if world % here:
+        raise SpecError("strategy", f"{world} ranks are not a whole number of nodes of {here} devices")
+    found: dict[str, str | None] = {"nodes": str(world // here), "ntasks": str(world), "ntasks-per-node": str(here)}
+    if job.run_device == "cuda":
+        found["gpus-per-node"] = str(here)
+    return found
 
 
 def _given(options: Sequence[str]) -> dict[str, str | None]:
@@ -154,6 +156,15 @@ if [ "$warned" -eq 1 ]; then
 fi
 exit "$status"
 """
+
+
+def run_command(request: TargetRequest, command: Sequence[str]) -> int:
+    """Runs a command as the job's ranks, in this allocation or in one of its own; what rank 0 prints is printed here."""
+    if shutil.which("srun") is None:
+        raise SpecError("--on", "there is no srun here", "use a login node of a Slurm cluster")
+    wanted = {name: value for name, value in _resources(request.job).items() if value is not None}
+    options = [f"--{name}={value}" for name, value in wanted.items()]
+    return subprocess.run(["srun", *options, "--kill-on-bad-exit=1", *command]).returncode
 
 
 # -- a job that was submitted ------------------------------------------------------------------------------
