@@ -159,7 +159,7 @@ exit "$status"
 
 
 def run_command(request: TargetRequest, command: Sequence[str]) -> int:
-    """Runs a command as the job's ranks, in this allocation or in one of its own; what rank 0 prints is printed here."""
+    """Runs a command as the ranks of a job, in this allocation or one of its own, and prints what they print."""
     if shutil.which("srun") is None:
         raise SpecError("--on", "there is no srun here", "use a login node of a Slurm cluster")
     wanted = {name: value for name, value in _resources(request.job).items() if value is not None}
