@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.outcome import Event
@@ -39,5 +39,4 @@ def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
 
 def _devices() -> int:
     """A rank for every GPU, or one."""
-    count = len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()])  # noqa: PTH208
-    return max(1, count)
+    return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))

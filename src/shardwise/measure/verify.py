@@ -176,13 +176,13 @@ def verify(
     ``references`` is a folder that keeps the single process's results for other layouts of the same job. ``watch`` is
     called for each phase, with a function that counts its finished steps.
     """
-    asked, job = job, _in_fp32(job)
+    comparison = _Comparison(job, _in_fp32(job), steps, seed, tolerance, device)
     require_devices(device, job.strategy.world)
     own_pool = pool or Pool(PRELOAD)
     try:
         with OwnedFolder("verify") as folder:
-            return _verified(PoolProcesses(own_pool, job.strategy.world), asked, job, steps, seed, tolerance, device,
-                             Path(references or folder), Path(folder), watch)  # fmt: skip
+            processes = PoolProcesses(own_pool, job.strategy.world)
+            return comparison.by(processes, Path(folder), Path(references or folder), watch)
     finally:
         if pool is None:
             own_pool.close()
@@ -195,7 +195,7 @@ def verify_as_rank(
 
     Each host computes the single process for itself: hosts need no common storage.
     """
-    asked, job = job, _in_fp32(job)
+    comparison = _Comparison(job, _in_fp32(job), steps, seed, tolerance, device)
     if job.strategy.world != here.world:
         problem = f"the job has {job.strategy.world:,} ranks, {here.launcher} started {here.world:,}"
         raise SpecError("cluster", problem, "start as many as the job has")
@@ -203,10 +203,7 @@ def verify_as_rank(
     with started_ranks(here) as ranks, OwnedFolder("verify") as own:
         folders = ranks.run(_own_folder, str(own))
         folder = Path(folders[here.rank - here.local_rank])
-        processes = StartedProcesses(ranks)
-        return _verified(
-            processes, asked, job, steps, seed, tolerance, device, folder, folder, lambda phase, done: None
-        )
+        return comparison.by(StartedProcesses(ranks), folder, folder)
 
 
 def _own_folder(rank: Rank, folder: str) -> str:
@@ -259,29 +256,43 @@ def _in_fp32(job: Job) -> Job:
     return replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
 
 
-def _verified(
-    processes: PoolProcesses | StartedProcesses, asked: Job, job: Job, steps: int, seed: int, tolerance: float,
-    device: str, references: Path, folder: Path, watch: Watch,
-) -> Verification:  # fmt: skip
-    require_folder(job)
-    require_memory(job, steps, available_bytes())
-    path = str(references / f"{reference_key(job, steps, seed)}.pt")
-    alone, together = Ticks(f"{folder}/alone"), Ticks(f"{folder}/together")
-    if isinstance(processes, StartedProcesses) or not Path(path).exists():
-        watch("one process", alone.count)
-        processes.alone(_write_reference, job, steps, seed, path, alone)
-    watch(f"{job.strategy.world} processes", together.count)
-    found = processes.together(_compare, job, steps, seed, path, device, together)
-    narrow: list[dict[str, Deviation]] = []
-    if asked.training.recipe.scaling:
-        narrowed, again = replace(job.training, precision=asked.training.precision), Ticks(f"{folder}/narrow")
-        watch(f"the same in {asked.training.precision}", again.count)
-        narrow = processes.together(
-            _compare_narrow, replace(job, training=narrowed), steps, seed, path, device, again
-        )  # fmt: skip
-    worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
-    in_fp8 = {kind: Deviation.worst(one[kind] for one in narrow) for kind in FP8_BOUNDS} if narrow else {}
-    return Verification(job, steps, tolerance, worst, in_fp8)
+@dataclass(frozen=True)
+class _Comparison:
+    """The job as it was asked for and as it is compared, and how."""
+
+    asked: Job
+    job: Job
+    steps: int
+    seed: int
+    tolerance: float
+    device: str
+
+    def by(
+        self,
+        processes: PoolProcesses | StartedProcesses,
+        folder: Path,
+        references: Path,
+        watch: Watch = lambda phase, done: None,
+    ) -> Verification:
+        """The result, by these processes; ``folder`` and ``references`` are on storage of each host."""
+        job, asked, given = self.job, self.asked.training, (self.steps, self.seed)
+        require_folder(job)
+        require_memory(job, self.steps, available_bytes())
+        path = str(references / f"{reference_key(job, *given)}.pt")
+        alone, together, again = (Ticks(f"{folder}/{name}") for name in ("alone", "together", "narrow"))
+        if isinstance(processes, StartedProcesses) or not Path(path).exists():
+            watch("one process", alone.count)
+            processes.alone(_write_reference, job, *given, path, alone)
+        watch(f"{job.strategy.world} processes", together.count)
+        found = processes.together(_compare, job, *given, path, self.device, together)
+        narrow: list[dict[str, Deviation]] = []
+        if asked.recipe.scaling:
+            narrowed = replace(job, training=replace(job.training, precision=asked.precision))
+            watch(f"the same in {asked.precision}", again.count)
+            narrow = processes.together(_compare_narrow, narrowed, *given, path, self.device, again)
+        worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
+        in_fp8 = {kind: Deviation.worst(one[kind] for one in narrow) for kind in FP8_BOUNDS} if narrow else {}
+        return Verification(job, self.steps, self.tolerance, worst, in_fp8)
 
 
 def require_memory(job: Job, steps: int, available: int | None) -> None:
