@@ -109,9 +109,9 @@ def test_an_option_is_taken_out() -> None:
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("a")
-    here = installed(tmp_path / "job.yaml")
+    here = installed(tmp_path, tmp_path / "job.yaml")
     require_same(here, dict(here), "b", tmp_path)
-    with pytest.raises(SpecError, match=r"b: torch is 1\.0 there, .* here; install the same on all hosts"):
+    with pytest.raises(SpecError, match=r"b: torch is 1\.0 there, .* here; make it the same on all hosts"):
         require_same(here, {**here, "torch": "1.0"}, "b", tmp_path)
     with pytest.raises(SpecError, match=r"b: the code of shardwise is 0 there"):
         require_same(here, {**here, "the code of shardwise": "0"}, "b", tmp_path)
@@ -319,7 +319,7 @@ def test_hosts_that_cannot_be_used_are_named(
     two_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = TargetRequest(str(two_hosts.file), job("laptop:2", dp=2))
-    monkeypatch.setattr(over_ssh, "installed", lambda job_file: {"Python": "2.7"})
+    monkeypatch.setattr(over_ssh, "installed", lambda *paths: {"Python": "2.7"})
     with pytest.raises(SpecError, match=rf"{two_hosts.addresses[0]}: Python is .* there, 2\.7 here"), start_on(request):
         pass
     monkeypatch.undo()

@@ -85,8 +85,8 @@ def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
     if "check" in message:
-        job = message["check"]["job_file"]
-        say(installed=installed(None if job is None else Path(job)), port=_free_port())
+        folder, job = (message["check"][name] for name in ("working_folder", "job_file"))
+        say(installed=installed(Path(folder), None if job is None else Path(job)), port=_free_port())
     elif "start" in message:
         return _started(message["start"])
     elif agent is not None and "signal" in message:

@@ -92,8 +92,9 @@ def connect(places: Sequence[tuple[Host, range]], folder: Path, run_folder: Path
     try:
         agents += [Agent(host, ranks, folder / f"agent-{number}.log") for number, (host, ranks) in enumerate(places)]
         for agent in agents:
-            agent.say(check={"job_file": None if job_file is None else str(job_file)})
-        here = installed(job_file)
+            job = None if job_file is None else str(job_file)
+            agent.say(check={"working_folder": str(Path.cwd()), "job_file": job})
+        here = installed(Path.cwd(), job_file)
         for agent in agents:
             require_same(here, agent.answer("installed"), agent.host.name, run_folder)
     except BaseException:

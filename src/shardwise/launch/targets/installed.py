@@ -14,11 +14,12 @@ from shardwise.spec.errors import SpecError
 PACKAGES = ("torch", "numpy", "safetensors")
 
 
-def installed(job_file: Path | None = None) -> dict[str, str]:
+def installed(working_folder: Path, job_file: Path | None = None) -> dict[str, str]:
     """By name, in the order in which differences should be reported; "missing" for what is not there."""
     found = {"Python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"shardwise": shardwise.__version__, "the code of shardwise": code_hash(Path(shardwise.__file__).parent)}
+    found["the working folder"] = str(working_folder) if working_folder.is_dir() else "missing"
     if job_file is not None:
         found["the job file"] = _hash(job_file)
     return found
@@ -33,7 +34,7 @@ def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, f
         if name == "the job file" and other == "missing":
             remedy = "the run's folder must be on storage that all hosts share (--run-folder)"
             raise SpecError(host, f"does not see {folder}", remedy)
-        raise SpecError(host, f"{name} is {other} there, {value} here", "install the same on all hosts")
+        raise SpecError(host, f"{name} is {other} there, {value} here", "make it the same on all hosts")
 
 
 def code_hash(folder: Path) -> str:
