@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -82,6 +83,10 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
             daemon.kill()
             daemon.wait()
         for name in names:
+            sessions = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for session in sessions:  # of sshd, whose other end is gone
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(session), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
@@ -92,7 +97,7 @@ def _keys(folder: Path) -> Path:
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd refuses to start without it
     (folder / "sshd.conf").write_text(
         f"Port {PORT}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/client.pub\nStrictModes no\nPidFile none\n"
-        "UsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n"
+        "ClientAliveInterval 2\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\n"
     )
     config = folder / "ssh.conf"
     config.write_text(
