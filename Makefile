@@ -51,6 +51,7 @@ bench: $(READY)
 	$(BIN)/python bench/loop.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/recovery.py
 	$(BIN)/python bench/emulation.py
 	$(BIN)/python bench/recut.py
 	$(BIN)/python bench/less_communication.py compression

@@ -62,10 +62,10 @@ def main() -> int:
                 "stall": timed(partial(saver.save, 2, {})),
             }
             saver.finish()
-            size = sum(path.stat().st_size for path in folder.of_step(1).iterdir())
+            size = sum(path.stat().st_size for path in Path(str(folder.of_step(1))).iterdir())
             plain.unlink()
             for one in (folder.of_step(1), folder.of_step(2)):
-                shutil.rmtree(one)
+                shutil.rmtree(str(one))
             if number:
                 for what, value in found.items():
                     seconds[what].append(value)

@@ -72,7 +72,7 @@ def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[
         reporter = Reporter(WorldPlace(place.rank, place.world, place.rank, folder=run_folder))
         recorder = Recorder(job, run_folder, 0) if place.rank == 0 else None
         checkpoints = CheckpointFolder(run_folder / "checkpoints")
-        loop = Loop(LoopParts(job, engine, training, None, checkpoints, "0", reporter, recorder), State())
+        loop = Loop(LoopParts(job, engine, training, None, checkpoints, reporter, recorder), State())
         batches = [
             batch_of(rows_of(training, number, job.sequences, place.rank, WORLD), engine.device)
             for number in range(WARM_UP + steps)

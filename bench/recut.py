@@ -100,7 +100,7 @@ def timed(place: PoolPlace, job: Job, folder: str, slow_rank: int, steps: int) -
         profiler = Profiler(engine, job.run.profile, RunFolder(path).profile)
         reporter = Reporter(WorldPlace(place.rank, place.world, place.rank))
         checkpoints = CheckpointFolder(path / "checkpoints")
-        parts = LoopParts(job, engine, training, None, checkpoints, "0", reporter, None, profiler)
+        parts = LoopParts(job, engine, training, None, checkpoints, reporter, None, profiler)
         loop = Loop(parts, State())
         loop.begin()
         seconds: list[float] = []

@@ -172,7 +172,7 @@ class Soak:
         wanted = (self._step() or 0) + self.chance.randrange(MOST_STEPS)
         self._until(lambda: (self._step() or 0) >= wanted, STEPS_LIMIT_SECONDS)
         if moment == "save":
-            unfinished = self.folder.checkpoints.path
+            unfinished = Path(str(self.folder.checkpoints.path))
             self._until(lambda: any(unfinished.glob("step-*.part-*")), STEPS_LIMIT_SECONDS)
         time.sleep(self.chance.uniform(0, 0.05))
         return moment

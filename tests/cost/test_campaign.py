@@ -75,6 +75,23 @@ def test_a_simulation_of_failures_agrees(interval: float, write: float, restart:
         assert share == pytest.approx(spent[name] / whole, abs=0.01), name
 
 
+def test_a_simulation_of_checkpoints_in_the_background_agrees() -> None:
+    """Copies every 100 s of training, and one second in twenty goes to disks that no failure goes back to."""
+    copies, interval, share = 20_000, 100.0, 0.05
+    spent = simulated(copies * interval * (1 + share), interval * (1 + share), 2, 300, 3600, seed=2)
+    spent.pop("interruptions")
+    run = Campaign(tokens=copies * interval, tokens_per_second=1, devices=1, device_hours_per_interruption=1,
+                   checkpoint_seconds=2, restart_seconds=300, checkpoint_interval=interval,
+                   background_share=share)  # fmt: skip
+    assert run.seconds == pytest.approx(sum(spent.values()), rel=0.02)
+    assert run.shares["training"] + run.shares["checkpoints"] == pytest.approx(
+        (spent["training"] + spent["checkpoints"]) / sum(spent.values()), abs=0.01
+    )
+    best = replace(run, checkpoint_interval=None)
+    for factor in (0.5, 0.9, 1.1, 2):
+        assert replace(run, checkpoint_interval=best.interval * factor).seconds > best.seconds
+
+
 def test_the_interruptions_of_llama_3() -> None:
     assert pytest.approx(50_700, rel=1e-3) == LLAMA3_DEVICE_HOURS_PER_INTERRUPTION
     assert LLAMA3.between_interruptions / 3600 == pytest.approx(3.09, rel=1e-2)  # 54 days / 419

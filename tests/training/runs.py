@@ -105,7 +105,7 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
     recorder = Recorder(job, Path(folder), state.position.step) if rank == 0 else None
     reporter = Reporter(WorldPlace(rank, world, rank))
     profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, Path(folder) / "profile")
-    loop = Loop(LoopParts(job, engine, training, validation, checkpoints, "0", reporter, recorder, profiler), state)
+    loop = Loop(LoopParts(job, engine, training, validation, checkpoints, reporter, recorder, profiler), state)
     seen: list[tuple[int, int, Any]] = []
     take = loop.loader.take
 

@@ -20,7 +20,7 @@ from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import ContiguousRun, placed, taken
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
 from shardwise.training.checkpoint.load import load, newest_intact, problems_of
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.save import Saver
@@ -49,9 +49,9 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
     engine, place = Engine(one, seed=1 if resume else 0), CheckpointFolder(Path(folder))
     first = 0
     if resume:
-        found = newest_intact(place)
+        found = newest_intact([place])
         assert found is not None
-        first = load(engine, place.of_step(found)).step
+        first = load(engine, found).step
     losses = [float(engine.step(own_share(one, engine, step)).loss) for step in range(first, first + steps)]
     saver = Saver(engine, place)
     saver.save(first + steps, {"data": Position(batch=first + steps).to_numbers(8), "losses": []}, wait=True)
@@ -178,7 +178,8 @@ def newest_in(folders: list[str]) -> list[tuple[int | None, list[str]]]:
     found = []
     for folder in folders:
         said: list[str] = []
-        found.append((newest_intact(CheckpointFolder(Path(folder)), said.append), said))
+        newest = newest_intact([CheckpointFolder(Path(folder))], said.append)
+        found.append((None if newest is None else step_of(newest), said))
     return found
 
 

@@ -19,7 +19,7 @@ def rendezvous_bytes_after_saves(job: Job, folder: str) -> list[int]:
     from shardwise.training.checkpointing import CheckpointManager
 
     engine = Engine(job)
-    keeper = CheckpointManager(engine, job.run, CheckpointFolder(Path(folder)), "attempt-0001")
+    keeper = CheckpointManager(engine, job.run, CheckpointFolder(Path(folder)))
     store: Any = dist.distributed_c10d._get_default_store()
     while not hasattr(store, "path"):
         store = store.underlying_store

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.api.quantities import amount
 from shardwise.cost.analysis import analyze
-from shardwise.cost.campaign import HOUR, Campaign, checkpoint_level
+from shardwise.cost.campaign import HOUR, Campaign, MemoryCopyCost, checkpoint_level, memory_copy_cost
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training
@@ -84,6 +84,10 @@ def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) ->
         return None
     step = predicted_seconds
     seconds, where = _checkpoint(terms, job)
+    interval = job.training.checkpoint_interval
+    copies = _copies(terms, job, step, seconds)
+    if copies is not None:
+        seconds, interval, where = copies.stall_seconds, copies.interval, "memory of two nodes"
     _check_that_it_ends(terms, step, seconds, job.cluster.devices)
     try:
         run = Campaign(
@@ -94,7 +98,8 @@ def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) ->
             device_hours_per_interruption=terms.device_hours_per_interruption,
             checkpoint_seconds=seconds,
             restart_seconds=terms.restart_seconds,
-            checkpoint_interval=job.training.checkpoint_interval,
+            checkpoint_interval=interval,
+            background_share=0.0 if copies is None else copies.disk_share,
             storage=where,
             currency=terms.currency,
         )
@@ -125,6 +130,14 @@ def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
         problem = "needs the time of a checkpoint, and the cluster has no storage"
         raise SpecError("--mtbf", problem, "give --checkpoint-seconds 30s")
     return 0.0, ""
+
+
+def _copies(terms: Terms, job: Job, step_seconds: float, disk_seconds: float) -> MemoryCopyCost | None:
+    """The copies in memory that a job asks for, where anything fails; the seconds that are given are theirs."""
+    if job.run.checkpoints.memory is None or math.isinf(terms.device_hours_per_interruption):
+        return None
+    given = terms.checkpoint_seconds
+    return memory_copy_cost(analyze(job), step_seconds, disk_seconds if given is None else 0.0, given)
 
 
 def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: float, devices: int) -> None:

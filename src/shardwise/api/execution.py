@@ -33,6 +33,7 @@ from shardwise.spec.units import parse
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.environment.reader import Started, started
 from shardwise.training.metrics.lines import RunSummary
+from shardwise.training.storage.place import absolute
 
 GRACE = "30s"
 OnProgress = Callable[[str], None]
@@ -192,7 +193,7 @@ def ready_run(
         _check_emulation(job, here=here and not elsewhere, note=note)
     checked = preflight(job, here=here, started=started_as, elsewhere=elsewhere)
     job = _placed(job, given, go_on=go_on, note=note)
-    folder = RunFolder(Path(str(job.run.folder)))
+    folder = RunFolder(Path(str(job.run.folder)), job.run.checkpoints.folder)
     if here and not elsewhere and (started_as is None or started_as.hosts == 1):
         from shardwise.launch.preflight import with_fitting_microbatch
 
@@ -275,8 +276,10 @@ def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[
         changes["profile"] = Profile.parse(profile, "--profile")
     known = job.run.data
     shards = _absolute((data,) if isinstance(data, str) else tuple(data) or known.shards)
+    if job.run.checkpoints.folder is not None:
+        changes["checkpoints"] = replace(job.run.checkpoints, folder=absolute(job.run.checkpoints.folder))
     if job.run.start_from is not None:
-        changes["start_from"] = str(Path(job.run.start_from).resolve())
+        changes["start_from"] = absolute(job.run.start_from)
     try:
         changes["data"] = replace(known, shards=shards, validation=_absolute(known.validation))
         return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
@@ -285,7 +288,7 @@ def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[
 
 
 def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(str(Path(path).resolve()) for path in paths)
+    return tuple(absolute(path) for path in paths)
 
 
 def _weights_left(named: Any, job: Job) -> list[str]:

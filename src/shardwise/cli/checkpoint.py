@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from shardwise.cli.arguments import Parser
-from shardwise.cli.inputs import path_from, require_torch, whole_number
+from shardwise.cli.inputs import place_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show, show_line
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
+from shardwise.training.storage.place import Place, RemotePlace
 
 _DOES = """inspect: step, model, layout, tensors and bytes of a checkpoint, from its manifest.
 verify: checks every byte of all checkpoints against the checksums; exit 1 if one is damaged.
 reshard: writes the same state as whole tensors in N files, which load bit for bit equal under any layout.
-PATH is a checkpoint (step-NNNNNNNN), a folder of checkpoints, or a run's folder; the newest of several is used."""
+PATH is a checkpoint (step-NNNNNNNN), a folder of checkpoints, or a run's folder; the newest of several is used.
+PATH and --out may be in a store: s3://bucket/folder, or any URI that fsspec knows."""
 _EXAMPLE = """
 shardwise checkpoint inspect runs/job
 shardwise checkpoint verify runs/job
 shardwise checkpoint reshard runs/job --shards 1 --out /tmp/small --weights-only
 """
 
+_REMEDY = "check its permissions"
 _ONLY_FOR = {
     "tensors": "inspect",
     "markdown": "inspect",
@@ -41,7 +43,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--weights-only", action="store_true", help="reshard: without optimizer states")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
-    paths = [path_from(text) for text in parsed.paths]
+    paths = [place_from(text) for text in parsed.paths]
     if len(paths) > 1 and parsed.what != "verify":
         raise SpecError("", f"{parsed.what} takes one PATH, {len(paths)} are given", "give one")
     for flag, owner in _ONLY_FOR.items():
@@ -52,10 +54,10 @@ def run(arguments: list[str]) -> int:
             return _verify(paths, parsed)
         return _inspect(paths[0], parsed) if parsed.what == "inspect" else _reshard(paths[0], parsed)
     except OSError as error:
-        raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
+        raise SpecError(str(error.filename or ""), error.strerror or str(error), _REMEDY) from None
 
 
-def _inspect(path: Path, parsed: argparse.Namespace) -> int:
+def _inspect(path: Place, parsed: argparse.Namespace) -> int:
     from shardwise.report.checkpoint import contents_page
     from shardwise.training.checkpoint.folder import newest_at
     from shardwise.training.checkpoint.manifest import contents_of
@@ -66,15 +68,15 @@ def _inspect(path: Path, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(paths: list[Path], parsed: argparse.Namespace) -> int:
+def _verify(paths: list[Place], parsed: argparse.Namespace) -> int:
     require_torch("checkpoint verify", "safetensors")
     from shardwise.report.progress import bytes_progress
     from shardwise.training.checkpoint.folder import checkpoints_at
     from shardwise.training.checkpoint.load import problems_of
 
     folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
-    sizes = {one: sum(file.stat().st_size for file in one.glob("shard-*") if file.is_file()) for one in folders}
-    found: dict[Path, list[str]] = {}
+    sizes = {one: _shard_bytes(one) for one in folders}
+    found: dict[Place, list[str]] = {}
     with bytes_progress("verifying", sum(sizes.values()), quiet=parsed.json) as progress:
         for folder in folders:
             found[folder] = problems_of(folder, progress=progress)
@@ -87,21 +89,27 @@ def _verify(paths: list[Path], parsed: argparse.Namespace) -> int:
     return 1 if any(found.values()) else 0
 
 
-def _reshard(path: Path, parsed: argparse.Namespace) -> int:
+def _shard_bytes(folder: Place) -> int:
+    if isinstance(folder, RemotePlace):
+        return sum(facts.st_size for name, facts in folder.objects().items() if name.startswith("shard-"))
+    return sum(file.stat().st_size for file in folder.glob("shard-*") if file.is_file())
+
+
+def _reshard(path: Place, parsed: argparse.Namespace) -> int:
     for flag in ("out", "shards"):
         if getattr(parsed, flag) is None:
             raise SpecError(f"--{flag}", "is missing", f"see `shardwise checkpoint --help` for {flag}")
-    shards, out = whole_number(parsed.shards, "--shards"), path_from(parsed.out)
+    shards, out = whole_number(parsed.shards, "--shards"), place_from(parsed.out)
     require_torch("checkpoint reshard", "safetensors")
     from shardwise.report.progress import bytes_progress
-    from shardwise.training.checkpoint.folder import CheckpointFolder, newest_at
+    from shardwise.training.checkpoint.folder import checkpoint_folder, newest_at
     from shardwise.training.checkpoint.full_tensors import reshard
     from shardwise.training.checkpoint.manifest import contents_of
 
     source = newest_at(path)
     total = sum(contents_of(source)["bytes"].values())
     with bytes_progress("writing", total, quiet=parsed.json) as progress:
-        made = reshard(source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress)
+        made = reshard(source, checkpoint_folder(out), shards, weights_only=parsed.weights_only, progress=progress)
     found = contents_of(made)
     line = f"{made}: {counted(len(found['tensors']), 'tensor')} in {counted(shards, 'file')}"
     show_line(parsed, line, {"path": str(made), "files": found["files"], "tensors": len(found["tensors"])})

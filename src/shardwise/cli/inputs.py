@@ -14,8 +14,9 @@ from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
+from shardwise.training.storage.place import Place, place_of
 
-__all__ = ["job_from", "model_from", "path_from", "print_notes", "require_torch", "whole_number"]
+__all__ = ["job_from", "model_from", "path_from", "place_from", "print_notes", "require_torch", "whole_number"]
 
 
 def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
@@ -32,11 +33,21 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def path_from(text: str) -> Path:
     """A path that need not exist; raises SpecError for text that cannot be one."""
+    place = place_from(text)
+    if isinstance(place, Path):
+        return place
+    raise SpecError("", f"{shown(text)} is not a path of this machine", "copy it here, or `checkpoint reshard` it")
+
+
+def place_from(text: str) -> Place:
+    """A path or the URI of a place in a store, which need not exist."""
+    place = place_of(text)
     try:
-        Path(text).exists()
+        if isinstance(place, Path):
+            place.exists()
     except (OSError, ValueError) as error:
         raise SpecError("", f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})", "check it") from None
-    return Path(text)
+    return place
 
 
 def require_torch(verb: str, *also: str) -> None:

@@ -91,8 +91,9 @@ class Campaign:
     ``device_hours_per_interruption`` is the mean between unexpected interruptions of the whole job, times its devices
     (infinite: none). ``checkpoint_seconds`` is how long writing one stops training. Left out, ``checkpoint_interval``
     (seconds of training between two checkpoints) is the best one, and there is no ``cost`` without a price.
-    ``storage`` names where the checkpoints go and ``currency`` what the price is in, for whoever reads the figures.
-    Raises SpecError for numbers that are none of that.
+    ``background_share`` is how much longer checkpoints that failures do not go back to make all training: those on disk
+    behind copies in memory. ``storage`` names where the checkpoints go and ``currency`` what the price is in, for
+    whoever reads the figures. Raises SpecError for numbers that are none of that.
     """
 
     tokens: float
@@ -103,6 +104,7 @@ class Campaign:
     checkpoint_seconds: float = 0.0
     restart_seconds: float = 0.0
     checkpoint_interval: float | None = None
+    background_share: float = 0.0
     storage: str = ""
     currency: str = "$"
 
@@ -129,7 +131,7 @@ class Campaign:
     @property
     def best_interval(self) -> float:
         """Seconds of training between checkpoints that make the run shortest."""
-        return best_interval(self.checkpoint_seconds, self.between_interruptions)
+        return best_interval(self.checkpoint_seconds, self.between_interruptions) / (1 + self.background_share)
 
     @property
     def interval(self) -> float:
@@ -139,7 +141,9 @@ class Campaign:
     @cached_property
     def slowdown(self) -> float:
         """Expected seconds per second of useful work."""
-        return slowdown(self.interval, self.checkpoint_seconds, self.restart_seconds, self.between_interruptions)
+        longer = 1 + self.background_share
+        ends = (self.checkpoint_seconds, self.restart_seconds, self.between_interruptions)
+        return longer * slowdown(self.interval * longer, *ends)
 
     @property
     def useful_seconds(self) -> float:
@@ -182,6 +186,7 @@ class Campaign:
         A checkpoint that an interruption breaks off counts as lost.
         """
         written = self.checkpoint_seconds / self.interval if self.checkpoint_seconds else 0.0
+        written += self.background_share
         training, checkpoints = self.goodput, self.goodput * written
         restarts = -math.expm1(-self.restart_seconds / self.between_interruptions)
         lost = max(0.0, 1 - training - checkpoints - restarts)
@@ -233,3 +238,43 @@ def checkpoint_level(analysis: Analysis) -> StorageCost | None:
     costs = storage_costs(analysis)
     shared = [cost for cost, storage in zip(costs, analysis.job.cluster.storage) if storage.shared]
     return min(shared or costs, key=lambda cost: cost.write_seconds, default=None)
+
+
+@dataclass(frozen=True)
+class MemoryCopyCost:
+    """Copies of the state in the memory of two nodes, every ``interval`` seconds of training.
+
+    ``stall_seconds`` is how long one stops training: its way to the host, and what is left of the way to the other node
+    when the next one is due. Checkpoints on disk stay behind them: ``disk_share`` seconds for each second of training.
+    """
+
+    interval: float
+    stall_seconds: float
+    disk_share: float
+
+
+def memory_copy_cost(
+    analysis: Analysis, step_seconds: float, disk_seconds: float, stall_seconds: float | None = None
+) -> MemoryCopyCost | None:
+    """What the copies that a job asks for take; ``stall_seconds`` as measured, or else by the links.
+
+    A copy is once on the node it comes from and once on the next: every interruption that takes one node costs the work
+    since the last copy, as every interruption is counted here. On disk a checkpoint of ``disk_seconds`` is written as
+    often as the run says. None if there are no such copies.
+    """
+    run, cluster = analysis.job.run.checkpoints, analysis.job.cluster
+    if run.memory is None:
+        return None
+    interval = run.memory * step_seconds
+    on_disk = analysis.job.training.checkpoint_interval or (run.steps * step_seconds if run.steps else run.seconds)
+    share = 0.0 if on_disk is None else disk_seconds / on_disk
+    if stall_seconds is None:
+        size, link, outer = checkpoint_bytes(analysis) / cluster.devices, cluster.host_link, cluster.levels[-1]
+        # The state of a CPU is read and written in the same memory.
+        rate = cluster.device.memory_bandwidth / 2 if link is None else link.bandwidth * link.efficiency
+        between_nodes = outer.bandwidth_per_direction * outer.reached_share
+        if outer.ports is not None:
+            between_nodes *= outer.ports / cluster.node_devices
+        travels = size / between_nodes if cluster.nodes > 1 else 0.0
+        stall_seconds = size / rate + max(0.0, travels - interval)
+    return MemoryCopyCost(interval, stall_seconds, share)

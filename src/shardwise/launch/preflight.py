@@ -8,8 +8,9 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from shardwise.cost.analysis import analyze
+from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of, tight_words
 from shardwise.engine.offload.folder import require_folder
@@ -27,9 +28,12 @@ from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.folder import RunFolder, require_start
 from shardwise.training.data.run_data import check_data
 from shardwise.training.environment.reader import Started
+from shardwise.training.storage.place import place_of
+from shardwise.training.storage.probe import require_stores
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 DRY_STEP = "shardwise.training.dry_step"
+COPIES = 5  # in memory: what a rank sends, and on two nodes the last one and the next
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
 
@@ -47,6 +51,9 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
     ``elsewhere``: no rank is here, but the same storage.
     """
     require_runs(job)
+    if job.run.checkpoints.memory is not None and (not here or started is not None or elsewhere):
+        problem = "needs a process on every node that keeps the copies; only `train` on this machine starts them"
+        raise SpecError("run.checkpoints.memory", problem, "leave it out")
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:
@@ -57,18 +64,20 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
         require_backend(job, by_mpi=started is not None and started.is_mpi)
         require_packages("train", *TRAINING)
         require_folder(job)
+        require_stores(job.run)
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
             from shardwise.training.checkpoint.expected import require_weights  # imports torch
 
-            require_start(job.model, Path(job.run.start_from))
-            require_weights(job.model, Path(job.run.start_from))
+            require_start(job.model, place_of(job.run.start_from))
+            require_weights(job.model, place_of(job.run.start_from))
     notes = check_data(job) if here else []
     price = candidate(job)
     require_fits(job)
     if here:
         _require_host_memory(job, ranks_here, price.memory.total)
+        _require_room_for_copies(job)
     if here and job.run_device == "cpu":
         notes += slow_precision_notes(job.training.precision)
     notes += filter(None, [sequence_note(job.model, job.training)])
@@ -115,6 +124,17 @@ def _require_host_memory(job: Job, ranks: int, needed_bytes: float) -> None:
         needed = readable_bytes(ranks * needed_bytes)
         problem = f"{ranks} processes need {needed}, this machine has {readable_bytes(there)}"
         raise DoesNotFit("cluster", problem, "a smaller model, batch or sequence")
+
+
+def _require_room_for_copies(job: Job) -> None:
+    """The copies that a run keeps in memory share that of the machine."""
+    if job.run.checkpoints.memory is None:
+        return
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = COPIES * checkpoint_bytes(analyze(job))
+    if needed > there:
+        problem = f"{COPIES} copies of the state are {readable_bytes(needed)}, this machine has {readable_bytes(there)}"
+        raise DoesNotFit("run.checkpoints.memory", problem, "leave it out")
 
 
 def with_fitting_microbatch(job: Job, folder: RunFolder, report: Callable[[str], None]) -> Job:

@@ -43,12 +43,15 @@ def rehearse(
     if not LEAST_STEPS <= steps < job.run.steps:
         problem = f"{steps} steps of a run of {job.run.steps:,}"
         raise SpecError("--rehearse", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
-    here = RunFolder(folder.path / "rehearsal")
+    elsewhere = job.run.checkpoints.folder
+    checkpoints = replace(job.run.checkpoints, folder=None if elsewhere is None else f"{elsewhere}/rehearsal")
+    here = RunFolder(folder.path / "rehearsal", checkpoints.folder)
     shutil.rmtree(here.path, ignore_errors=True)
+    here.checkpoints.remove_all()
     logging = replace(job.run.logging, interval=1, memory=max(1, (steps - 3) // 3))
     with here.checkpoints.locked():
         for stop_at in (steps, steps + 1):
-            run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging)
+            run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging, checkpoints=checkpoints)
             shorter = replace(job, run=run)
             prepare(shorter, here, checked)
             outcome = Launch(shorter, here).supervised(on_event)

@@ -17,6 +17,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.storage.place import Place, RemotePlace, place_of, read_range
 
 _DESCRIBING = ("name", "source", "published_parameters")  # of a model: they do not change what is trained
 _IDENTITY = (
@@ -87,6 +88,7 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
     """Notes on resuming in this folder with this job. Raises SpecError if the folder has a different job's run, unless
     ``go_on`` says to continue it as this one.
     """
+    _require_same_place(folder)
     for one in differences(job, folder):
         if one.field == "run.seed":
             problem = f"is {one.now}, but the run in {folder.path} began with {one.before}"
@@ -100,6 +102,16 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
         return []
     changed = [one for path in _REPORTED for one in _changed(path, _field(job, path), _field(saved, path))]
     return [f"{one} when this run was saved: it continues from there" for one in (*differences(job, folder), *changed)]
+
+
+def _require_same_place(folder: RunFolder) -> None:
+    """Raises SpecError if the run in the folder has checkpoints, but not where this job looks for them."""
+    before = RunFolder(folder.path).checkpoints
+    if str(before.path) == str(folder.checkpoints.path) or folder.checkpoints.committed():
+        return
+    if before.committed():
+        problem = f"is {folder.checkpoints.path}, but the run in {folder.path} has its checkpoints in {before.path}"
+        raise SpecError("run.checkpoints.folder", problem, f"copy them, or train in {_ANOTHER}")
 
 
 def finished_at(job: Job, folder: RunFolder) -> int | None:
@@ -152,8 +164,11 @@ def contents_of_data(job: Job) -> dict[str, str]:
     """A checksum of each shard that is here, of its size and 64 blocks of 64 KiB: all of it may be terabytes."""
     found = {}
     for name in job.run.data.shards:
-        files = [path for suffix in _SUFFIXES if (path := Path(f"{name}{suffix}")).is_file()]
-        if files:
+        files = [path for suffix in _SUFFIXES if (path := place_of(f"{name}{suffix}")).is_file()]
+        sums = place_of(f"{name}.sums.json")
+        if isinstance(sums, RemotePlace) and sums.is_file():  # one request instead of hundreds
+            found[name] = hashlib.sha256(sums.read_bytes()).hexdigest()
+        elif files:
             found[name] = _checksum(files)
     return found
 
@@ -171,14 +186,12 @@ def recorded_data(folder: RunFolder) -> dict[str, str]:
         return {}
 
 
-def _checksum(files: list[Path]) -> str:
+def _checksum(files: list[Place]) -> str:
     checksum = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        checksum.update(f"{path.suffix} {size} ".encode())
+        checksum.update(f".{path.name.rpartition('.')[2]} {size} ".encode())
         apart = max(_BLOCK_BYTES, size // _BLOCKS)
-        with path.open("rb") as file:
-            for at in range(0, size, apart):
-                file.seek(at)
-                checksum.update(file.read(_BLOCK_BYTES))
+        for at in range(0, size, apart):
+            checksum.update(read_range(path, at, min(at + _BLOCK_BYTES, size)))
     return checksum.hexdigest()

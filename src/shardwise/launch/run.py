@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.interop.companions import keep_companions
 from shardwise.launch.emulate.network import emulated
+from shardwise.launch.keepers import keepers
 from shardwise.launch.local import StartRanks, supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
@@ -19,6 +19,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder, companions_at
 from shardwise.training.metrics.recorder import require_writable, write_prediction
+from shardwise.training.storage.place import place_of
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:
@@ -30,8 +31,8 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
     folder.checkpoints.clear_unfinished()
     if not folder.checkpoints.present():
         start = job.run.start_from
-        came_from = None if start is None else companions_at(Path(start))
-        keep_companions(came_from or model_folder, folder.checkpoints.path)
+        came_from = None if start is None else companions_at(place_of(start))
+        folder.checkpoints.keep_companions(came_from or model_folder)
     temporary = folder.job.with_suffix(".part")
     # Runs measure the tensors of a rank, not the framework's own memory.
     tensors = checked.price.memory.total - checked.price.memory.allowance
@@ -60,7 +61,11 @@ class Launch:
         """Trains until the run is done, was stopped, or has failed too often."""
         emulation = self.job.run.emulate
         command = [sys.executable, "-m", WORKER, str(self.folder.path.resolve())]
-        with nullcontext() if emulation is None else emulated(emulation) as network:
+        with ExitStack() as stack:
+            network = None if emulation is None else stack.enter_context(emulated(emulation))
+            self.folder.copied.unlink(missing_ok=True)
+            if self.job.run.checkpoints.memory is not None:
+                stack.enter_context(keepers(self.folder.keepers, network))
             return supervise(
                 command, self.job.strategy.world, self.folder.attempts,
                 timeouts=self.job.run.timeouts, restarts=self.job.run.restarts, grace_seconds=self.grace_seconds,
@@ -69,4 +74,11 @@ class Launch:
 
     def _last_commit(self) -> Commit:
         found = self.folder.checkpoints
-        return max((Commit(found.written_ns(step), step) for step in found.committed()), default=Commit())
+        try:
+            commits = [Commit(found.written_ns(step), step) for step in found.committed()]
+        except OSError:  # a store that does not answer: the ranks will say so
+            commits = []
+        with suppress(OSError, ValueError):
+            copied = self.folder.copied
+            commits.append(Commit(copied.stat().st_mtime_ns, int(copied.read_text(encoding="utf-8"))))
+        return max(commits, default=Commit())

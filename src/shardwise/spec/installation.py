@@ -14,7 +14,14 @@ from shardwise.spec.training import RECIPES
 
 TRAINING = ("torch", "safetensors")
 TESTED_TORCH = ((2, 11), (2, 15))  # first and last, as in pyproject.toml
-_EXTRAS = {"torch": "train", "safetensors": "train", "pyarrow": "data", "tokenizers": "data"}
+_EXTRAS = {
+    "torch": "train",
+    "safetensors": "train",
+    "pyarrow": "data",
+    "tokenizers": "data",
+    "fsspec": "remote",
+    "s3fs": "remote",
+}
 _TITLES = {"torch": "PyTorch"}
 
 

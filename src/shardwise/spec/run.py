@@ -19,9 +19,13 @@ class Checkpoints(Spec):
 
     The ``keep`` newest are kept, and those of steps that ``keep_every`` divides. ``asynchronous``: written while
     training continues. If the disk is full the last good one stays, and training will ``continue`` or ``stop``.
+    ``folder`` is a path or a URI (``s3://bucket/run``) to keep them in, instead of the run's folder. Every ``memory``
+    steps, if given, the state is also copied into the memory of two nodes, from where a restart takes it.
     """
 
+    folder: str | None = None
     steps: int | None = count(None)
+    memory: int | None = count(None)
     seconds: float | None = field(default=600.0, metadata={"dimension": "seconds", "above": 0})
     keep: int = count(2)
     keep_every: int | None = count(None)
@@ -40,7 +44,8 @@ class Data(Spec):
     ``weights`` are the sampling weights of the shards (default: their tokens). Evaluation reads ``validation``, or the
     last ``held_out`` share of each shard's tokens, which training then never sees: whole documents, or a part of one
     where there are few. ``stage`` copies shards to memory or to a local disk first, if they are no larger than
-    ``stage_limit`` in total.
+    ``stage_limit`` in total. Of shards in a store (``s3://bucket/name``) each rank reads what it needs, and keeps the
+    last ``cache`` of it in memory.
     """
 
     shards: tuple[str, ...] = ()
@@ -51,6 +56,7 @@ class Data(Spec):
     prefetch: Literal["auto"] | int = count("auto", minimum=1, maximum=1024)
     stage: Literal["none", "memory", "local-disk"] = "none"
     stage_limit: float = quantity("bytes", 16 * 2**30)
+    cache: float = quantity("bytes", 2**28)
 
     def check(self) -> None:
         if self.weights and len(self.weights) != len(self.shards):

@@ -31,11 +31,10 @@ class CheckpointManager:
         trainer: Trainer[Any],
         run: Run,
         folder: CheckpointFolder,
-        attempt: str,
         on_settled: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
-        self.run, self.folder, self.attempt, self.on_settled = run, folder, attempt, on_settled
-        self.saver = Saver(trainer, folder, attempt=attempt, timeout_seconds=run.timeouts.checkpoint)
+        self.run, self.folder, self.on_settled = run, folder, on_settled
+        self.saver = Saver(trainer, folder, timeout_seconds=run.timeouts.checkpoint)
         self._last_at = time.monotonic()
         self.last_begun: int | None = None  # the step of the newest, unless it failed
         self._unsettled: int | None = None

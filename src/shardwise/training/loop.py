@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from shardwise.spec.job import Job
 from shardwise.training.agreement import Agreement, RankRequests, StopSignal
 from shardwise.training.attempt import Reporter
 from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.memory_copies import MemoryCopies
+from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpointing import CheckpointManager
 from shardwise.training.data.loader import Loader, Rows
 from shardwise.training.data.order import Mixture
@@ -80,6 +83,14 @@ class PendingStep:
 
 
 @dataclass(frozen=True)
+class MemoryFolder:
+    """Where copies in the memory of nodes go; ``on_commit`` gets the step of each, in a thread of rank 0."""
+
+    folder: RemoteCheckpointFolder
+    on_commit: Callable[[int], None] = lambda step: None
+
+
+@dataclass(frozen=True)
 class LoopParts:
     """What a loop works with on this rank."""
 
@@ -88,11 +99,11 @@ class LoopParts:
     training: Mixture
     validation: Mixture | None
     folder: CheckpointFolder
-    attempt: str
     reporter: Reporter
     recorder: Recorder | None = None  # of rank 0
     profiler: Profiler | None = None
     stop: StopSignal = field(default_factory=StopSignal)
+    memory: MemoryFolder | None = None
 
 
 class Loop:
@@ -108,8 +119,9 @@ class Loop:
         self.loader = Loader(parts.training, *share, **settings)
         self.held_out = None if parts.validation is None else Loader(parts.validation, *share, workers=1, prefetch=1)
         self.health = Health(job.run, scaled=self.trainer.scaler is not None, losses=state.losses)
-        self.checkpoints = CheckpointManager(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
+        self.checkpoints = CheckpointManager(self.trainer, job.run, parts.folder, self._checkpoint_ended)
         self.checkpoints.last_begun = self.first_step if state.saved else None
+        self.copies = self._copies_of(parts.memory)
         self.agreement = Agreement(self.first_step)
         self.pressure = MemoryPressure(self.trainer) if "optimizer" in job.run.automatic else None
         self._late: PendingStep | None = None
@@ -176,10 +188,13 @@ class Loop:
             step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
         )
         saves = self.checkpoints.due_at(step) and step < last
-        if not (evaluates or saves) or self._read_last() is StepVerdict.ROLL_BACK:
+        copies = self.copies is not None and self.copies.due_at(step) and step < last
+        if not (evaluates or saves or copies) or self._read_last() is StepVerdict.ROLL_BACK:
             return
         if evaluates:
             self._evaluate()
+        if copies:
+            self._copy()
         if saves:
             self._save()
         self._since = Timestamp(self.trainer.device)
@@ -212,9 +227,11 @@ class Loop:
         self._late = None
         batch = figures.position.batch
         self.checkpoints.settle()
+        if self.copies is not None:
+            self.copies.finish()
         self.parts.reporter.phase("checkpoint", self.position.step)
         left_out = self.position.left_out | {batch}
-        state = load_newest(self.trainer, self.parts.folder)
+        state = load_newest(self.trainer, self.parts.folder, memory=self._memory_folder)
         assert state is not None, "a run that may roll back begins with a checkpoint"
         self.position = state.position.without(left_out)
         self.health.rolled_back(state.losses)
@@ -276,6 +293,8 @@ class Loop:
 
     def _end(self) -> None:
         self.agreement.finish()
+        if self.copies is not None:
+            self.copies.finish()
         self.checkpoints.settle()
         if self.checkpoints.last_begun != self.position.step:
             self._save(wait=True)
@@ -291,9 +310,30 @@ class Loop:
 
     def _save(self, *, wait: bool = False) -> None:
         self.parts.reporter.phase("checkpoint", self.position.step)
-        numbers = state_numbers(State(self.position, tuple(self.health.losses)), self.job)
         with named(StepPhase.CHECKPOINT):
-            self.checkpoints.save(self.position.step, numbers, wait=wait)
+            self.checkpoints.save(self.position.step, self._numbers(), wait=wait)
+
+    def _copies_of(self, memory: MemoryFolder | None) -> MemoryCopies | None:
+        every = self.run_spec.checkpoints.memory
+        if memory is None or every is None:
+            return None
+        seconds = self.run_spec.timeouts.checkpoint
+        return MemoryCopies(self.trainer, memory.folder, every, seconds, memory.on_commit)
+
+    @property
+    def _memory_folder(self) -> CheckpointFolder | None:
+        return None if self.copies is None else self.copies.folder
+
+    def _copy(self) -> None:
+        """A copy of the state into the memory of two nodes."""
+        assert self.copies is not None
+        self.parts.reporter.phase("checkpoint", self.position.step)
+        with named(StepPhase.CHECKPOINT):
+            self.copies.save(self.position.step, self._numbers())
+        self._record_event({"memory_copy": self.position.step, "memory_copy_seconds": self.copies.stall_seconds})
+
+    def _numbers(self) -> dict[str, Any]:
+        return state_numbers(State(self.position, tuple(self.health.losses)), self.job)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
         self._record_event({"checkpoint_failed": problem} if problem else {"checkpoint": step})

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from shardwise.engine.trainer import Trainer
-from shardwise.interop.companions import has_companions
 from shardwise.models.huggingface import open_folder
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder, require_same_shapes, start_at
+from shardwise.training.checkpoint.folder import CheckpointFolder, huggingface_at, require_same_shapes, start_at
 from shardwise.training.checkpoint.load import load, newest_intact, require_intact
 from shardwise.training.checkpoint.state import state_tensors
+from shardwise.training.storage.place import Place
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,27 @@ def state_numbers(state: State, job: Job) -> dict[str, Any]:
 
 
 def load_newest(
-    trainer: Trainer[Any], folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None
+    trainer: Trainer[Any],
+    folder: CheckpointFolder,
+    on_damaged: Callable[[str], None] = lambda text: None,
+    *,
+    memory: CheckpointFolder | None = None,
 ) -> State | None:
-    """Fills the trainer from the newest intact checkpoint; None if there is none."""
-    step = newest_intact(folder, on_damaged)
-    if step is None:
+    """Fills the trainer from the newest intact checkpoint, in ``memory`` or in ``folder``; None if there is none."""
+    place = newest_intact([folder] if memory is None else [memory, folder], on_damaged)
+    if place is None:
         return None
-    found = load(trainer, folder.of_step(step))
+    found = load(trainer, place)
     position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
-    return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=True)
+    return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=place.parent == folder.path)
 
 
-def start_from(trainer: Trainer[Any], source: Path) -> None:
+def start_from(trainer: Trainer[Any], source: Place) -> None:
     """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
     source = start_at(source)
-    if has_companions(source):
-        _load_huggingface(trainer, source)
+    huggingface = huggingface_at(source)
+    if huggingface is not None:
+        _load_huggingface(trainer, huggingface)
     else:
         require_intact(source, "run.start_from")
         load(trainer, source, weights_only=True)

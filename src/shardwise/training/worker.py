@@ -19,18 +19,21 @@ import torch
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_backend
 from shardwise.engine.world import joined, store_at
+from shardwise.layout.ranks import node_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.checkpoint.memory_copies import memory_folder
 from shardwise.training.data.run_data import mixtures_of
 from shardwise.training.environment.meeting import bind_gloo
-from shardwise.training.loop import Loop, LoopParts
+from shardwise.training.loop import Loop, LoopParts, MemoryFolder
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler, record_flights
 from shardwise.training.start import State, load_newest, start_from
+from shardwise.training.storage.place import place_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -92,24 +95,37 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
     training, validation = mixtures_of(job, folder.path)
     with engine_of(job, place) as engine:
         damaged: list[str] = []
-        state = load_newest(engine, folder.checkpoints, damaged.append)
+        memory = _memory_of(job, folder, place)
+        kept = None if memory is None else memory.folder
+        state = load_newest(engine, folder.checkpoints, damaged.append, memory=kept)
         if state is None:
             state = State()
             if job.run.start_from is not None:
-                start_from(engine, Path(job.run.start_from))
+                start_from(engine, place_of(job.run.start_from))
         for problem in damaged:
             _logger.warning("skipped a damaged checkpoint: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
         if recorder:
             for problem in damaged:
                 recorder.write({"step": state.position.step, "checkpoint_damaged": problem})
+            if memory is not None and state.position.step:
+                origin = "checkpoint" if state.saved else "memory"
+                recorder.write({"step": state.position.step, "restored_from": origin})
         profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
         parts = LoopParts(
-            job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, profiler, stop
+            job, engine, training, validation, folder.checkpoints, reporter, recorder, profiler, stop, memory
         )  # fmt: skip
         Loop(parts, state).run()
         if recorder:
             recorder.close()
+
+
+def _memory_of(job: Job, folder: RunFolder, place: WorldPlace) -> MemoryFolder | None:
+    """Where this rank's copies in memory go, if the job asks for any."""
+    if job.run.checkpoints.memory is None:
+        return None
+    node = node_of(place.rank, place.ranks_here)
+    return MemoryFolder(memory_folder(folder.keepers, node), folder.note_copy)
 
 
 @contextlib.contextmanager

@@ -12,17 +12,18 @@ import torch
 
 from shardwise.engine.optim.optimizer import kind_for
 from shardwise.engine.optim.updates import STATES
-from shardwise.interop.companions import CONFIG, has_companions
+from shardwise.interop.companions import CONFIG
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
 from shardwise.models.prediction import is_of_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.folder import CheckpointFolder, start_at
+from shardwise.training.checkpoint.folder import CheckpointFolder, huggingface_at, start_at
 from shardwise.training.checkpoint.load import problems_of, require_intact, require_run, require_tensors
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.state import BUFFER, OUTER, OWN_STEPS, WEIGHT, lasting_buffers, late_name, saved_name
+from shardwise.training.storage.place import Place
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,11 +40,12 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
         return
 
 
-def require_weights(model: Model, source: Path) -> None:
+def require_weights(model: Model, source: Place) -> None:
     """Raises SpecError if a path to start from lacks weights of a model."""
     found = start_at(source)
-    if has_companions(found):
-        _require_huggingface(model, found)
+    huggingface = huggingface_at(found)
+    if huggingface is not None:
+        _require_huggingface(model, huggingface)
         return
     manifest = require_intact(found, "run.start_from", contents=False)
     require_tensors(manifest, weights_of(model).items(), found)

@@ -1,49 +1,63 @@
 """The folder of a run and of its checkpoints: what is committed, what may go, who may write, which one a path means.
 
 A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has a temporary name, and a single rename
-commits it.
+commits it. Where there is no rename its manifest, written last, does (`remote_folder.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
-from shardwise.interop.companions import CONFIG, KEPT_IN, has_companions
+from shardwise.interop.companions import CONFIG, KEPT_IN, NAMES, has_companions, keep_companions
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.manifest import NAME, read_manifest
+from shardwise.training.storage.place import Place, RemotePlace, place_of
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
 LOCK = ".lock"
+INNER = "checkpoints"  # in a run's folder
 _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
 
 class CheckpointFolder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """On a disk of this machine, or one that all ranks mount; `RemoteCheckpointFolder` is one in a store."""
 
-    def of_step(self, step: int) -> Path:
+    path: Place
+
+    def __init__(self, path: Path) -> None:
+        self.path = self._here = path
+
+    def of_step(self, step: int) -> Place:
         return self.path / f"step-{step:08d}"
 
+    def _of_step(self, step: int) -> Path:
+        return self._here / self.of_step(step).name
+
     def unfinished(self, step: int, attempt: str) -> Path:
-        """Where a checkpoint is written; ``attempt`` identifies this start of the run."""
-        return self.path / f"step-{step:08d}.part-{attempt}"
+        """Where a checkpoint is written; no other save has the name ``attempt``."""
+        return self._here / f"step-{step:08d}.part-{attempt}"
 
     def present(self) -> list[int]:
         """Steps that have a folder, intact or damaged, the newest first."""
-        if not self.path.is_dir():
+        if not self._here.is_dir():
             return []
-        found = (_COMMITTED.fullmatch(one.name) for one in self.path.iterdir())
+        found = (_COMMITTED.fullmatch(one.name) for one in self._here.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def committed(self) -> list[int]:
@@ -62,13 +76,13 @@ class CheckpointFolder:
 
         Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
         """
-        part, target = self._sealed(step, attempt, manifest), self.of_step(step)
+        part, target = self._sealed(step, attempt, manifest), self._of_step(step)
         if replace and target.is_symlink():
             target.unlink()
         elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
             shutil.rmtree(target)
         part.rename(target)
-        sync_folder(self.path)
+        sync_folder(self._here)
         return target
 
     def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
@@ -83,8 +97,8 @@ class CheckpointFolder:
 
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; the caller must hold the lock."""
-        if self.path.is_dir():
-            for one in self.path.iterdir():
+        if self._here.is_dir():
+            for one in self._here.iterdir():
                 if _UNFINISHED.fullmatch(one.name):
                     shutil.rmtree(one, ignore_errors=True)
 
@@ -98,24 +112,31 @@ class CheckpointFolder:
             if every is None or step % every:
                 doomed = self.unfinished(step, "removed")
                 shutil.rmtree(doomed, ignore_errors=True)
-                self.of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
+                self._of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
                 shutil.rmtree(doomed, ignore_errors=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self._here, ignore_errors=True)
+
+    def keep_companions(self, source: Path | None) -> None:
+        """Keeps the small Hugging Face files of ``source``, where the weights come from, beside the checkpoints."""
+        keep_companions(source, self._here)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks this folder; raises SpecError if another run uses it. The kernel releases the lock with the process."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._here.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._here / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise SpecError(str(self.path), f"cannot be written ({error.strerror})", "choose another folder") from None
+            raise SpecError(str(self._here), f"cannot be written ({error.strerror})", "choose another folder") from None
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 other = os.read(handle, 32).decode(errors="replace").strip()
                 problem = f"{f'process {other}' if other else 'another process'} is training in it"
-                raise SpecError(str(self.path), problem, "wait for it, or choose another folder") from None
+                raise SpecError(str(self._here), problem, "wait for it, or choose another folder") from None
             with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -125,20 +146,52 @@ class CheckpointFolder:
 
 
 class RunFolder:
-    """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt."""
+    """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    ``checkpoints`` may be kept elsewhere: where the caller says, or else the job in the folder.
+    """
+
+    def __init__(self, path: Path, checkpoints: str | None = None) -> None:
+        self.path, self._elsewhere = path, checkpoints
         self.job = path / "job.yaml"
         self.metrics = path / "metrics.jsonl"
         self.data = path / "data.json"  # a fingerprint of the data when the run began
         self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
         self.profile = path / "profile"  # of every rank, the steps that were profiled
         self.attempts = path / "attempts"
-        self.checkpoints = CheckpointFolder(path / "checkpoints")
+        self.keepers = path / "keepers.json"  # the processes that keep copies in memory, while there are any
+        self.copied = path / "copied"  # the step of the newest copy in memory
+
+    @cached_property
+    def checkpoints(self) -> CheckpointFolder:
+        return checkpoint_folder(self._elsewhere or self._of_job() or self.path / INNER, self.path)
+
+    def note_copy(self, step: int) -> None:
+        """Tells the launcher that there is a copy in memory; a full disk does not matter."""
+        with contextlib.suppress(OSError):
+            self.copied.write_text(str(step), encoding="utf-8")
+
+    def _of_job(self) -> str | None:
+        """Where the job in the folder keeps its checkpoints, if it says so."""
+        if not self.job.is_file():
+            return None
+        found: Any = read_yaml(self.job, "job file")
+        for name in ("run", "checkpoints", "folder"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return str(found) if found else None
 
 
-def step_of(folder: Path) -> int | None:
+def checkpoint_folder(where: str | Place, run: Path | None = None) -> CheckpointFolder:
+    """The folder of checkpoints at a path or URI; ``run`` is the folder of the run that writes there."""
+    place = place_of(where) if isinstance(where, str) else where
+    if isinstance(place, Path):
+        return CheckpointFolder(place)
+    from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
+
+    return RemoteCheckpointFolder(place, run)
+
+
+def step_of(folder: Place) -> int | None:
     """The step that a checkpoint's folder is named after; it may have been given another name."""
     match = _COMMITTED.fullmatch(folder.name)
     return int(match[1]) if match else None
@@ -153,16 +206,16 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: Place) -> list[Place]:
     """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
     folder = folder_at(path)
-    found = [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
+    found: list[Place] = [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
     if not found:
         raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
     return found
 
 
-def newest_at(path: Path) -> Path:
+def newest_at(path: Place) -> Place:
     """The newest that was committed; raises SpecError if there is none."""
     found = [one for one in checkpoints_at(path) if (one / NAME).is_file()]
     if not found:
@@ -170,15 +223,19 @@ def newest_at(path: Path) -> Path:
     return found[0]
 
 
-def folder_at(path: Path) -> CheckpointFolder:
+def folder_at(path: Place) -> CheckpointFolder:
     """A folder of checkpoints, or the one of a run's folder."""
-    inner = path / "checkpoints"
+    if isinstance(path, RemotePlace):
+        return checkpoint_folder(path)
+    if (path / "job.yaml").is_file():
+        return RunFolder(path).checkpoints
+    inner = path / INNER
     return CheckpointFolder(inner if inner.is_dir() else path)
 
 
-def start_at(source: Path) -> Path:
+def start_at(source: Place) -> Place:
     """Where a run that starts from a path finds weights: that Hugging Face folder, or the newest checkpoint there."""
-    if has_companions(source):
+    if isinstance(source, Path) and has_companions(source):
         return source
     try:
         return newest_at(source)
@@ -187,28 +244,49 @@ def start_at(source: Path) -> Path:
         raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
 
 
-def require_start(model: Model, source: Path) -> None:
+def require_start(model: Model, source: Place) -> None:
     """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by its own description."""
     found = start_at(source)
-    theirs = model_from_hf_config(found) if has_companions(found) else model_from(read_manifest(found).job.get("model"))
+    huggingface = huggingface_at(found)
+    theirs = (
+        model_from(read_manifest(found).job.get("model")) if huggingface is None else model_from_hf_config(huggingface)
+    )
     require_same_shapes(model, theirs, source)
 
 
-def require_same_shapes(mine: Model, theirs: Model, source: Path) -> None:
+def huggingface_at(found: Place) -> Path | None:
+    """What `start_at` found, if it is a Hugging Face folder."""
+    return found if isinstance(found, Path) and has_companions(found) else None
+
+
+def require_same_shapes(mine: Model, theirs: Model, source: Place) -> None:
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings"):
         if getattr(mine, name) != getattr(theirs, name):
             problem = f"{source} has {name} {getattr(theirs, name)}, the job's model has {getattr(mine, name)}"
-            remedy = f"model: {source / CONFIG}" if has_companions(source) else "train the model that was saved"
+            remedy = f"model: {source / CONFIG}" if huggingface_at(source) else "train the model that was saved"
             raise SpecError("run.start_from", problem, remedy)
 
 
-def companions_at(source: Path) -> Path | None:
+def companions_at(source: Place) -> Path | None:
     """The folder with the small Hugging Face files (config, tokenizer) that belong to weights to start from."""
     found = start_at(source)
-    folder = found if has_companions(found) else kept_companions(found)
+    folder = huggingface_at(found) or kept_companions(found)
     return folder if has_companions(folder) else None
 
 
-def kept_companions(checkpoint: Path) -> Path:
-    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from."""
-    return checkpoint.absolute().parent / KEPT_IN
+def kept_companions(checkpoint: Place) -> Path:
+    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from; of one in a
+    store, a copy that goes with this process.
+    """
+    if isinstance(checkpoint, Path):
+        return checkpoint.absolute().parent / KEPT_IN
+    return _copied_companions(checkpoint.parent / KEPT_IN)
+
+
+@cache
+def _copied_companions(kept: RemotePlace) -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="shardwise-companions-")
+    atexit.register(folder.cleanup)
+    for name in set(NAMES) & kept.objects().keys():
+        (Path(folder.name) / name).write_bytes((kept / name).read_bytes())
+    return Path(folder.name)

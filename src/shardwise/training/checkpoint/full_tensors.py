@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.interop.companions import has_companions, keep_companions
+from shardwise.interop.companions import has_companions
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.draft import Draft, draft_of
 from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
 from shardwise.training.checkpoint.load import require_intact
 from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, weight_keys
-from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, entry_name, shard_name, write_shard
+from shardwise.training.checkpoint.shards import NAMES, AnyShardReader, Entry, entry_name, open_shards
+from shardwise.training.storage.place import Place
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_ATTEMPT = "whole"
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,9 @@ class LazyTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def full_tensors(folder: Path, manifest: Manifest, keys: Sequence[str]) -> dict[str, LazyTensor]:
+def full_tensors(folder: Place, manifest: Manifest, keys: Sequence[str]) -> dict[str, LazyTensor]:
     """Tensors of a checkpoint, however they were split; pieces are read from mapped files."""
-    reader = ShardReader(folder)
+    reader = open_shards(folder)
 
     def lazily(full: FullTensor) -> LazyTensor:
         return LazyTensor(full.shape, _DTYPES[full.dtype], lambda: _assembled(full, reader))
@@ -48,7 +51,7 @@ def full_tensors(folder: Path, manifest: Manifest, keys: Sequence[str]) -> dict[
     return {key: lazily(manifest.tensors[key]) for key in keys}
 
 
-def _assembled(full: FullTensor, reader: ShardReader) -> Tensor:
+def _assembled(full: FullTensor, reader: AnyShardReader) -> Tensor:
     """From all its pieces, which fill it: `read_manifest` has checked that."""
     tensor = torch.empty(full.shape, dtype=_DTYPES[full.dtype])
     for piece in full.pieces:
@@ -64,7 +67,7 @@ def write_checkpoint(
     tensors: Mapping[str, LazyTensor],
     shards: int,
     progress: Callable[[int], None] = lambda size: None,
-) -> Path:
+) -> Place:
     """Writes a checkpoint of full tensors in ``shards`` files of about equal size, one tensor in memory at a time.
 
     Step, job and numbers are those of ``about``. Raises SpecError, and leaves nothing behind, if there is a checkpoint
@@ -74,18 +77,18 @@ def write_checkpoint(
         raise SpecError("--shards", f"{shards} files for {len(tensors)} tensors", "use fewer: a tensor stays whole")
     if folder.of_step(about.step).exists():
         raise SpecError(str(folder.of_step(about.step)), "is already there", "name another folder")
-    require_space(folder.path, sum(one.size for one in tensors.values()))
+    if isinstance(folder.path, Path):
+        require_space(folder.path, sum(one.size for one in tensors.values()))
     with folder.locked():
         folder.clear_unfinished()  # of an earlier attempt that was killed
-        part = folder.unfinished(about.step, _ATTEMPT)
+        draft = draft_of(folder, about.step, f"{secrets.token_hex(4)}-1")
         try:
-            part.mkdir()
-            manifest = _write_files(part, about, tensors, _balanced(tensors, shards), progress)
-            return folder.commit(about.step, _ATTEMPT, manifest.to_bytes(), replace=False)
+            manifest = _write_files(draft, about, tensors, _balanced(tensors, shards), progress)
+            return draft.commit(manifest, replace=False)
         except OSError as error:
             raise SpecError(str(folder.path), f"cannot be written ({error.strerror})", "free space there") from None
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            draft.discard()
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -110,7 +113,7 @@ def _balanced(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]
 
 
 def _write_files(
-    part: Path,
+    draft: Draft,
     about: Manifest,
     tensors: Mapping[str, LazyTensor],
     files: Sequence[Sequence[str]],
@@ -119,14 +122,15 @@ def _write_files(
     written: dict[str, Shard] = {}
     saved: dict[str, FullTensor] = {}
     for number, keys in enumerate(files):
-        name = shard_name(number)
+        name = draft.file_name(number)
         entries = []
         for key in keys:
             one = tensors[key]
             box = Box((0,) * len(one.shape), one.shape)
             entries.append(Entry(entry_name(key, box), one.dtype, one.shape))
             saved[key] = FullTensor(one.shape, NAMES[one.dtype], (SavedPiece(name, entries[-1].name, box),))
-        written[name] = write_shard(part / name, entries, read_in_turn([tensors[key] for key in keys], progress))
+        chosen = [tensors[key] for key in keys]
+        written[name] = draft.write(name, entries, partial(read_in_turn, chosen, progress))
     return replace(about, tensors={key: saved[key] for key in tensors}, files=written)
 
 
@@ -138,13 +142,13 @@ def read_in_turn(tensors: Sequence[LazyTensor], progress: Callable[[int], None])
 
 
 def reshard(
-    source: Path,
+    source: Place,
     out: CheckpointFolder,
     shards: int,
     *,
     weights_only: bool = False,
     progress: Callable[[int], None] = lambda size: None,
-) -> Path:
+) -> Place:
     """Writes the checkpoint's state as full tensors into ``shards`` files.
 
     With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
@@ -155,5 +159,5 @@ def reshard(
     about = replace(manifest, numbers={} if weights_only else manifest.numbers)
     made = write_checkpoint(out, about, full_tensors(source, manifest, keys), shards, progress)
     if has_companions(kept_companions(source)):
-        keep_companions(kept_companions(source), out.path)
+        out.keep_companions(kept_companions(source))
     return made

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,13 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
 from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
-from shardwise.training.checkpoint.shards import ShardReader, content_problem, header_problem, size_problem
+from shardwise.training.checkpoint.shards import (
+    AnyShardReader,
+    content_problem,
+    header_problem,
+    open_shards,
+    size_problem,
+)
 from shardwise.training.checkpoint.state import (
     BUFFER,
     WEIGHT,
@@ -23,6 +28,7 @@ from shardwise.training.checkpoint.state import (
     restore_numbers,
     state_tensors,
 )
+from shardwise.training.storage.place import Place
 
 _OF_MODEL = (WEIGHT, BUFFER)
 _WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)
@@ -31,7 +37,7 @@ _MISSING = "use its optimizer and strategy.synchronise, or start from its weight
 
 
 def problems_of(
-    folder: Path,
+    folder: Place,
     *,
     rank: int = 0,
     world: int = 1,
@@ -60,7 +66,7 @@ def problems_of(
     return found
 
 
-def require_intact(folder: Path, field: str = "", *, contents: bool = True) -> Manifest:
+def require_intact(folder: Place, field: str = "", *, contents: bool = True) -> Manifest:
     """The manifest of a checkpoint; raises SpecError with the first problem of its files."""
     for problem in problems_of(folder, contents=contents):
         raise SpecError(field, problem, "take another checkpoint")
@@ -73,26 +79,32 @@ def _missing(manifest: Manifest) -> list[str]:
     return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
 
-def newest_intact(folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None) -> int | None:
-    """The newest step whose checkpoint is intact, found by all ranks together; ``on_damaged`` gets every problem."""
+def newest_intact(
+    folders: Sequence[CheckpointFolder], on_damaged: Callable[[str], None] = lambda text: None
+) -> Place | None:
+    """The newest checkpoint that is intact, found by all ranks together; ``on_damaged`` gets every problem.
+
+    Of the same step in several folders that of the first is taken.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    listed: list[Any] = [folder.committed()]
+    there = [(step, -number) for number, folder in enumerate(folders) for step in folder.committed()]
+    listed: list[Any] = [sorted(there, reverse=True)]
     dist.broadcast_object_list(listed)
-    for step in listed[0]:
+    for step, number in listed[0]:
         found: list[Any] = [None] * world
-        path = folder.of_step(step)
+        path: Place = folders[-number].of_step(step)
         own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
         dist.all_gather_object(found, own)
         problems = [problem for some in found for problem in some]
         if not problems:
-            return int(step)
+            return path
         for problem in dict.fromkeys(problems):
             on_damaged(problem)
     return None
 
 
 @torch.no_grad()
-def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> Manifest:
+def load(trainer: Trainer[Any], folder: Place, *, weights_only: bool = False) -> Manifest:
     """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
     manifest = read_manifest(folder)
     if not weights_only:
@@ -104,7 +116,7 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     there = {key: full.shape for key, full in manifest.tensors.items()}
     wanted = [one for one in wanted if not one.optional or there.get(one.saved_as) == one.shape]
     require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
-    reader = ShardReader(folder)
+    reader = open_shards(folder)
     try:
         for one in wanted:
             _read(one, manifest, reader)
@@ -117,14 +129,14 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     return manifest
 
 
-def require_run(manifest: Manifest, folder: Path) -> None:
+def require_run(manifest: Manifest, folder: Place) -> None:
     """Raises SpecError if a checkpoint holds weights only, so that no run can resume from it."""
     if not manifest.numbers:
         remedy = "start from them in another folder: run.start_from"
         raise SpecError(str(folder), "holds weights only: no run can resume from them", remedy)
 
 
-def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
+def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Place) -> None:
     """Raises SpecError if one of ``wanted`` is missing from a checkpoint, or has another shape."""
     for key, shape in wanted:
         full = manifest.tensors.get(key)
@@ -136,7 +148,7 @@ def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, .
             raise SpecError(str(folder), problem, _TRAINED)
 
 
-def _read(one: StateTensor, manifest: Manifest, reader: ShardReader) -> None:
+def _read(one: StateTensor, manifest: Manifest, reader: AnyShardReader) -> None:
     """From the pieces that overlap it; together they fill the tensor, as `read_manifest` has checked."""
     pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
     for place in one.places:

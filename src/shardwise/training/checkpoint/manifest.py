@@ -14,18 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box, fill
+from shardwise.training.storage.place import Place
 
 NAME = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 2**30
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 TO_RESUME = ("optimizer_steps", "data", "losses")  # required to resume a run
-_FILE = re.compile(r"shard-\d{5}\.safetensors")
+# A store without rename has files of several saves side by side: the second part is the save's own.
+_FILE = re.compile(r"shard-\d{5}(\.[0-9a-f]{8}-\d{1,9})?\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 _SEAL = re.compile(rb', "checksum": "([0-9a-f]{64})"}\Z')
 _ANOTHER = "take another checkpoint"
@@ -95,7 +96,7 @@ class Manifest:
         return text[:-1] + f', "checksum": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Raises SpecError with what is wrong; no name in it can lead outside the folder."""
     path = folder / NAME
     try:
@@ -124,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SpecError(str(path), "does not describe a checkpoint", _ANOTHER) from None
 
 
-def _require_seal(raw: bytes, path: Path) -> None:
+def _require_seal(raw: bytes, path: Place) -> None:
     """Every byte is as it was written."""
     seal = _SEAL.search(raw)
     if seal is None:
@@ -188,7 +189,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
 }
 
 
-def contents_of(path: Path) -> dict[str, Any]:
+def contents_of(path: Place) -> dict[str, Any]:
     """What a checkpoint holds, from its manifest alone; raises SpecError if that is damaged.
 
     ``layout`` is the strategy that it was saved under, as its job file had it.

@@ -1,20 +1,15 @@
 """Saving: every box of every tensor is written by one rank that holds it; rank 0 commits when all are on disk.
 
-Ranks notify each other through files in the unfinished folder, never by a collective: a slow disk of one rank cannot
-make the others' communication time out, and writing can continue in a thread during training.
+With `draft.py` writing can continue in a thread during training.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
+import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +18,11 @@ from torch import Tensor
 
 from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import Box, Index
+from shardwise.training.checkpoint.draft import Draft, ReadTensors, draft_of
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard
-from shardwise.training.checkpoint.shards import NAMES, Entry, entry_name, shard_name, write_shard
+from shardwise.training.checkpoint.shards import NAMES, Entry, entry_name, shard_name
 from shardwise.training.checkpoint.state import StateTensor, numbers, state_tensors
-
-POLL_SECONDS = 0.02
 
 
 class SaveError(Exception):
@@ -50,15 +44,22 @@ class _OwnBox:
 class Saver:
     """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
 
-    `save` returns when the tensors are copied, unless ``wait``; `finish` raises if the last one failed.
+    `save` returns when the tensors are copied, unless ``wait``; `finish` raises if the last one failed. Rank 0 calls
+    ``on_commit`` with the step of each that is committed.
     """
 
     def __init__(
-        self, trainer: Trainer[Any], folder: CheckpointFolder, *, attempt: str = "0", timeout_seconds: float = 600
+        self,
+        trainer: Trainer[Any],
+        folder: CheckpointFolder,
+        *,
+        timeout_seconds: float = 600,
+        on_commit: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.trainer, self.folder, self.attempt, self.timeout_seconds = trainer, folder, attempt, timeout_seconds
+        self.trainer, self.folder, self.timeout_seconds, self.on_commit = trainer, folder, timeout_seconds, on_commit
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.boxes, self.tensors = _assigned(state_tensors(trainer), self.rank, self.world)
+        self._name = _agreed_name()
         self._saves = 0  # a step may be saved again: after a failure, or a roll-back
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -73,9 +74,10 @@ class Saver:
         self._saves += 1
         written = {**numbers(self.trainer), **further}
         if wait:
-            self._guarded(step, (one.read().to("cpu").contiguous() for one in self.boxes), written)
+            self._guarded(step, lambda: (one.read().to("cpu").contiguous() for one in self.boxes), written)
             return
-        self._thread = threading.Thread(target=self._guarded, args=(step, self._copied(), written), name="checkpoint")
+        copies = self._copied()
+        self._thread = threading.Thread(target=self._guarded, args=(step, lambda: copies, written), name="checkpoint")
         self._thread.start()
 
     @property
@@ -100,62 +102,64 @@ class Saver:
             copy.copy_(box.read())
         return self._copies
 
-    def _guarded(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
+    def _guarded(self, step: int, tensors: ReadTensors, written: dict[str, Any]) -> None:
         try:
             self._write(step, tensors, written)
         except BaseException as error:
             self._error = error
 
-    def _write(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
-        name = f"{self.attempt}-{self._saves}"
-        part = self.folder.unfinished(step, name)
+    def _write(self, step: int, tensors: ReadTensors, written: dict[str, Any]) -> None:
+        draft = draft_of(self.folder, step, f"{self._name}-{self._saves}")
         try:
-            part.mkdir(parents=True, exist_ok=True)
-            shard = write_shard(part / shard_name(self.rank), [one.entry for one in self.boxes], tensors)
-            unfinished = part / f"rank-{self.rank}.part"
-            unfinished.write_text(json.dumps({"bytes": shard.size, "sha256": shard.checksum}), encoding="utf-8")
-            unfinished.rename(unfinished.with_suffix(""))
+            shard = draft.write(draft.file_name(self.rank), [one.entry for one in self.boxes], tensors)
+            draft.announce(self.rank, shard)
         except OSError as error:
-            _announce_failure(part, self.rank, error)
+            draft.announce(self.rank, error)
             raise SaveError(f"rank {self.rank} could not write its part: {_reason(error)}") from error
         if self.rank == 0:
-            self._commit(step, name, written)
+            self._commit(step, draft, written)
 
-    def _commit(self, step: int, name: str, written: dict[str, Any]) -> None:
-        part = self.folder.unfinished(step, name)
+    def _commit(self, step: int, draft: Draft, written: dict[str, Any]) -> None:
         try:
-            files = self._all_written(part)
-            manifest = Manifest(step, self.trainer.job.to_dict(), written, self.tensors, files)
-            for rank in range(self.world):
-                (part / f"rank-{rank}").unlink()
-            self.folder.commit(step, name, manifest.to_bytes())
+            files = self._all_written(draft)
+            names = {shard_name(rank): draft.file_name(rank) for rank in range(self.world)}
+            manifest = Manifest(step, self.trainer.job.to_dict(), written, _renamed(self.tensors, names), files)
+            draft.commit(manifest)
+            self.on_commit(step)
         except OSError as error:
             raise SaveError(f"could not be committed: {_reason(error)}") from error
         finally:
-            shutil.rmtree(part, ignore_errors=True)  # what is committed has another name
+            draft.discard()
 
-    def _all_written(self, part: Path) -> dict[str, Shard]:
+    def _all_written(self, draft: Draft) -> dict[str, Shard]:
         files: dict[str, Shard] = {}
         deadline = time.monotonic() + self.timeout_seconds
         for rank in range(self.world):
-            path = part / f"rank-{rank}"
-            while not path.is_file():
-                for failed in part.glob(f"{path.name}.failed-*"):
-                    reason = os.strerror(int(failed.name.rpartition("-")[2]))
-                    raise SaveError(f"rank {rank} could not write its part: {reason}")
+            while (found := draft.announced(rank)) is None:
                 if time.monotonic() > deadline:
                     raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
-                time.sleep(POLL_SECONDS)
-            found = json.loads(path.read_text(encoding="utf-8"))
-            files[shard_name(rank)] = Shard(found["bytes"], found["sha256"])
+                time.sleep(draft.poll_seconds)
+            if isinstance(found, str):
+                raise SaveError(f"rank {rank} could not write its part: {found}")
+            files[draft.file_name(rank)] = found
         return files
 
 
-def _announce_failure(part: Path, rank: int, error: OSError) -> None:
-    """By the name of an empty file, which works on a full disk; otherwise rank 0 notices by its time limit."""
-    with contextlib.suppress(OSError):
-        (part / f"rank-{rank}.failed-{error.errno or 0}").touch()
-        (part / shard_name(rank)).unlink()
+def _agreed_name() -> str:
+    """Eight hexadecimal digits, drawn by rank 0: no two starts of a run write under one name."""
+    drawn: list[Any] = [secrets.token_hex(4)]
+    dist.broadcast_object_list(drawn)
+    return str(drawn[0])
+
+
+def _renamed(tensors: dict[str, FullTensor], names: dict[str, str]) -> dict[str, FullTensor]:
+    """The same with other names of files; those of a local folder stay."""
+    if all(one == other for one, other in names.items()):
+        return tensors
+    return {
+        key: replace(full, pieces=tuple(replace(piece, file=names[piece.file]) for piece in full.pieces))
+        for key, full in tensors.items()
+    }
 
 
 def _reason(error: OSError) -> str:

@@ -32,6 +32,8 @@ from torch import Tensor
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.manifest import Shard
+from shardwise.training.checkpoint.remote_shards import RemoteShardReader, remote_header_problem
+from shardwise.training.storage.place import Place, RemotePlace
 
 BLOCK_BYTES = 8 * 2**20
 BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk
@@ -50,7 +52,7 @@ def write_stream(path: Path, content: Iterable[Bytes]) -> Shard:
     in_flight: deque[tuple[Future[None], Future[None]]] = deque()
     # Checksum, copying and writing all release the GIL.
     with _opened(path) as file, ThreadPoolExecutor(1) as summing, ThreadPoolExecutor(1) as writing:
-        for array, length in _blocks(content):
+        for array, length in blocks_of(content):
             padded = -(-length // ALIGNED_BYTES) * ALIGNED_BYTES  # only of the last one; cut off below
             block = array.data
             in_flight.append(
@@ -78,7 +80,7 @@ def write_block(file: int, block: memoryview) -> None:
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
-def _blocks(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
+def blocks_of(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
     """Blocks with the number of bytes in them, full except the last; the same few are reused."""
     blocks: list[Bytes] = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8) for _ in range(BLOCKS)]
     number = filled = 0
@@ -142,11 +144,11 @@ def write_shard(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Shard:
     """Writes contiguous tensors in CPU memory, each requested when its turn comes, and syncs them to disk."""
-    return write_stream(path, _content(entries, tensors, metadata))
+    return write_stream(path, shard_content(entries, tensors, metadata))
 
 
-def _content(
-    entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None
+def shard_content(
+    entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Bytes]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -162,7 +164,7 @@ def _content(
         yield tensor.flatten().view(torch.uint8).numpy()
 
 
-def content_problem(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
+def content_problem(path: Place, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
     """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read."""
     if problem := size_problem(path, wanted):
         return problem
@@ -177,7 +179,7 @@ def content_problem(path: Path, wanted: Shard, progress: Callable[[int], None] =
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
 
 
-def size_problem(path: Path, wanted: Shard) -> str | None:
+def size_problem(path: Place, wanted: Shard) -> str | None:
     """What is wrong with a file, by its size alone; None if nothing is."""
     try:
         if path.is_symlink() or not path.is_file():
@@ -188,8 +190,10 @@ def size_problem(path: Path, wanted: Shard) -> str | None:
     return None if size == wanted.size else f"has {size:,} bytes instead of {wanted.size:,}"
 
 
-def header_problem(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
+def header_problem(path: Place, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """Entries of a file whose type or shape differs from the manifest, whatever the checksum; reads the header."""
+    if isinstance(path, RemotePlace):
+        return remote_header_problem(path, wanted)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -231,3 +235,11 @@ class ShardReader:
 
     def close(self) -> None:
         self._open.clear()
+
+
+AnyShardReader = ShardReader | RemoteShardReader
+
+
+def open_shards(folder: Place) -> AnyShardReader:
+    """The files of the checkpoint in a folder."""
+    return RemoteShardReader(folder) if isinstance(folder, RemotePlace) else ShardReader(folder)

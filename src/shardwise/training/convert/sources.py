@@ -26,6 +26,7 @@ from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
 from shardwise.training.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
 from shardwise.training.convert.weights import Weights, complete
+from shardwise.training.storage.place import Place
 
 MODEL_KEY = "shardwise.model"  # the metadata entry that describes the model of a file that we write
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -78,7 +79,7 @@ def _is_ours(source: Path) -> bool:
     return (source / MANIFEST).is_file() or bool(folder_at(source).committed())
 
 
-def _from_checkpoint(folder: Path, given: str | None) -> Weights:
+def _from_checkpoint(folder: Place, given: str | None) -> Weights:
     manifest = require_intact(folder)
     model = model_from(given if given is not None else manifest.job.get("model"))
     keys = weight_keys(manifest)

@@ -71,7 +71,7 @@ def write_as_checkpoint(weights: Weights, path: Path, progress: Progress) -> Pat
     made = write_checkpoint(CheckpointFolder(path), about, keyed, shards, progress)
     if weights.companions is not None:
         keep_companions(weights.companions, path)
-    return made
+    return path / made.name
 
 
 def _in_turn(weights: Weights, progress: Progress) -> Iterator[tuple[str, Tensor]]:

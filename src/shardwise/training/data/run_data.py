@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -19,30 +20,33 @@ from shardwise.training.data.build import build
 from shardwise.training.data.order import Mixture, Stream
 from shardwise.training.data.sources import standard_library
 from shardwise.training.data.token_files import TokenFiles, Tokens, open_pair
+from shardwise.training.storage.place import Place, absolute, place_of
 
 CORPUS = "corpus"
 _PROBED_TOKENS = 2**16  # of each part, checked against the vocabulary before a run starts
 _EVALUATION_SEED = 1  # added to the run's: another order, the same at every evaluation
 _SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
 _MEMORY = Path("/dev/shm")
+_COPY_BYTES = 2**23
 
 
 def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
     """What a run trains on, and what it evaluates on; ``folder`` keeps the built-in corpus."""
     data = job.run.data
-    names = [Path(name) for name in data.shards] or [builtin_corpus(folder)]
-    pairs = [open_pair(name) for name in staged([*names, *map(Path, data.validation)], data.stage, data.stage_limit)]
+    names = [place_of(name) for name in data.shards] or [builtin_corpus(folder)]
+    here = staged([*names, *map(place_of, data.validation)], data.stage, data.stage_limit)
+    pairs = [open_pair(name, data.cache) for name in here]
     return _mixtures(job, pairs[: len(names)], pairs[len(names) :])
 
 
 def check_data(job: Job) -> list[str]:
     """Before a process starts: notes on a run's data for the user; raises SpecError for unusable data."""
     data = job.run.data
-    trained = [open_pair(name) for name in data.shards] or [_to_be_built()]
-    others = [open_pair(name) for name in data.validation]
+    trained = [open_pair(name, data.cache) for name in data.shards] or [_to_be_built()]
+    others = [open_pair(name, data.cache) for name in data.validation]
     training, evaluated = _mixtures(job, trained, others)
     built = 0 if data.shards else trained[0].tokens.nbytes
-    require_staging([Path(one) for one in (*data.shards, *data.validation)], built, data.stage, data.stage_limit)
+    require_staging([place_of(one) for one in (*data.shards, *data.validation)], built, data.stage, data.stage_limit)
     for stream in [*training.streams, *(evaluated.streams if evaluated else [])]:
         stream.checked(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
     if evaluated is None or others:
@@ -122,7 +126,7 @@ def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Se
     return Mixture(streams, weights or [float(one.tokens) for one in streams], seed)
 
 
-def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Path]:
+def staged(prefixes: Sequence[Place], where: str, limit_bytes: float) -> list[Place]:
     """The same pairs on fast storage (``where``: memory or a local disk); copied by the first process.
 
     Copies stay for the next start of the run, and are valid as long as the original does not change.
@@ -133,7 +137,7 @@ def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Pat
     return [_copied(prefix, _root(where)) for prefix in prefixes]
 
 
-def require_staging(prefixes: Sequence[Path], built_bytes: int, where: str, limit_bytes: float) -> None:
+def require_staging(prefixes: Sequence[Place], built_bytes: int, where: str, limit_bytes: float) -> None:
     """Before a process starts: raises SpecError if shards, and ``built_bytes`` still to be built, do not fit there."""
     if where == "none":
         return
@@ -153,7 +157,7 @@ def _require_limit(needed_bytes: int, limit_bytes: float) -> None:
         raise SpecError("run.data.stage", problem, "stage: none, or a higher stage_limit")
 
 
-def _bytes_of(prefixes: Sequence[Path]) -> int:
+def _bytes_of(prefixes: Sequence[Place]) -> int:
     return sum(path.stat().st_size for prefix in prefixes for path in _files(prefix))
 
 
@@ -162,18 +166,18 @@ def _root(where: str) -> Path:
     return place / f"shardwise-{os.getuid()}"
 
 
-def _files(prefix: Path) -> list[Path]:
+def _files(prefix: Place) -> list[Place]:
     paths = [prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES]
     return [path for path in paths if path.is_file()]
 
 
-def _folder(prefix: Path, root: Path) -> Path:
+def _folder(prefix: Place, root: Path) -> Path:
     """Where the copy of a pair is, as long as the pair does not change."""
-    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(prefix)]
+    facts = [(absolute(str(path)), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(prefix)]
     return root / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _copied(prefix: Path, root: Path) -> Path:
+def _copied(prefix: Place, root: Path) -> Path:
     files, folder = _files(prefix), _folder(prefix, root)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -182,10 +186,20 @@ def _copied(prefix: Path, root: Path) -> Path:
             for path in files:
                 if not (folder / path.name).exists():
                     part = folder / f"{path.name}.part"
-                    shutil.copyfile(path, part)
+                    _copy(path, part)
                     part.rename(folder / path.name)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         problem = f"{prefix} could not be copied to {root} ({error.strerror})"
         raise SpecError("run.data.stage", problem, "stage: none") from None
     return folder / prefix.name
+
+
+def _copy(path: Place, target: Path) -> None:
+    if isinstance(path, Path):
+        shutil.copyfile(path, target)
+        return
+    with path.open() as source, target.open("wb") as file:
+        shutil.copyfileobj(source, file, _COPY_BYTES)
+    if target.stat().st_size != path.stat().st_size:
+        raise OSError(errno.EIO, "the store gave less than the whole file", str(path))

@@ -7,26 +7,30 @@ every token, 1 if the loss counts it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
 from shardwise.spec.errors import SpecError
+from shardwise.training.data.remote_tokens import RemoteArray, remote_array, remote_sums
+from shardwise.training.storage.blocks import block_sum
+from shardwise.training.storage.place import Place, RemotePlace, place_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-CHUNK_BYTES = 16 * 2**20  # each has its own checksum, which locates damage
+CHUNK_BYTES = 2**20  # each has its own checksum, which locates damage; the unit of what is read from a store
+CACHE_BYTES = 2**28
 LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 bits, and a document may have several
 Tokens = np.ndarray[Any, np.dtype[Any]]
+AnyPlace = TypeVar("AnyPlace", bound=Place)
 
 
 def token_dtype(vocab: int) -> type:
@@ -36,21 +40,27 @@ def token_dtype(vocab: int) -> type:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An open pair, mapped into memory: ``tokens`` of all documents end to end, document i starts at ``starts[i]``."""
+    """An open pair, mapped into memory: ``tokens`` of all documents end to end, document i starts at ``starts[i]``.
 
-    prefix: Path
-    tokens: Tokens
+    Of a pair in a store, what is asked for is read.
+    """
+
+    prefix: Place
+    tokens: Tokens | RemoteArray
     starts: Tokens  # one more than documents: the last is the number of tokens
-    mask: Tokens | None
+    mask: Tokens | RemoteArray | None
 
     @property
     def documents(self) -> int:
         return len(self.starts) - 1
 
 
-def open_pair(prefix: Path | str) -> TokenFiles:
-    """Maps a pair and checks that it is complete; raises SpecError naming the file and the problem."""
-    prefix = Path(prefix)
+def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFiles:
+    """Maps a pair and checks that it is complete; raises SpecError naming the file and the problem.
+
+    Of pairs in a store the last ``cache_bytes`` that were read stay in memory.
+    """
+    prefix = place_of(prefix) if isinstance(prefix, str) else prefix
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
     for path in (index, tokens):
         if not path.is_file():
@@ -64,15 +74,30 @@ def open_pair(prefix: Path | str) -> TokenFiles:
         raise SpecError(str(index), "its sequences do not follow each other in the .bin", "build it again: data build")
     if held != starts[-1] * size:
         raise SpecError(str(tokens), f"has {held:,} bytes, its index says {starts[-1] * size:,}", "copy it again")
+    if isinstance(tokens, RemotePlace):
+        return _remote_pair(tokens, held, dtype, starts[ends], cache_bytes)
     mapped: Tokens = np.memmap(tokens, dtype, "r") if held else np.zeros(0, dtype)
-    return TokenFiles(prefix, mapped, starts[ends], _mask(prefix, len(mapped)))
+    mask = _path(prefix, ".mask")
+    masked = _has_mask(mask, len(mapped)) and held > 0
+    return TokenFiles(prefix, mapped, starts[ends], np.memmap(str(mask), np.uint8, "r") if masked else None)
 
 
-def _path(prefix: Path, suffix: str) -> Path:
-    return prefix.with_name(prefix.name + suffix)
+def _remote_pair(tokens: RemotePlace, held: int, dtype: Any, starts: Tokens, cache_bytes: float) -> TokenFiles:
+    prefix = tokens.with_name(tokens.name.removesuffix(".bin"))
+    sums = remote_sums(_path(prefix, ".sums.json"))
+    found = remote_array(tokens, held, dtype, sums, cache_bytes)
+    mask = _path(prefix, ".mask")
+    masked = _has_mask(mask, len(found))
+    return TokenFiles(
+        prefix, found, starts, remote_array(mask, len(found), np.uint8, sums, cache_bytes) if masked else None
+    )
 
 
-def _read_index(path: Path) -> tuple[Any, Tokens, Tokens, Tokens]:
+def _path(prefix: AnyPlace, suffix: str) -> AnyPlace:
+    return cast(AnyPlace, prefix.with_name(prefix.name + suffix))
+
+
+def _read_index(path: Place) -> tuple[Any, Tokens, Tokens, Tokens]:
     """Data type, length and place of every sequence, and the sequences with which documents begin."""
     raw = path.read_bytes()
     if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
@@ -99,13 +124,12 @@ def _read_index(path: Path) -> tuple[Any, Tokens, Tokens, Tokens]:
     return _DTYPES[code], lengths, pointers, ends
 
 
-def _mask(prefix: Path, tokens: int) -> Tokens | None:
-    path = _path(prefix, ".mask")
+def _has_mask(path: Place, tokens: int) -> bool:
     if not path.is_file():
-        return None
+        return False
     if path.stat().st_size != tokens:
         raise SpecError(str(path), f"has {path.stat().st_size:,} bytes for {tokens:,} tokens", "build the pair again")
-    return np.memmap(path, np.uint8, "r") if tokens else np.zeros(0, np.uint8)
+    return True
 
 
 class PairWriter:
@@ -176,26 +200,27 @@ def write_checksums(prefix: Path) -> None:
     _path(prefix, ".sums.json").write_text(content, encoding="utf-8")
 
 
-def check_sums(prefix: Path | str) -> bool:
+def check_sums(prefix: Place | str) -> bool:
     """Whether there are checksums; raises SpecError that names the first damaged file and offset."""
-    prefix = Path(prefix)
+    prefix = place_of(prefix) if isinstance(prefix, str) else prefix
     sidecar = _path(prefix, ".sums.json")
     if not sidecar.is_file():
         return False
     try:
-        recorded = {suffix: list(sums) for suffix, sums in json.loads(sidecar.read_text("utf-8"))["files"].items()}
-        found = {suffix: _sums(_path(prefix, suffix)) for suffix in recorded}
+        document = json.loads(sidecar.read_bytes())
+        chunk_bytes = int(document["chunk_bytes"])
+        recorded = {suffix: list(sums) for suffix, sums in document["files"].items()}
+        found = {suffix: _sums(_path(prefix, suffix), chunk_bytes) for suffix in recorded}
     except (KeyError, ValueError, TypeError, AttributeError, OSError):
         raise SpecError(str(sidecar), "does not fit its files", "copy all files of the pair again") from None
     for suffix, sums in recorded.items():
         differing = [number for number, (one, two) in enumerate(zip_longest(sums, found[suffix])) if one != two]
         if differing:
-            place = f"is damaged near byte {differing[0] * CHUNK_BYTES:,}"
+            place = f"is damaged near byte {differing[0] * chunk_bytes:,}"
             raise SpecError(str(_path(prefix, suffix)), place, "copy or build it again")
     return True
 
 
-def _sums(path: Path) -> list[str]:
+def _sums(path: Place, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
     with path.open("rb") as file:
-        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-        return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in chunks]
+        return [block_sum(chunk) for chunk in iter(lambda: file.read(chunk_bytes), b"")]

@@ -1,0 +1,168 @@
+"""A checkpoint that is being written, by several processes: its files, who has finished, and the commit.
+
+Ranks notify each other through small files beside the shards, never by a collective: a slow disk of one rank cannot
+make the others' communication time out, and writing can continue in a thread during training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.manifest import Manifest, Shard
+from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.training.checkpoint.shards import Entry, blocks_of, shard_content, shard_name, write_shard
+from shardwise.training.storage.place import Place
+
+ReadTensors = Callable[[], Iterable[Tensor]]  # the tensors of a shard, from the first each time it is called
+
+
+class Draft(Protocol):
+    """What writers of one checkpoint do; they all make one with the same step and name."""
+
+    poll_seconds: float
+
+    def file_name(self, number: int) -> str:
+        """Of a shard."""
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        """Writes a shard; it stays when this returns."""
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        """Tells the others that the shard of a rank is there, or why it is not."""
+
+    def announced(self, rank: int) -> Shard | str | None:
+        """The shard of a rank, why there is none, or None if it has not said so yet."""
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place: ...
+
+    def discard(self) -> None:
+        """Removes what was not committed."""
+
+
+class LocalDraft:
+    """In a folder with a temporary name."""
+
+    poll_seconds = 0.02
+
+    def __init__(self, folder: CheckpointFolder, step: int, name: str) -> None:
+        self.folder, self.step, self.name, self.part = folder, step, name, folder.unfinished(step, name)
+
+    def file_name(self, number: int) -> str:
+        return shard_name(number)
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        self.part.mkdir(parents=True, exist_ok=True)
+        return write_shard(self.part / name, entries, tensors())
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        notice = self.part / f"rank-{rank}"
+        if isinstance(outcome, Shard):
+            unfinished = notice.with_suffix(".part")
+            unfinished.write_text(_spelled(outcome), encoding="utf-8")
+            unfinished.rename(notice)
+            return
+        # By the name of an empty file, which works on a full disk; otherwise rank 0 notices by its time limit.
+        with contextlib.suppress(OSError):
+            notice.with_name(f"{notice.name}.failed-{outcome.errno or 0}").touch()
+            (self.part / shard_name(rank)).unlink()
+
+    def announced(self, rank: int) -> Shard | str | None:
+        notice = self.part / f"rank-{rank}"
+        if notice.is_file():
+            return _read(notice.read_bytes())
+        failed = next(self.part.glob(f"{notice.name}.failed-*"), None)
+        return None if failed is None else os.strerror(int(failed.name.rpartition("-")[2]))
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place:
+        for notice in self.part.glob("rank-*"):
+            notice.unlink()
+        return self.folder.commit(self.step, self.name, manifest.to_bytes(), replace=replace)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.part, ignore_errors=True)  # what is committed has another name
+
+
+class RemoteDraft:
+    """Beside what is committed, under names of its own."""
+
+    poll_seconds = 0.2
+
+    def __init__(self, folder: RemoteCheckpointFolder, step: int, name: str) -> None:
+        self.folder, self.step, self.place = folder, step, folder.of_step(step)
+        self.own = name  # of eight hexadecimal digits and a number: see `manifest.py`
+        self._written: set[str] = set()
+
+    def file_name(self, number: int) -> str:
+        return shard_name(number).replace(".", f".{self.own}.", 1)
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        sent = [Shard(0, "")]
+
+        def blocks() -> Iterator[memoryview]:
+            checksum, size = hashlib.sha256(), 0
+            for array, length in blocks_of(shard_content(entries, tensors())):
+                block = array.data[:length]
+                checksum.update(block)
+                size += length
+                yield block
+            sent[0] = Shard(size, checksum.hexdigest())
+
+        place = self.place / name
+        place.store.upload(str(place), blocks)
+        self._written.add(name)
+        return sent[0]
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        if isinstance(outcome, Shard):
+            self._notice(rank).write_bytes(_spelled(outcome).encode())
+            return
+        with contextlib.suppress(OSError):  # the store is gone: rank 0 notices by its time limit
+            self._notice(rank).write_bytes(json.dumps({"failed": _reason(outcome)}).encode())
+
+    def announced(self, rank: int) -> Shard | str | None:
+        try:
+            return _read(self._notice(rank).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _notice(self, rank: int) -> Place:
+        return self.place / f"rank-{rank}.{self.own}"
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place:
+        return self.folder.seal(self.step, manifest.to_bytes(), set(manifest.files), replace=replace)
+
+    def discard(self) -> None:
+        """Notices and shards of this save, unless a manifest names them: then nothing of it is left but those."""
+        if (self.place / "manifest.json").is_file():
+            return
+        names = [name for name in self.place.objects() if f".{self.own}" in name]
+        self.place.store.delete(str(self.place / name) for name in names)
+
+
+def draft_of(folder: CheckpointFolder, step: int, name: str) -> Draft:
+    """A new draft; every process that writes one checkpoint gives the same name, no other save does."""
+    if isinstance(folder, RemoteCheckpointFolder):
+        return RemoteDraft(folder, step, name)
+    return LocalDraft(folder, step, name)
+
+
+def _spelled(shard: Shard) -> str:
+    return json.dumps({"bytes": shard.size, "sha256": shard.checksum})
+
+
+def _read(notice: bytes) -> Shard | str:
+    found = json.loads(notice)
+    return str(found["failed"]) if "failed" in found else Shard(found["bytes"], found["sha256"])
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

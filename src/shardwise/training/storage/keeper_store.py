@@ -1,0 +1,166 @@
+"""The memory of the nodes of a run as a store: what a rank puts there is on its own node and on the next.
+
+So a lost node costs no object, and neither does a lost rank; when two neighbours are lost, their objects are gone. The
+processes that hold the objects are `launch/keeper.py`, started beside the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from shardwise.training.storage.stores import Blocks, ObjectFacts, StoreError
+
+KEEPER = "keeper"  # the scheme
+_FRAME = struct.Struct("<I")  # as in `launch/keeper.py`
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 60.0
+_BUFFER_BYTES = 2**20
+MOST_READ_BYTES = 2**30
+
+
+class KeeperStore:
+    """As seen from a rank on ``node``; ``file`` says where the keepers are now: a lost one is replaced.
+
+    A restart reads every shard twice, first for its checksum: what was read once stays here for the second time, up to
+    ``MOST_READ_BYTES``, and goes when the rank saves again.
+    """
+
+    def __init__(self, file: Path, node: int) -> None:
+        self.file, self.node = file, node
+        self._read: dict[tuple[str, int, int], bytes] = {}
+        self._lock = threading.Lock()
+
+    def _keepers(self) -> tuple[str, list[str]]:
+        """The secret and the addresses, this node's first, then the one with its copies, then all others."""
+        found = json.loads(self.file.read_text(encoding="utf-8"))
+        addresses = list(found["keepers"])
+        begin = self.node % len(addresses)
+        return str(found["secret"]), [*addresses[begin:], *addresses[:begin]]
+
+    def put(self, uri: str, content: bytes) -> None:
+        """A small object is on every node that answers."""
+        secret, addresses = self._keepers()
+        for number, address in enumerate(addresses):
+            try:
+                self._sent(uri, secret, [address], lambda: iter([memoryview(content)]))
+            except OSError:
+                if number < 2:
+                    raise
+
+    def upload(self, uri: str, content: Blocks) -> None:
+        with self._lock:
+            self._read.clear()
+        secret, addresses = self._keepers()
+        self._sent(uri, secret, addresses[:2], content)
+
+    def _sent(self, uri: str, secret: str, addresses: list[str], content: Blocks) -> None:
+        try:
+            with ExitStack() as stack:
+                files = [stack.enter_context(_asked(address, secret, "put", key=uri)) for address in addresses]
+                for block in content():
+                    for file in files:
+                        file.write(_FRAME.pack(len(block)))
+                        file.write(block)
+                for file in files:
+                    file.write(_FRAME.pack(0))
+                    file.flush()
+                    _answer(file)
+        except OSError as error:
+            raise StoreError(uri, f"a keeper did not take it ({error.strerror or error})") from None
+
+    def read(self, uri: str, first: int = 0, last: int | None = None) -> bytes:
+        if last is None:
+            return self._fetched(uri, first, last)
+        key = (uri, first, last)
+        with self._lock:
+            found = self._read.pop(key, None)
+        if found is not None:
+            return found
+        found = self._fetched(uri, first, last)
+        with self._lock:
+            if sum(map(len, self._read.values())) + len(found) <= MOST_READ_BYTES:
+                self._read[key] = found
+        return found
+
+    def _fetched(self, uri: str, first: int, last: int | None) -> bytes:
+        secret, addresses = self._keepers()
+        for address in addresses:
+            try:
+                with _asked(address, secret, "get", key=uri, first=first, last=last) as file:
+                    found = _content(file)
+            except OSError:
+                continue
+            if found is not None:
+                if last is not None and len(found) != last - first:
+                    raise StoreError(uri, f"has {len(found):,} of {last - first:,} bytes")
+                return found
+        raise FileNotFoundError(0, "is in no node's memory", uri)
+
+    def facts(self, uri: str) -> ObjectFacts:
+        found = self._below(uri).get(uri)
+        if found is None:
+            raise FileNotFoundError(0, "is in no node's memory", uri)
+        return found
+
+    def listed(self, uri: str) -> dict[str, ObjectFacts]:
+        prefix = f"{uri.rstrip('/')}/"
+        return {key[len(prefix) :]: facts for key, facts in self._below(prefix).items()}
+
+    def _below(self, prefix: str) -> dict[str, ObjectFacts]:
+        """Of all nodes that answer."""
+        secret, addresses = self._keepers()
+        found: dict[str, ObjectFacts] = {}
+        for address in addresses:
+            try:
+                with _asked(address, secret, "below", prefix=prefix) as file:
+                    there = _answer(file)["objects"]
+            except OSError:
+                continue
+            found |= {key: ObjectFacts(size, at) for key, (size, at) in there.items()}
+        return found
+
+    def delete(self, uris: Iterable[str]) -> None:
+        secret, addresses = self._keepers()
+        keys = list(uris)
+        for address in addresses if keys else []:
+            try:
+                with _asked(address, secret, "delete", keys=keys) as file:
+                    _answer(file)
+            except OSError:
+                continue
+
+
+@contextmanager
+def _asked(address: str, secret: str, what: str, **how: Any) -> Iterator[BinaryIO]:
+    """A request that has been sent; what follows it is written to and read from the file."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
+        connection.settimeout(_ANSWER_SECONDS)
+        with connection.makefile("rwb", _BUFFER_BYTES) as file:
+            file.write(f"{secret}\n{json.dumps({'what': what, 'how': how})}\n".encode())
+            file.flush()
+            yield cast(BinaryIO, file)
+
+
+def _answer(file: BinaryIO) -> dict[str, Any]:
+    line = file.readline()
+    if not line:
+        raise ConnectionError("the keeper is gone")
+    return dict(json.loads(line))
+
+
+def _content(file: BinaryIO) -> bytes | None:
+    """What a keeper has of an object; None if it has none of it."""
+    size = _answer(file).get("size")
+    if size is None:
+        return None
+    content = file.read(size)
+    if len(content) != size:
+        raise ConnectionError("the keeper is gone")
+    return content
