@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_VERBS = ("analyze", "calibrate", "compare", "plan", "plan_mixed", "predict", "train", "validate", "verify")
+_VERBS = (
+    "analyze", "calibrate", "compare", "generate", "plan", "plan_mixed", "predict", "train", "validate", "verify",
+)  # fmt: skip
 _PUBLIC = {
     "Cluster": "shardwise.spec.hardware",
     "Device": "shardwise.spec.hardware",
@@ -52,6 +54,7 @@ __all__ = [
     "collective_latency_and_volume",
     "compare",
     "gather_state_dict",
+    "generate",
     "p2p_latency",
     "parallelize",
     "per_gpu_memory_bytes",
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from shardwise.api.calibration import calibrate
     from shardwise.api.comparison import compare
     from shardwise.api.execution import train
+    from shardwise.api.generation import generate
     from shardwise.api.planning import plan, plan_mixed
     from shardwise.api.validation import validate
     from shardwise.api.verification import verify

@@ -1,4 +1,5 @@
-"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `compare`, `calibrate`, `validate`.
+"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `compare`, `calibrate`, `validate`,
+`generate`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
 imported when first used. The command line calls the same functions; here errors name keywords instead of flags.
@@ -24,6 +25,7 @@ VERBS = {
     "compare": "comparison",
     "calibrate": "calibration",
     "validate": "validation",
+    "generate": "generation",
 }
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 _OTHER_NAMES = {"for": "framework", "from": "run", "set": "strategy", "grace": "grace_seconds"}

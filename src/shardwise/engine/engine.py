@@ -52,7 +52,7 @@ class Engine(Trainer[Batch]):
         place = torch.device(device)
         precision = precision_of(job.training)
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
-        stages = _cut_stages(job, mesh)
+        stages = cut_stages(job, mesh)
         tied = _tied_ends(job, mesh, stages)
         data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=job)
         for stage in stages.values():
@@ -86,7 +86,7 @@ class Engine(Trainer[Batch]):
             update_balance(stage, self.mesh, self.job.model.numerics.bias_rate)
 
 
-def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
+def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     """The stages of this rank, without values, cut by everything but data parallelism."""
     layers = built_layers(job)
     last = len(layers) - 1

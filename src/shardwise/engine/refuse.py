@@ -19,12 +19,12 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
     require_gradient_schedules(job)
 
 
-def require_devices(device: str, ranks: int) -> None:
+def require_devices(device: str, ranks: int, flag: str = "--on") -> None:
     """Raises SpecError if this machine has too few devices; on a CPU a rank is a process."""
     import torch  # not needed by callers of `require_runs` alone
 
     if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise SpecError("--on", f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", "use --on cpu")
+        raise SpecError(flag, f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", f"use {flag} cpu")
 
 
 def require_backend(job: Job, *, by_mpi: bool) -> None:

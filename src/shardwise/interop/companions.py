@@ -95,6 +95,18 @@ def config_for(model: Model, source: Path | None) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _NOT_CARRIED}
 
 
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as generation_config.json or config.json say; none if neither does."""
+    for name in ("generation_config.json", CONFIG):
+        path = companions(folder).get(name)
+        config = {} if path is None else read_config(path)
+        named = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        found = named if isinstance(named, list) else [named]
+        if found and all(type(one) is int for one in found):
+            return tuple(found)
+    return ()
+
+
 def _stays(link: Path) -> bool:
     """Whether a link leads to a file of its own folder, or to the blobs that the hub's cache keeps two folders up."""
     target, folder = Path(os.path.realpath(link)), Path(os.path.realpath(link.parent))

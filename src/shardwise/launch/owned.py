@@ -85,6 +85,21 @@ def clear_unowned(root: Path) -> None:
                 os.close(lock)
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether the process that made a folder lives and has not closed it."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _refused(root: Path, error: OSError, why: str) -> SpecError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     problem = "has no space left" if full else f"cannot be written ({error.strerror})"

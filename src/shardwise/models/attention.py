@@ -141,10 +141,7 @@ class MultiHeadLatentAttention(nn.Module):
         self, queries: Tensor, latent: Tensor, key_rotated: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Every head's query, key and value; one function of the latent vectors, so that it can be recomputed."""
-        if self.compressed_query:
-            queries = self.query_up(queries)
-        query = torch.unflatten(queries, -1, (-1, self.plain_size + self.rotated_size))
-        query_plain, query_rotated = query.split_with_sizes((self.plain_size, self.rotated_size), dim=-1)
+        query_plain, query_rotated = self.query_parts(queries)
         key_value = self.key_value_up(latent).unflatten(-1, (-1, self.plain_size + self.value_size))
         key_plain, value = key_value.split_with_sizes((self.plain_size, self.value_size), dim=-1)
         key_rotated = key_rotated.unsqueeze(-2)
@@ -153,3 +150,11 @@ class MultiHeadLatentAttention(nn.Module):
         query = torch.cat((query_plain, query_rotated), dim=-1)
         key = torch.cat((key_plain, key_rotated.expand(-1, -1, key_plain.shape[-2], -1)), dim=-1)
         return query, key, value.contiguous()  # a view would keep the keys' part of the matmul alive
+
+    def query_parts(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every head, the part of its query without positions, and the part to be rotated."""
+        if self.compressed_query:
+            queries = self.query_up(queries)
+        query = torch.unflatten(queries, -1, (-1, self.plain_size + self.rotated_size))
+        plain, rotated = query.split_with_sizes((self.plain_size, self.rotated_size), dim=-1)
+        return plain, rotated

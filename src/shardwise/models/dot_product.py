@@ -109,11 +109,11 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
 def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
     """The same by plain matmuls: all scores are materialised, and their softmax is kept."""
-    return _attended_from(query, key, value, arguments, 0)
+    return attention_from(query, key, value, arguments, 0)
 
 
-def _attended_from(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments, start: int) -> Tensor:
-    """Attention of the queries from position ``start`` on to all keys."""
+def attention_from(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments, start: int) -> Tensor:
+    """Attention of the queries from position ``start`` on to all keys, whose ``documents`` are given."""
     batch, rows, heads, features = query.shape
     groups, seq = key.shape[2], key.shape[1]
     # The query heads of a key head lie one after the other, so that no key is repeated.
@@ -135,7 +135,7 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: Atte
     each = max(1, SCORES_AT_ONCE // (batch * heads * seq))
     parts = [
         checkpoint(
-            _attended_from,
+            attention_from,
             query[:, at : at + each],
             key,
             value,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -32,6 +33,14 @@ def bytes_progress(doing: str, total: int, *, quiet: bool = False) -> Iterator[C
     figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _one_task(doing, total, (TextColumn("{task.description}"), BarColumn(), *figures), quiet) as bar:
         yield lambda size: bar.advance(bar.task_ids[0], size)
+
+
+@contextmanager
+def counted_progress(doing: str, what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function to call with how many are done, and how many there are."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(what))
+    with _one_task(doing, None, (*columns, TimeRemainingColumn()), quiet) as bar:
+        yield lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
 
 
 def _one_task(doing: str, total: int | None, columns: tuple[ProgressColumn, ...], quiet: bool) -> Progress:

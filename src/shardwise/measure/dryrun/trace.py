@@ -188,7 +188,7 @@ def _structure_is_real() -> AbstractContextManager[None]:
     no_values = (engine_module, "initialise_parts", lambda *arguments: None)
     no_failure = (optimizer, "known_to_host", lambda flag: False)
     return replaced(
-        *(real(name) for name in ("build_mesh", "_cut_stages", "tie_ends", "apply_data")), no_values, no_failure
+        *(real(name) for name in ("build_mesh", "cut_stages", "tie_ends", "apply_data")), no_values, no_failure
     )
 
 

@@ -1,4 +1,4 @@
-"""From documents to a pair of token files: tokenizers, and several processes that hold a few documents at a time."""
+"""From documents to a pair of token files: several processes that hold a few documents at a time."""
 
 from __future__ import annotations
 
@@ -7,64 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.installation import require_packages
 from shardwise.training.data.sources import Document, read_documents, require_readable
 from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
+from shardwise.training.data.tokenizer import Tokenizer, tokenizer_from
 
 PORTION = 64  # documents handed to a process at a time
 
 
-class ByteTokenizer:
-    """Every byte of UTF-8 is a token; 256, the ``end``, ends a document; ``vocab`` counts all, ``end`` included."""
-
-    vocab = 257
-    end = 256
-
-    def encode(self, text: str) -> Tokens:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
-
-
-class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, or the folder that holds one."""
-
-    def __init__(self, path: Path) -> None:
-        require_packages("tokenizer", "tokenizers")
-        from tokenizers import Tokenizer as Model
-
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise SpecError(str(file), "is not there", "name a tokenizer.json or a folder that holds one, or: bytes")
-        try:
-            self._model: Any = Model.from_file(str(file))
-        except Exception as error:  # its parser raises plain Exception
-            raise SpecError(str(file), f"is not a tokenizer ({error})", "download it again") from None
-        self.vocab = int(self._model.get_vocab_size(with_added_tokens=True))
-        self.end = self._end(file)
-
-    def _end(self, file: Path) -> int:
-        known = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>")
-        for text in known:
-            number = self._model.token_to_id(text)
-            if number is not None:
-                return int(number)
-        raise SpecError(str(file), "has no token that ends a text", "one of " + ", ".join(known))
-
-    def encode(self, text: str) -> Tokens:
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
-
-
-Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 Encoded = tuple[Tokens, Tokens | None]
-
-
-def tokenizer_from(name: str) -> Tokenizer:
-    """``bytes``, or the path of a Hugging Face tokenizer."""
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(Path(name))
 
 
 @dataclass(frozen=True)
@@ -91,6 +45,7 @@ def build(
     for path in files:
         require_readable(path)
     chosen = tokenizer_from(tokenizer)
+    chosen.required_end()
     documents = (document for path in files for document in read_documents(path, field))
     first = list(islice(documents, PORTION))
     masked = any(not span.counted for document in first for span in document)
@@ -110,7 +65,7 @@ def build(
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
     """Tokens of all spans and the end-of-document token; with a mask if the loss does not count all of them."""
     pieces = [tokenizer.encode(span.text) for span in document]
-    tokens = np.concatenate([*pieces, np.array([tokenizer.end], np.int32)])
+    tokens = np.concatenate([*pieces, np.array([tokenizer.required_end()], np.int32)])
     if all(span.counted for span in document):
         return tokens, None
     flags = [np.full(len(piece), span.counted, np.uint8) for piece, span in zip(pieces, document)]

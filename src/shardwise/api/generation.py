@@ -1,0 +1,283 @@
+"""`generate`: text from a run, a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.api.quantities import whole_number
+from shardwise.api.results import Figure, Result, Rows
+from shardwise.generation.request import Generation, GenerationRequest, Sampling
+from shardwise.interop.companions import end_tokens
+from shardwise.launch.preflight import require_cores
+from shardwise.report.generation import generation_page
+from shardwise.report.page import Page
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.installation import require_packages, slow_formats
+from shardwise.training.environment.reader import Started, started
+
+if TYPE_CHECKING:
+    from shardwise.generation.ranks import Done, RankWork
+    from shardwise.training.convert.weights import Weights
+    from shardwise.training.data.tokenizer import Tokenizer
+
+NEW_TOKENS, BATCH = 64, 8
+OnText = Callable[[int, str], None]
+OnDone = Callable[[int, int], None]
+_NEVER = "none"
+
+
+class RankLost(SpecError):
+    """A process ended before its work was done."""
+
+    status = 1
+
+
+@dataclass(frozen=True)
+class GenerationResult(Result):
+    """What followed each prompt."""
+
+    found: Generation
+
+    texts = Figure[tuple[str | None, ...]]("found.texts", "The text that follows each prompt; None without tokenizer.")
+    tokens_per_second = Figure[float]("found.times.tokens_per_second", "New tokens of all prompts over their time.")
+    first_token_seconds = Figure[float]("found.times.first_token_seconds", "From the first prompt to its first token.")
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each prompt."""
+        return [list(one.tokens) for one in self.found.results]
+
+    @cached_property
+    def page(self) -> Page:
+        return generation_page(self.found)
+
+    def to_dict(self) -> dict[str, Any]:
+        found, times = self.found, self.found.times
+        return {
+            "model": found.model, "tp": found.tp, "prompts": found.prompts, "out": found.out and str(found.out),
+            "tokens": times.tokens, "seconds": times.seconds, "tokens_per_second": times.tokens_per_second,
+            "first_token_seconds": times.first_token_seconds, "load_seconds": times.load_seconds,
+            "results": [
+                {"prompt_tokens": list(one.prompt), "text": text, "tokens": list(one.tokens), "reason": one.reason}
+                for one, text in zip(found.results, found.texts)
+            ],
+        }  # fmt: skip
+
+    def tables(self) -> Mapping[str, Rows]:
+        return {"results": self.to_dict()["results"]}
+
+
+def generate(
+    source: str | PathLike[str],
+    prompt: str | Sequence[str] = (),
+    *,
+    tokens: Sequence[Sequence[int]] = (),
+    data: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    max_new_tokens: int = NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: Sequence[int] | Literal["none"] | None = None,
+    batch: int = BATCH,
+    tp: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    model: str | None = None,
+    tokenizer: str | PathLike[str] | None = None,
+    cache: bool = True,
+    on_text: OnText | None = None,
+    on_done: OnDone | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> GenerationResult:
+    """Continues prompts, given as text, as ``tokens`` (a list of ids each) or in a file of JSON lines (``data``).
+
+    ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
+    at a token of ``stop`` (those that the weights' folder names; "none": no token ends it) or after
+    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun has started. ``on_text`` is called
+    with the number of a prompt and what has been added to its text; ``on_done`` with how many of a file's prompts are
+    done, and how many there are.
+    """
+    here = started()
+    request = GenerationRequest(
+        str(Path(source).resolve()), model, dtype, device, _ranks(tp, here),
+        Sampling(float(temperature), top_p, top_k, int(seed)), whole_number(max_new_tokens, "--max-new-tokens"),
+        (), whole_number(batch, "--batch"), cache,
+    )  # fmt: skip
+    request.sampling.check()
+    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    _check_prompts(texts, tokens, data, out)
+    require_packages("generate", "torch", "safetensors")
+    from shardwise.engine.refuse import require_devices
+    from shardwise.generation.limits import layout_of
+    from shardwise.generation.load import opened_weights, stored_dtype
+
+    require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
+    if here is None and device == "cpu":
+        require_cores("--tp", request.tp, "use fewer")
+    weights = opened_weights(request)
+    layout_of(weights.model, request.tp, stored_dtype(weights))
+    reader, reader_name, notes = _tokenizer(weights, tokenizer, needed=bool(texts))
+    if device == "cpu" and (stored := stored_dtype(weights)) in slow_formats():
+        notes = (*notes, f"this CPU has no {stored} instructions: --dtype fp32 is many times as fast")
+    request = _with_stop(request, stop, weights, reader)
+    asked = _Asked(request, weights, reader, reader_name, here, notes, note)
+    if data is not None:
+        return _of_file(asked, Path(data), Path(str(out)), on_done)
+    return _of_prompts(asked, texts, tokens, on_text)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A checked request, its weights, and the tokenizer under its name."""
+
+    request: GenerationRequest
+    weights: Weights
+    tokenizer: Tokenizer | None
+    tokenizer_name: str | None
+    here: Started | None
+    notes: tuple[str, ...]
+    note: Callable[[str], None]
+
+    @property
+    def leads(self) -> bool:
+        return self.here is None or self.here.rank == 0
+
+    def run(self, work: RankWork, on_event: Callable[[Any], None], again: str = "") -> Done:
+        from shardwise.generation.ranks import WorkerError, run_ranks
+
+        for text in self.notes:
+            self.note(text)
+        try:
+            return run_ranks(self.request, work, self.here, on_event)
+        except WorkerError as error:
+            why = error.reason.strip().splitlines()[-1]
+            raise RankLost(f"rank {error.rank}", f"was lost ({shown(why, 200)})", again) from None
+
+
+def _of_prompts(
+    asked: _Asked, texts: Sequence[str], tokens: Sequence[Sequence[int]], on_text: OnText | None
+) -> GenerationResult:
+    from shardwise.generation.files import prompt_tokens
+    from shardwise.generation.limits import require_prompt
+    from shardwise.generation.ranks import PromptList
+    from shardwise.generation.text import GrowingText, text_of
+
+    reader, model = asked.tokenizer, asked.weights.model
+    prompts: list[tuple[int, ...]] = []
+    for text in texts:
+        assert reader is not None
+        prompts.append(tuple(prompt_tokens(text, reader, "--prompt")))
+    prompts += [tuple(one) for one in tokens]
+    for number, one in enumerate(prompts):
+        require_prompt(model, one, asked.request, "--prompt" if number < len(texts) else "--tokens")
+    growing = [GrowingText(reader, one) for one in prompts]
+
+    def on_step(step: list[list[int]]) -> None:
+        if on_text is not None:
+            for number, token in step:
+                if piece := growing[number].add(token):
+                    on_text(number, piece)
+
+    found, times = asked.run(PromptList(tuple(prompts)), on_step)
+    if on_text is not None:
+        for number, text_so_far in enumerate(growing):
+            if piece := text_so_far.rest():
+                on_text(number, piece)
+    written = tuple(text_of(one, reader) for one in found)
+    made = Generation(model.name, asked.request.tp, len(prompts), times, tuple(found), written)
+    return GenerationResult(made)
+
+
+def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None) -> GenerationResult:
+    from shardwise.generation.files import PartialFile, PromptFile, surveyed
+
+    number, checksum = surveyed(data, asked.tokenizer, asked.weights.model, asked.request)
+    about = {
+        **asked.request.about(), "weights": asked.weights.origin, "tokenizer": asked.tokenizer_name,
+        "sha256 of the prompts": checksum,
+    }  # fmt: skip
+    if asked.leads:
+        PartialFile(out, about).check()
+
+    def on_event(done: int) -> None:
+        if on_done is not None:
+            on_done(done, number)
+
+    work = PromptFile(str(data.resolve()), str(out.absolute()), asked.tokenizer_name, about)
+    _, times = asked.run(work, on_event, "run the same command again: it goes on from there")
+    made = Generation(asked.weights.model.name, asked.request.tp, number, times, out=out)
+    return GenerationResult(made)
+
+
+def _ranks(tp: int | None, here: Started | None) -> int:
+    """The tensor-parallel ranks: those that torchrun has started, if it has."""
+    ranks = None if tp is None else whole_number(tp, "--tp", 2**16)
+    if here is None:
+        return ranks or 1
+    if ranks not in (None, here.world):
+        problem = f"{ranks}, but {here.world} processes were started"
+        raise SpecError("--tp", problem, "leave it out: copies of the model (dp) do not generate")
+    return here.world
+
+
+def _check_prompts(
+    texts: Sequence[str], tokens: Sequence[Sequence[int]], data: str | PathLike[str] | None,
+    out: str | PathLike[str] | None,
+) -> None:  # fmt: skip
+    if data is None and not texts and not tokens:
+        raise SpecError("--prompt", "there is none", "give --prompt TEXT, --tokens IDS, or --data FILE with --out FILE")
+    if data is not None and (texts or tokens):
+        raise SpecError("--data", "and prompts are mutually exclusive", "give one of them")
+    if (data is None) != (out is None):
+        missing, given = ("--out", "--data") if out is None else ("--data", "--out")
+        raise SpecError(missing, f"is needed with {given}", "give both")
+
+
+def _tokenizer(
+    weights: Weights, named: str | PathLike[str] | None, *, needed: bool
+) -> tuple[Tokenizer | None, str | None, tuple[str, ...]]:
+    """The one that is named, or that came with the weights, its name, and notes if there is none.
+
+    Raises SpecError if text ``needed`` one.
+    """
+    from shardwise.training.data.tokenizer import BYTES, FILE, tokenizer_from
+
+    if named is not None:
+        name = str(named) if str(named) == BYTES else str(Path(named).resolve())
+        return tokenizer_from(name), name, ()
+    own = None if weights.companions is None else weights.companions / FILE
+    if own is not None and own.is_file():
+        try:
+            return tokenizer_from(str(own.resolve())), str(own.resolve()), ()
+        except SpecError as error:  # its package is not installed
+            if needed:
+                raise
+            return None, None, (f"token ids instead of text: {error}",)
+    if needed:
+        remedy = "give token ids: --tokens 1,2,3; or --tokenizer FILE (or bytes)"
+        raise SpecError("--prompt", f"needs a tokenizer, and {weights.origin} comes without a {FILE}", remedy)
+    return None, None, (f"{weights.origin} comes without a {FILE}: token ids instead of text",)
+
+
+def _with_stop(
+    request: GenerationRequest, stop: Sequence[int] | str | None, weights: Weights, tokenizer: Tokenizer | None
+) -> GenerationRequest:
+    if stop == _NEVER:
+        return request
+    if stop is not None:
+        for one in stop:
+            if type(one) is not int or not 0 <= one < weights.model.vocab:
+                problem = f"{shown(one)} is not a token of {weights.model.name}"
+                raise SpecError("--stop", problem, f"use ids below {weights.model.vocab:,}")
+        return replace(request, stop=tuple(stop))  # type: ignore[arg-type]
+    named = () if weights.companions is None else end_tokens(weights.companions)
+    if not named and tokenizer is not None and tokenizer.end is not None:
+        named = (tokenizer.end,)
+    return replace(request, stop=named)

@@ -1,0 +1,108 @@
+"""`shardwise generate`: text from a trained model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import SUPPRESS, Namespace
+
+from shardwise.api.generation import BATCH, NEW_TOKENS, generate
+from shardwise.cli.arguments import Parser, keywords
+from shardwise.cli.inputs import path_from, print_notes, require_torch
+from shardwise.report.generation import figures, shown_text
+from shardwise.report.progress import counted_progress
+from shardwise.spec.errors import SpecError, shown
+from shardwise.training.environment.reader import started
+
+_DOES = """Continues prompts with the weights of a run, a checkpoint (saved in any layout), a Hugging Face folder, or
+anything else that `shardwise convert` reads. Text needs a tokenizer: the folder's tokenizer.json, --tokenizer, or token
+ids instead (--tokens). --data reads prompts from JSON lines and writes one line for each, in their order; run again
+after it was killed, it goes on where it was."""
+_EXAMPLE = """
+shardwise generate runs/job --tokenizer bytes --prompt "def " --max-new-tokens 100
+shardwise generate models/Llama-3.2-1B --prompt "The sea" --temperature 0.7 --top-p 0.9 --tp 2
+shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --batch 32
+torchrun --nproc-per-node 2 -m shardwise generate runs/job --tokens 1,2,3
+"""
+# What our engine trains with, and does not generate with.
+_REFUSED = {
+    "pp": "a pipeline does not generate: a token would wait for every stage in turn",
+    "cp": "context parallelism does not generate: a new token is one position, which cannot be divided",
+    "dp": "copies of the model do not generate together",
+    "ep": "expert parallelism does not generate: with --tp every expert is divided over the ranks",
+}
+
+
+def run(arguments: list[str]) -> int:
+    parsed = _parser().parse(arguments)
+    for name, why in _REFUSED.items():
+        if getattr(parsed, name) not in (None, "1"):
+            remedy = "start one command for each part of the prompts" if name == "dp" else "use --tp"
+            raise SpecError(f"--{name}", f"{shown(getattr(parsed, name))}: {why}", remedy)
+    path_from(parsed.source)
+    require_torch("generate", "safetensors")
+    parsed.tokens = [_ids(one, "--tokens") for one in parsed.tokens]
+    parsed.stop = parsed.stop if parsed.stop in (None, "none") else _ids(parsed.stop, "--stop")
+    here = started()
+    if here is None or here.rank == 0:
+        return _run_and_show(parsed)
+    try:
+        generate(parsed.source, parsed.prompt, **keywords(generate, parsed))
+    except SpecError as error:  # which the first rank has too, and says
+        return error.status
+    return 0
+
+
+def _run_and_show(parsed: Namespace) -> int:
+    """As the only rank, or the first."""
+    prompts = [*parsed.prompt, *("" for _ in parsed.tokens)]
+    text, file = (not parsed.json and (parsed.data is None) == wanted for wanted in (True, False))
+    with (
+        shown_text(prompts, shown=text) as on_text,
+        counted_progress("generating", "prompts", quiet=not file) as on_done,
+    ):
+        found = generate(
+            parsed.source, parsed.prompt, **keywords(generate, parsed), on_text=on_text, on_done=on_done,
+            note=lambda note: print_notes([note]),
+        )  # fmt: skip
+    if parsed.json:
+        print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+    elif on_text is not None and len(prompts) == 1:
+        print(figures(found.found), file=sys.stderr)
+    else:
+        found.page.print()
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("generate", _DOES, _EXAMPLE)
+    add = parser.add_argument
+    add("source", help="run, checkpoint, Hugging Face folder or file of weights; its kind is detected")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; several are one batch")
+    add("--tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")
+    add("--data", metavar="FILE", help='JSON lines with "prompt" or "prompt_tokens"')
+    add("--out", metavar="FILE", help='a new file: the same lines, with "generated"')
+    add("--max-new-tokens", default=NEW_TOKENS, metavar="N", help=f"at most so many (default {NEW_TOKENS})")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities add up to P")
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    add("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
+    add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
+    add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under torchrun all of its ranks)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="what to run on (default cpu)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as stored)")
+    add("--model", help="model name or config.json, where the source does not include it")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json, or bytes (default: the one beside the weights)")
+    add("--no-cache", dest="cache", action="store_false", help="read the whole text again for every token")
+    for name in _REFUSED:
+        add(f"--{name}", help=SUPPRESS)  # taken to be refused by name
+    add("--json", action="store_true", help="JSON output")
+    return parser
+
+
+def _ids(text: str, flag: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise SpecError(flag, f"{shown(text)} are not token ids", "write them like 1,2,3") from None

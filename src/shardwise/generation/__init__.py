@@ -1,0 +1,1 @@
+"""Text from a trained model: cached attention, sampling, batches of prompts on any number of ranks, files of them."""

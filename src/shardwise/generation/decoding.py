@@ -1,0 +1,128 @@
+"""One batch of prompts, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.generation.cache import cached
+from shardwise.generation.request import Generated, GenerationRequest
+from shardwise.generation.sampling import next_tokens, random_numbers
+from shardwise.models import Decoder
+from shardwise.models.entropy import softly_capped
+
+Agree = Callable[[Tensor], Tensor]
+
+
+def _alone(chosen: Tensor) -> Tensor:
+    return chosen
+
+
+class NextToken:
+    """A decoder whose head reads the last token only: the logits of a long prompt would take more than its weights.
+
+    ``agree`` makes of the tokens that this rank chose those of all ranks.
+    """
+
+    def __init__(self, decoder: Decoder, agree: Agree = _alone) -> None:
+        assert decoder.head is not None
+        self.head: nn.Module = decoder.head
+        decoder.head = None
+        self.decoder, self.agree = decoder, agree
+        self.device = self.head.weight.device
+
+    def same_number(self, number: int) -> int:
+        """The first rank's, on all of them."""
+        return int(self.agree(torch.tensor([number]))[0])
+
+    def logits(self, tokens: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
+        """Of the token after the last, [rows, vocabulary]."""
+        hidden = self.decoder(tokens, positions=positions, documents=real)
+        logits: Tensor = self.head(hidden[:, -1])
+        return softly_capped(logits, self.decoder.model.numerics.logit_softcap).float()
+
+
+@dataclass
+class _Rows:
+    """The rows still being generated: which prompt each is, its tokens behind its padding, and its random numbers."""
+
+    numbers: list[int]
+    tokens: Tensor
+    positions: Tensor
+    real: Tensor
+    generators: list[torch.Generator]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], generators: list[torch.Generator], device: torch.device) -> _Rows:
+        """Prompts end in the same column: what is before the shorter ones is padding, which no token sees."""
+        longest = max(map(len, prompts))
+        lengths = torch.tensor([len(one) for one in prompts], device=device)
+        padded = [[0] * (longest - len(one)) + list(one) for one in prompts]
+        positions = torch.arange(longest, device=device)[None] - (longest - lengths)[:, None]
+        tokens = torch.tensor(padded, device=device)
+        return cls(list(range(len(prompts))), tokens, positions.clamp(min=0), (positions >= 0).long(), generators)
+
+    def append(self, chosen: Tensor) -> None:
+        self.tokens = torch.cat((self.tokens, chosen[:, None]), 1)
+        self.positions = torch.cat((self.positions, self.positions[:, -1:] + 1), 1)
+        self.real = F.pad(self.real, (0, 1), value=1)
+
+    def keep(self, places: list[int]) -> Tensor:
+        rows = torch.tensor(places, device=self.tokens.device)
+        self.numbers, self.generators = [self.numbers[one] for one in places], [self.generators[one] for one in places]
+        self.tokens, self.positions, self.real = self.tokens[rows], self.positions[rows], self.real[rows]
+        return rows
+
+
+def generated_tokens(
+    model: NextToken, prompts: Sequence[Sequence[int]], request: GenerationRequest, first_number: int = 0
+) -> Iterator[dict[int, int]]:
+    """The next token of each prompt that has not ended, by its place in ``prompts``, step by step.
+
+    ``first_number`` is the place of the first among all prompts.
+    """
+    generators = [random_numbers(request.sampling, first_number + one) for one in range(len(prompts))]
+    rows = _Rows.of(prompts, generators, model.device)
+    padded = not bool(rows.real.all())
+    ended: set[int] = set()
+    with torch.inference_mode(), cached(model.decoder) if request.cache else nullcontext() as cache:
+        new = rows.tokens.shape[1]
+        for _ in range(request.max_new_tokens):
+            real = rows.real if padded else None
+            logits = model.logits(rows.tokens[:, -new:], rows.positions[:, -new:], real)
+            chosen = model.agree(next_tokens(logits, request.sampling, rows.generators))
+            step = {number: token for number, token in zip(rows.numbers, chosen.tolist()) if number not in ended}
+            yield step
+            ended |= {number for number, token in step.items() if token in request.stop}
+            if len(ended) == len(prompts):
+                return
+            rows.append(chosen)
+            going = [place for place, number in enumerate(rows.numbers) if number not in ended]
+            if 2 * len(going) <= len(rows.numbers):  # the others are computed for nothing
+                kept = rows.keep(going)
+                if cache is not None:
+                    cache.keep_rows(kept)
+            new = 1 if request.cache else rows.tokens.shape[1]
+
+
+class Collected:
+    """The tokens of a batch so far."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = [tuple(one) for one in prompts]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+
+    def add(self, step: dict[int, int]) -> None:
+        for number, token in step.items():
+            self.tokens[number].append(token)
+
+    def results(self, stop: tuple[int, ...]) -> list[Generated]:
+        return [
+            Generated(prompt, tuple(tokens), bool(tokens) and tokens[-1] in stop)
+            for prompt, tokens in zip(self.prompts, self.tokens)
+        ]

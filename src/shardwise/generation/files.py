@@ -1,0 +1,233 @@
+"""Files of prompts, one JSON object a line, and the file of their texts: one line for each, in the same order.
+
+While it is written it lies in ``OUT.part`` beside what was asked for; a run that was killed goes on there, and a single
+rename completes it. A batch that was not written whole is generated again, so that the file is the same as that of a
+run which nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shardwise.generation.decoding import NextToken
+from shardwise.generation.limits import require_prompt
+from shardwise.generation.ranks import Clock, Emit, run_batch
+from shardwise.generation.request import Generated, GenerationRequest
+from shardwise.generation.text import text_of
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.folder import sync_folder
+from shardwise.training.data.tokenizer import Tokenizer, tokenizer_from
+
+_ABOUT, _LINES = "about.json", "lines.jsonl"
+PROMPT, PROMPT_TOKENS, GENERATED = "prompt", "prompt_tokens", "generated"
+_WRITE = f'write {{"{PROMPT}": "..."}} or {{"{PROMPT_TOKENS}": [1, 2, 3]}}'
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A line of the file: its fields, which come back with the text, and the prompt as tokens."""
+
+    fields: Mapping[str, Any]
+    tokens: tuple[int, ...]
+
+    def line(self, found: Generated, tokenizer: Tokenizer | None) -> bytes:
+        text = text_of(found, tokenizer)
+        made = {**({} if text is None else {"text": text}), "tokens": list(found.tokens), "reason": found.reason}
+        # Half of a surrogate pair, which JSON may hold and UTF-8 may not, stays an escape.
+        return (json.dumps({**self.fields, GENERATED: made}, ensure_ascii=False) + "\n").encode(
+            "utf-8", "backslashreplace"
+        )
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[str, PromptRecord]]:
+    """Every prompt with its place (file and line), skipping empty lines; raises SpecError naming the place."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _record(line, tokenizer, f"{path}:{number}")
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", "name a file of JSON lines") from None
+
+
+def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecord:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        raise SpecError(where, "is not JSON", "one object on every line") from None
+    if not isinstance(fields, dict):
+        raise SpecError(where, f"{shown(fields)} is not an object", _WRITE)
+    tokens, text = fields.get(PROMPT_TOKENS), fields.get(PROMPT)
+    if tokens is not None:
+        if not isinstance(tokens, list) or any(type(one) is not int for one in tokens):
+            raise SpecError(where, f"{PROMPT_TOKENS} is not a list of token ids", _WRITE)
+        return PromptRecord(fields, tuple(tokens))
+    if not isinstance(text, str):
+        raise SpecError(where, f"has no {PROMPT}", _WRITE)
+    if tokenizer is None:
+        remedy = f"give {PROMPT_TOKENS}, or --tokenizer FILE (or bytes)"
+        raise SpecError(where, "is text, and these weights come without a tokenizer.json", remedy)
+    return PromptRecord(fields, tuple(prompt_tokens(text, tokenizer, where)))
+
+
+def prompt_tokens(text: str, tokenizer: Tokenizer, where: str) -> list[int]:
+    try:
+        return tokenizer.encode_prompt(text)
+    except (TypeError, UnicodeError):
+        raise SpecError(where, "is not text (half of a surrogate pair)", "write Unicode") from None
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """Reads ``data`` and writes ``out``; tells how many are done. ``about`` is what a run that goes on must share."""
+
+    data: str
+    out: str
+    tokenizer: str | None
+    about: Mapping[str, Any]
+
+    def run(
+        self, model: NextToken, request: GenerationRequest, clock: Clock, emit: Emit, leads: bool
+    ) -> list[Generated]:
+        tokenizer = None if self.tokenizer is None else tokenizer_from(self.tokenizer)
+        part = PartialFile(Path(self.out), self.about)
+        with part.opened() if leads else contextlib.nullcontext():
+            done = model.same_number(part.whole_batches(request.batch) if leads else 0)
+            records = (record for _, record in islice(read_prompts(Path(self.data), tokenizer), done, None))
+            emit(done)
+            while batch := list(islice(records, request.batch)):
+                tokens = [record.tokens for record in batch]
+                found = run_batch(model, tokens, request, done, clock, lambda step: None)
+                done += len(batch)
+                if leads:
+                    part.write(b"".join(record.line(one, tokenizer) for record, one in zip(batch, found)))
+                emit(done)
+            if leads:
+                part.complete()
+        return []
+
+
+def surveyed(path: Path, tokenizer: Tokenizer | None, model: Model, request: GenerationRequest) -> tuple[int, str]:
+    """How many prompts a file has, and its checksum; raises SpecError for the first that cannot be generated from."""
+    number = 0
+    for where, record in read_prompts(path, tokenizer):
+        require_prompt(model, record.tokens, request, where)
+        number += 1
+    if number == 0:
+        raise SpecError(str(path), "has no prompts", _WRITE)
+    with path.open("rb") as file:
+        return number, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class PartialFile:
+    """Lines on their way to ``out``."""
+
+    def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
+        self.out, self.about = out, json.loads(json.dumps(about))
+        self.folder = out.with_name(f"{out.name}.part")
+        self._file: int | None = None
+
+    def check(self) -> None:
+        """Raises SpecError if the file is there already, or another request's or process's lines are."""
+        if self.out.exists() or self.out.is_symlink():
+            raise SpecError("--out", f"{self.out} is already there", "name another file, or remove it")
+        if not self.out.absolute().parent.is_dir():
+            raise SpecError("--out", f"{self.out.parent} is not a folder", "create it")
+        if not self.folder.exists():
+            return
+        try:
+            before = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            before = None
+        if not isinstance(before, dict):
+            raise SpecError("--out", f"{self.folder} is not a file on its way to {self.out}", "remove it")
+        other = next((name for name in self.about if before.get(name) != self.about[name]), None)
+        if other is not None:
+            was, now = shown(before.get(other)), shown(self.about[other])
+            remedy = f"ask for the same, name another file, or remove {self.folder}"
+            raise SpecError("--out", f"{self.folder} was begun with {other} {was}, now it is {now}", remedy)
+        with self.opened():
+            return
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open for writing, by no other process."""
+        try:
+            if not self.folder.exists():
+                self._begin()
+            self._file = os.open(self.folder / _LINES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._not_written(error) from None
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise SpecError("--out", f"another process is writing {self.folder}", "wait for it") from None
+            yield
+        finally:
+            os.close(self._file)
+            self._file = None
+
+    def whole_batches(self, size: int) -> int:
+        """How many lines stay: those of whole batches. What follows, such as half of a line, is cut off."""
+        assert self._file is not None
+        ends, end = [0], 0
+        with (self.folder / _LINES).open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or not _is_json(line):
+                    break
+                end += len(line)
+                ends.append(end)
+        kept = (len(ends) - 1) // size * size
+        os.ftruncate(self._file, ends[kept])
+        os.lseek(self._file, ends[kept], os.SEEK_SET)
+        return kept
+
+    def write(self, lines: bytes) -> None:
+        assert self._file is not None
+        try:
+            while lines:
+                lines = lines[os.write(self._file, lines) :]
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def complete(self) -> None:
+        assert self._file is not None
+        try:
+            os.fsync(self._file)
+            (self.folder / _LINES).rename(self.out)
+            sync_folder(self.out.absolute().parent)
+        except OSError as error:
+            raise self._not_written(error) from None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _begin(self) -> None:
+        """A folder that exists says what it is for."""
+        new = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        (new / _ABOUT).write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
+        new.rename(self.folder)
+
+    def _not_written(self, error: OSError) -> SpecError:
+        remedy = "free space, and run the same command again: it goes on from there"
+        return SpecError("--out", f"{self.folder} cannot be written ({error.strerror})", remedy)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
