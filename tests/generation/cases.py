@@ -32,6 +32,7 @@ def model_of(request: GenerationRequest) -> NextToken:
 def tokens_of(model: NextToken, request: GenerationRequest, prompts: Any = PROMPTS, **changes: Any) -> list[list[int]]:
     request, collected = replace(request, **changes), Collected(prompts)
     for step in generated_tokens(model, prompts, request):
+        assert not torch.is_inference_mode_enabled()  # what a caller does with a step is its own
         collected.add(step)
     return [list(one.tokens) for one in collected.results(request.stop)]
 

@@ -59,6 +59,13 @@ def test_text_goes_in_and_comes_out(folder: Path) -> None:
     assert shown.out.splitlines()[0] == found.texts[0] and "tokens/s, first token after" in shown.out
 
 
+def test_a_checkpoint_keeps_the_tokenizer_of_the_weights_it_came_from(folder: Path, tmp_path: Path) -> None:
+    assert run("convert", str(folder), "--to", "checkpoint", "--out", str(tmp_path)).status == 0
+    wanted = generate(folder, "w5 w7", max_new_tokens=4).texts
+    for source in (tmp_path, tmp_path / "step-00000000"):
+        assert generate(source, "w5 w7", max_new_tokens=4).texts == wanted
+
+
 def test_the_folder_says_which_token_ends_a_text(folder: Path, tmp_path: Path) -> None:
     free = run_json("generate", str(folder), "--tokens", IDS, "--max-new-tokens", "5", "--stop", "none")
     (ends,) = (one["tokens"] for one in free["results"])

@@ -146,6 +146,7 @@ class KeyValueCache:
                 assert isinstance(module, Attention)
                 self.layers[module] = CachedAttention(window)
 
+    @torch.inference_mode()
     def keep_rows(self, rows: Tensor) -> None:
         for layer in self.layers.values():
             layer.keep_rows(rows)

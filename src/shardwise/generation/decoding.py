@@ -67,11 +67,13 @@ class _Rows:
         tokens = torch.tensor(padded, device=device)
         return cls(list(range(len(prompts))), tokens, positions.clamp(min=0), (positions >= 0).long(), generators)
 
+    @torch.inference_mode()
     def append(self, chosen: Tensor) -> None:
         self.tokens = torch.cat((self.tokens, chosen[:, None]), 1)
         self.positions = torch.cat((self.positions, self.positions[:, -1:] + 1), 1)
         self.real = F.pad(self.real, (0, 1), value=1)
 
+    @torch.inference_mode()
     def keep(self, places: list[int]) -> Tensor:
         rows = torch.tensor(places, device=self.tokens.device)
         self.numbers, self.generators = [self.numbers[one] for one in places], [self.generators[one] for one in places]
@@ -90,12 +92,12 @@ def generated_tokens(
     rows = _Rows.of(prompts, generators, model.device)
     padded = not bool(rows.real.all())
     ended: set[int] = set()
-    with torch.inference_mode(), cached(model.decoder) if request.cache else nullcontext() as cache:
+    with cached(model.decoder) if request.cache else nullcontext() as cache:
         new = rows.tokens.shape[1]
         for _ in range(request.max_new_tokens):
-            real = rows.real if padded else None
-            logits = model.logits(rows.tokens[:, -new:], rows.positions[:, -new:], real)
-            chosen = model.agree(next_tokens(logits, request.sampling, rows.generators))
+            with torch.inference_mode():  # not while a caller has the step
+                logits = model.logits(rows.tokens[:, -new:], rows.positions[:, -new:], rows.real if padded else None)
+                chosen = model.agree(next_tokens(logits, request.sampling, rows.generators))
             step = {number: token for number, token in zip(rows.numbers, chosen.tolist()) if number not in ended}
             yield step
             ended |= {number for number, token in step.items() if token in request.stop}
