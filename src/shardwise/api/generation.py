@@ -100,9 +100,9 @@ def generate(
 
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
     at a token of ``stop`` (those that the weights' folder names; "none": no token ends it) or after
-    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun has started. ``on_text`` is called
-    with the number of a prompt and what has been added to its text; ``on_done`` with how many of a file's prompts are
-    done, and how many there are.
+    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started.
+    ``on_text`` is called with the number of a prompt and what has been added to its text; ``on_done`` with how many of
+    a file's prompts are done, and how many there are.
     """
     here = started()
     request = GenerationRequest(
@@ -217,7 +217,7 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None) -> Ge
 
 
 def _ranks(tp: int | None, here: Started | None) -> int:
-    """The tensor-parallel ranks: those that torchrun has started, if it has."""
+    """The tensor-parallel ranks: those that a launcher has started, if one has."""
     ranks = None if tp is None else whole_number(tp, "--tp", 2**16)
     if here is None:
         return ranks or 1

@@ -89,7 +89,7 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="of what is drawn (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
-    add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under torchrun all of its ranks)")
+    add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under a launcher all its ranks)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="what to run on (default cpu)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as stored)")
     add("--model", help="model name or config.json, where the source does not include it")

@@ -1,4 +1,4 @@
-"""The ranks that generate: this process, local processes, or those that torchrun started."""
+"""The ranks that generate: this process, local processes, or those that a launcher started."""
 
 from __future__ import annotations
 
