@@ -20,7 +20,14 @@ from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, started_on, target_named
+from shardwise.launch.targets.registry import (
+    WAIT_SECONDS,
+    LaunchTarget,
+    TargetPlace,
+    TargetRequest,
+    started_on,
+    target_named,
+)
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
@@ -93,6 +100,9 @@ def train(
     emulate: str | None = None,
     profile: str | None = None,
     on: str | None = None,
+    ray_address: str | None = None,
+    wait_for_resources: Size | None = None,
+    least_devices: int | None = None,
     debug: bool = False,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
@@ -102,7 +112,9 @@ def train(
     Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
-    ssh. ``on_progress`` is called with notes and events.
+    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine, which has
+    ``wait_for_resources`` (60 s) to make room for all; then the run goes on with fewer, if at least ``least_devices``,
+    and with more when they come. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
     target = None if on is None else starting_target(on, here)
@@ -123,7 +135,10 @@ def train(
         return launch.supervised(report_event)
 
     prepared = ready()
-    run = supervised if target is None else on_target(target, str(on), prepared, supervised)
+    where = target_place(
+        target, ray_address=ray_address, wait_for_resources=wait_for_resources, least_devices=least_devices
+    )
+    run = supervised if target is None else on_target(target, str(on), prepared, supervised, where)
     return trained(prepared, run, grace=grace, debug=debug)
 
 
@@ -214,13 +229,36 @@ def starting_target(on: str, here: Started | None) -> LaunchTarget:
     return target
 
 
+def target_place(
+    target: LaunchTarget | None,
+    *,
+    ray_address: str | None = None,
+    wait_for_resources: Size | None = None,
+    least_devices: int | str | None = None,
+) -> TargetPlace:
+    """Where a cluster is, and what it may take; raises SpecError for a target that is none."""
+    given = {
+        "--ray-address": ray_address, "--wait-for-resources": wait_for_resources, "--least-devices": least_devices
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None and (target is None or target.name != "ray"):
+            raise SpecError(name, "is for --on ray", "leave it out")
+    wait = (
+        WAIT_SECONDS
+        if wait_for_resources is None
+        else float(parse(wait_for_resources, "seconds", "--wait-for-resources"))
+    )
+    least = None if least_devices is None else whole_number(least_devices, "--least-devices")
+    return TargetPlace(ray_address, wait, least)
+
+
 def on_target(
-    target: LaunchTarget, on: str, ready: ReadyRun, supervised: Callable[[Launch], Outcome]
+    target: LaunchTarget, on: str, ready: ReadyRun, supervised: Callable[[Launch], Outcome], where: TargetPlace
 ) -> Callable[[Launch], Outcome]:
     """Supervises a launch whose ranks the target starts."""
 
     def run(launch: Launch) -> Outcome:
-        with started_on(target, TargetRequest(on, launch.job, launch.folder.path)) as found:
+        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, where)) as found:
             for text in found.notes:
                 ready.note(text)
             return supervised(replace(launch, start=found.start))

@@ -18,6 +18,7 @@ from shardwise.api.execution import (
     ready_run,
     run_summary,
     starting_target,
+    target_place,
     trained,
     trained_as_rank,
 )
@@ -27,7 +28,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, target_named
+from shardwise.launch.targets.registry import WAIT_SECONDS, LaunchTarget, TargetRequest, target_named
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
@@ -61,8 +62,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=grace)
     emulate = "virtual nodes on this machine: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
-    on = "start the processes elsewhere: a file of hosts (`host slots=8`, over ssh), or slurm, which writes a script"
+    on = "start the processes elsewhere: ray, a file of hosts (`host slots=8`, over ssh), or slurm (writes a script)"
     parser.add_argument("--on", metavar="TARGET", help=on)
+    address = "with --on ray: the cluster (default RAY_ADDRESS; without it one is started here)"
+    parser.add_argument("--ray-address", metavar="ADDRESS", help=address)
+    wait = f"with --on ray: how long to wait for room for all processes (default {WAIT_SECONDS:g}s)"
+    parser.add_argument("--wait-for-resources", metavar="TIME", help=wait)
+    least = "with --on ray: go on with fewer devices, at least N, replanned; and with all when they come back"
+    parser.add_argument("--least-devices", metavar="N", help=least)
     parser.add_argument("--submit", action="store_true", help="with --on slurm: submit the script, and follow the job")
     more = "with --on slurm: an option of sbatch, such as time=4:00:00; repeat for several"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
@@ -79,6 +86,7 @@ def run(arguments: list[str]) -> int:
             raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
     here = None if parsed.print_torchrun else started()
     target = _target(parsed, here)
+    where = target_place(target, **keywords(target_place, parsed))
 
     def made_ready() -> ReadyRun:
         return ready_run(
@@ -101,7 +109,7 @@ def run(arguments: list[str]) -> int:
     def supervised(launch: Launch) -> Outcome:
         return _watched(launch, quiet=parsed.json)
 
-    run = supervised if target is None else on_target(target, parsed.on, ready, supervised)
+    run = supervised if target is None else on_target(target, parsed.on, ready, supervised, where)
     return _show(trained(ready, run, grace=parsed.grace, debug=parsed.debug), parsed)
 
 

@@ -40,7 +40,8 @@ END_SECONDS = 0.5  # between SIGTERM after a failure and SIGKILL: most ranks wai
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 KEPT = 10  # folders of attempts
 ROOM_BYTES = 2**18
-StartRanks = Callable[[Sequence[str], Path, Mapping[str, str]], RankGroup]  # a command, in a folder, with variables
+# A command, in a folder, with variables; and whether it was asked to stop, for a start that has to wait.
+StartRanks = Callable[[Sequence[str], Path, Mapping[str, str], Callable[[], bool]], RankGroup]
 _NAME = re.compile(r"attempt-(\d+)")
 
 
@@ -74,7 +75,7 @@ def supervise(
         while True:
             own_folder = new_folder(folder)
             if start is not None:
-                ranks: RankGroup = start(command, own_folder, given)
+                ranks: RankGroup = start(command, own_folder, given, lambda: stop.requested > 0)
             else:
                 ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given, network)
             one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop)
@@ -82,6 +83,8 @@ def supervise(
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
+            if ranks.again and status == DONE and not stop.requested:
+                continue
             if failure is None or status != FAILED or stop.requested:
                 return Outcome(status, stop.requested > 0, tuple(attempts))
             now = last_commit()

@@ -109,9 +109,10 @@ class RankProcess:
 
 
 class RankGroup(Protocol):
-    """All ranks of one attempt, wherever they are."""
+    """All ranks of one attempt, wherever they are; ``again``: they end well to start anew, on more devices."""
 
     all: list[RankProcess]
+    again: bool
 
     def poll(self) -> None: ...
     @property
@@ -126,6 +127,8 @@ class RankProcesses:
 
     With a ``network`` each starts on its virtual node.
     """
+
+    again = False
 
     def __init__(
         self,

@@ -33,18 +33,23 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
         start = job.run.start_from
         came_from = None if start is None else companions_at(place_of(start))
         folder.checkpoints.keep_companions(came_from or model_folder)
-    temporary = folder.job.with_suffix(".part")
     # Runs measure the tensors of a rank, not the framework's own memory.
     tensors = checked.price.memory.total - checked.price.memory.allowance
     try:
-        temporary.write_text(job.to_yaml(), encoding="utf-8")
-        temporary.replace(folder.job)
+        write_job(job, folder)
         write_prediction(folder.path, checked.price.step_seconds, tensors)
         record_data(job, folder)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None
     require_writable(job, folder.path)
+
+
+def write_job(job: Job, folder: RunFolder) -> None:
+    """What the processes read: there is always a whole one."""
+    temporary = folder.job.with_suffix(".part")
+    temporary.write_text(job.to_yaml(), encoding="utf-8")
+    temporary.replace(folder.job)
 
 
 @dataclass(frozen=True)

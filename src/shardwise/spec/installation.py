@@ -21,6 +21,7 @@ _EXTRAS = {
     "tokenizers": "data",
     "fsspec": "remote",
     "s3fs": "remote",
+    "ray": "ray",
 }
 _TITLES = {"torch": "PyTorch"}
 

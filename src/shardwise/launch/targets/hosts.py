@@ -14,11 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import RankProcess
@@ -37,7 +37,9 @@ _STACKS_SECONDS = 1.0
 AGENT = "shardwise.launch.targets.agent"
 # What ranks of other hosts get of this environment; never a place of this process.
 _PASSED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "CUDA_", "HF_", "WANDB_", "PYTHON", "SHARDWISE_", "FI_", "UCX_")
-_OWN = ("SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", "TORCHELASTIC")
+_OWN = (
+    "SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 @contextmanager
@@ -75,7 +77,9 @@ class HostTarget:
             found.append(f"{len(self.places)} of {self.listed} hosts are needed: the others stay idle")
         return found
 
-    def start(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> HostRanks:
+    def start(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
+    ) -> HostRanks:
         """One attempt; after the first the hosts are connected anew."""
         connected, self.connected = self.connected, []
         try:
@@ -87,10 +91,18 @@ class HostTarget:
 
 def connect(places: Sequence[tuple[Host, range]], folder: Path, run_folder: Path | None) -> list[Agent]:
     """An agent on every host, which all have the same installed as this one; raises SpecError for one that has not."""
+    agents = []
+    for number, (host, ranks) in enumerate(places):
+        log = folder / f"agent-{number}.log"
+        remedy = f"`{shlex.join(_ssh(host.name))} {sys.executable} -m shardwise --version` must work"
+        agents.append(Agent(host, ranks, log, _ssh_process(host.name, log), remedy))
+    return compared(agents, run_folder)
+
+
+def compared(agents: list[Agent], run_folder: Path | None) -> list[Agent]:
+    """The agents, if what is installed where they are is the same as here; raises SpecError, and closes all, if not."""
     job_file = None if run_folder is None else (run_folder / "job.yaml").resolve()
-    agents: list[Agent] = []
     try:
-        agents += [Agent(host, ranks, folder / f"agent-{number}.log") for number, (host, ranks) in enumerate(places)]
         for agent in agents:
             job = None if job_file is None else str(job_file)
             agent.say(check={"working_folder": str(Path.cwd()), "job_file": job})
@@ -104,20 +116,27 @@ def connect(places: Sequence[tuple[Host, range]], folder: Path, run_folder: Path
     return agents
 
 
-class Agent:
-    """The connection to one host: a process of ssh, a thread that listens to it, and one that shows it that we live."""
+class AgentProcess(Protocol):
+    """A process that leads to an agent, as subprocess has them; when it ends, its log has the last words."""
 
-    def __init__(self, host: Host, ranks: range, log: Path) -> None:
-        self.host, self.ranks, self._log = host, ranks, log
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class Agent:
+    """The connection to one host: a process, a thread that listens to it, and one that shows it that we live."""
+
+    def __init__(self, host: Host, ranks: range, log: Path, process: AgentProcess, remedy: str) -> None:
+        self.host, self.ranks, self._log, self.process, self._remedy = host, ranks, log, process, remedy
         self.messages: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.heard, self._changed = time.monotonic(), threading.Condition()
         self._closed = threading.Event()
-        with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                ssh_command(host.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                start_new_session=True,  # Ctrl-C is for the launcher
-            )  # fmt: skip
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name=f"{work.__name__} {host.name}", daemon=True).start()
 
@@ -137,8 +156,7 @@ class Agent:
                 return self.facts[name]
         time.sleep(0.1)  # ssh's last words
         reason = self.lost() or f"no answer within {ANSWER_SECONDS:g} s"
-        remedy = f"`{shlex.join(_ssh(self.host.name))} {sys.executable} -m shardwise --version` must work"
-        raise SpecError(self.host.name, reason, remedy)
+        raise SpecError(self.host.name, reason, self._remedy)
 
     def lost(self) -> str | None:
         """Why there is no connection any more."""
@@ -195,6 +213,14 @@ def _ssh(host: str) -> list[str]:
     return [*shlex.split(os.environ.get(SSH, "ssh")), "-T", *given, "--", host]
 
 
+def _ssh_process(host: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as errors:
+        return subprocess.Popen(
+            ssh_command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            start_new_session=True,  # Ctrl-C is for the launcher
+        )  # fmt: skip
+
+
 def ssh_command(host: str) -> list[str]:
     """The agent, by the same Python and from the same place as here."""
     path = os.environ.get("PYTHONPATH")
@@ -225,6 +251,8 @@ class RemoteProcess:
 class HostRanks:
     """All ranks of one attempt on the hosts of ``agents``."""
 
+    again = False
+
     def __init__(
         self, agents: Sequence[Agent], command: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> None:
@@ -251,6 +279,14 @@ class HostRanks:
     @classmethod
     def lost(cls, places: Sequence[tuple[Host, range]], folder: Path, why: str) -> HostRanks:
         """An attempt whose hosts could not be connected: all of it has failed."""
+        found = cls.never_begun(places, folder)
+        for rank in found.all:
+            found._fail(rank, why)
+        return found
+
+    @classmethod
+    def never_begun(cls, places: Sequence[tuple[Host, range]], folder: Path) -> HostRanks:
+        """An attempt that was stopped before any of its ranks was started."""
         found = cls([], [], folder, {})
         found.all = [
             RankProcess(rank, RemoteProcess(None), folder, time.monotonic()) for _, ranks in places for rank in ranks
@@ -258,7 +294,7 @@ class HostRanks:
         found._by_number = {rank.number: rank for rank in found.all}
         for rank in found.all:
             rank_file(folder, rank.number, "log").touch()
-            found._fail(rank, why)
+            rank.process.returncode = -signal.SIGTERM
         return found
 
     @property

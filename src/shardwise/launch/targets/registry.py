@@ -37,9 +37,20 @@ TARGETS = {
         LaunchTarget(
             "slurm", "a script for sbatch, which --submit submits", "writes", "shardwise.launch.targets.slurm"
         ),
+        LaunchTarget("ray", "a Ray cluster, or one of this machine", "starts", "shardwise.launch.ray.target"),
     )
 }
+WAIT_SECONDS = 60.0
 DEVICES = ("cpu", "cuda")  # which `--on` of other verbs names, too
+
+
+@dataclass(frozen=True)
+class TargetPlace:
+    """The cluster at ``address``, which has ``wait_seconds`` to make room for all ranks, or for ``least_devices``."""
+
+    address: str | None = None
+    wait_seconds: float = WAIT_SECONDS
+    least_devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class TargetRequest:
     named: str
     job: Job
     folder: Path | None = None
+    where: TargetPlace = TargetPlace()
 
 
 class SubmittedJob(Protocol):

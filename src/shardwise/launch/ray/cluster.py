@@ -1,0 +1,201 @@
+"""The Ray cluster: one that is there, or one of this machine alone; its nodes, and the place for a gang on them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.ray.pipe import GROUPS, AgentActor
+from shardwise.launch.ray.placement import RayNode, bundle_size, bundle_sizes, missing_words, ranks_of_bundles
+from shardwise.spec.errors import DoesNotFit, SpecError
+from shardwise.spec.job import Job
+
+ADDRESS = "RAY_ADDRESS"
+_LOOPBACK = "127.0.0.1"
+_STORE_BYTES = 128 * 2**20  # of the object store: only lines of text go through Ray
+_LOOK_SECONDS = 0.5
+_PRINTS = "print_to_stdstream"
+_RESOURCES = {"cpu": "CPU", "cuda": "GPU"}
+
+
+@contextmanager
+def ray_cluster(address: str | None, processors: int) -> Iterator[RayCluster]:
+    """Joins the cluster at ``address``, or starts one with so many ``processors`` on this machine's loopback."""
+    given = {"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
+    if address:
+        with _variables(given), _joined(address=address):
+            yield RayCluster()
+        return
+    # Its token is in the environment of its processes, not in a file at home.
+    given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with OwnedFolder("ray", Path("/tmp")) as folder, _variables(given):  # its sockets need short names
+        own = {"num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        with _joined(address="local", _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
+            yield RayCluster()
+
+
+@contextmanager
+def _joined(**given: Any) -> Iterator[None]:
+    import ray  # it reads the variables
+
+    if ray.is_initialized():
+        raise SpecError("--on ray", "this process has joined a Ray cluster already", "call ray.shutdown() first")
+    try:
+        with _silent():
+            try:
+                ray.init(**given, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, RuntimeError, ValueError) as error:  # none there, other versions, a wrong token
+                problem = f"no cluster can be joined at {given['address']}: {' '.join(str(error).split())}"
+                raise SpecError("--ray-address", problem, "`ray status --address ...` must work here") from None
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Ray prints the reports of its daemons to standard output, which may have to be JSON; no option prevents it."""
+    worker = importlib.import_module("ray._private.worker")
+    before = getattr(worker, _PRINTS, None)
+    setattr(worker, _PRINTS, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(worker, _PRINTS, before)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One bundle of a placed gang."""
+
+    index: int
+    node: RayNode
+    ranks: range
+
+
+@dataclass(frozen=True)
+class PlacedGang:
+    """The placement group of one attempt; `close` ends all that runs in it."""
+
+    group: Any
+    bundles: Sequence[Bundle]
+    device: str
+
+    def actor(self, bundle: Bundle, module: str, environment: dict[str, str]) -> Any:
+        """An agent in the bundle."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        count = len(bundle.ranks)
+        there = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle.index)
+        options = {"num_cpus": count, "scheduling_strategy": there, "max_restarts": 0}
+        if self.device == "GPU":
+            options["num_gpus"] = count
+        return ray.remote(concurrency_groups=GROUPS)(AgentActor).options(**options).remote(module, environment)
+
+    def close(self) -> None:
+        _remove(self.group)
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The cluster that this process has joined."""
+
+    def nodes(self, device: str) -> list[RayNode]:
+        """Those that are alive and have such devices."""
+        import ray
+
+        found = [
+            RayNode(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"].get(device, 0)))
+            for one in ray.nodes()
+            if one["Alive"]
+        ]
+        return sorted((node for node in found if node.room), key=lambda node: (node.address, node.number))
+
+    def nodes_for(self, job: Job) -> list[RayNode]:
+        return self.nodes(_RESOURCES[job.run_device])
+
+    def free(self, job: Job) -> float:
+        """Devices of the whole cluster that nobody uses."""
+        import ray
+
+        return float(ray.available_resources().get(_RESOURCES[job.run_device], 0.0))
+
+    def placed(self, job: Job, seconds: float, stopped: Callable[[], bool] = lambda: False) -> PlacedGang | None:
+        """A place for all ranks; None if ``stopped`` before there is one. Raises DoesNotFit after ``seconds``.
+
+        Nodes may come meanwhile, or smaller ones than planned be free sooner.
+        """
+        device, deadline = _RESOURCES[job.run_device], time.monotonic() + seconds
+        world, sizes = job.strategy.world, bundle_sizes(job.strategy, job.cluster.node_devices)
+        group, size = None, 0
+        try:
+            while True:
+                best = bundle_size(sizes, world, self.nodes(device)) or sizes[0]
+                if group is None or best != size:
+                    _remove(group)
+                    size, group = best, _group(device, best, world // best)
+                if group.wait(timeout_seconds=_LOOK_SECONDS) and (found := self._bundles(group, size, device)):
+                    given, group = group, None
+                    return PlacedGang(given, found, device)
+                if stopped():
+                    return None
+                if time.monotonic() >= deadline:
+                    raise self._does_not_fit(job, sizes, seconds)
+        finally:
+            _remove(group)
+
+    def _bundles(self, group: Any, size: int, device: str) -> list[Bundle]:
+        """In the order of their ranks; none if a node was lost since."""
+        from ray.util.placement_group import placement_group_table
+
+        nodes = {node.number: node for node in self.nodes(device)}
+        places = placement_group_table(group)["bundles_to_node_id"]
+        where = [places[index] for index in sorted(places)]
+        if not set(where) <= set(nodes):
+            return []
+        ranks = ranks_of_bundles(where, size, {name: node.address for name, node in nodes.items()})
+        found = [Bundle(index, nodes[where[index]], ranks[index]) for index in range(len(where))]
+        return sorted(found, key=lambda bundle: bundle.ranks.start)
+
+    def _does_not_fit(self, job: Job, sizes: Sequence[int], seconds: float) -> DoesNotFit:
+        device = _RESOURCES[job.run_device]
+        words = missing_words(job.strategy.world, device, sizes, self.nodes(device), self.free(job))
+        remedy = "wait longer (--wait-for-resources), add nodes, or plan for fewer devices"
+        return DoesNotFit("--on ray", f"no place for the ranks within {seconds:g} s: {words}", remedy)
+
+
+def _group(device: str, size: int, count: int) -> Any:
+    from ray.util.placement_group import placement_group
+
+    each = {"CPU": size} if device == "CPU" else {"CPU": size, device: size}
+    return placement_group([each] * count, strategy="SPREAD")
+
+
+def _remove(group: Any) -> None:
+    if group is not None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(group)

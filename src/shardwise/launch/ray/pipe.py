@@ -1,0 +1,137 @@
+"""An agent at the other end of Ray: an actor starts it in its bundle, and carries its lines as ssh does for hosts.
+
+The agent ends its ranks when its input ends. So nothing is left where the actor, its node or the launcher is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+_READ_SECONDS = 0.5  # a call waits as long for a line
+LOST = -1  # the status of an agent whose actor is gone
+# The actor reads while it writes; each in the order of the calls.
+READING, WRITING = "reading", "writing"
+GROUPS = {READING: 1, WRITING: 1}
+
+
+class AgentActor:
+    """Runs on the node, by the cluster's own Python."""
+
+    def __init__(self, module: str, environment: dict[str, str]) -> None:
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's: of this actor
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._agent = subprocess.Popen(
+            [sys.executable, "-m", module], env={**own, **environment, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+        )  # fmt: skip
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def write(self, line: bytes) -> None:
+        """Nothing ends the agent's input."""
+        assert self._agent.stdin is not None
+        if not line:
+            self._agent.stdin.close()
+            return
+        self._agent.stdin.write(line)
+        self._agent.stdin.flush()
+
+    def read(self) -> tuple[list[bytes], int | None, str]:
+        """New lines; after the last of them the agent's exit status and what it printed to standard error."""
+        found: list[bytes] = []
+        try:
+            line = self._lines.get(timeout=_READ_SECONDS)
+            while line is not None:
+                found.append(line)
+                line = self._lines.get_nowait()
+        except queue.Empty:
+            return found, None, ""
+        status = self._agent.wait()
+        self._errors.seek(0)
+        return found, status, self._errors.read().decode("utf-8", "replace")
+
+    def _listen(self) -> None:
+        assert self._agent.stdout is not None
+        for line in self._agent.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+class RayPipe:
+    """The actor as a process of this machine: what is written to ``stdin`` the agent reads, and the other way round."""
+
+    pid = 0
+
+    def __init__(self, actor: Any, log: Path) -> None:
+        self._actor, self._log = actor, log
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+        self.stdin: IO[bytes] | None
+        self.stdout: IO[bytes] | None
+        from_here, self.stdin = _pipe()
+        self.stdout, to_here = _pipe()
+        threading.Thread(target=self._send, args=(from_here,), name="to Ray", daemon=True).start()
+        threading.Thread(target=self._receive, args=(to_here,), name="from Ray", daemon=True).start()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("the agent", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        import ray
+
+        with suppress(Exception):  # it is gone, or the cluster is
+            ray.kill(self._actor)
+        self._end(LOST, "ended by the launcher")
+
+    def _send(self, lines: IO[bytes]) -> None:
+        write = self._actor.write.options(concurrency_group=WRITING)
+        with lines, suppress(Exception):  # a lost actor is noticed by who reads
+            for line in lines:
+                write.remote(line)
+            write.remote(b"")
+
+    def _receive(self, to_here: IO[bytes]) -> None:
+        import ray
+
+        read = self._actor.read.options(concurrency_group=READING)
+        with to_here:
+            while not self._ended.is_set():
+                try:
+                    lines, status, errors = ray.get(read.remote())
+                except Exception as error:  # Ray's many kinds of lost actors, nodes and connections
+                    self._end(LOST, _first_line(error))
+                    return
+                to_here.write(b"".join(lines))
+                to_here.flush()
+                if status is not None:
+                    self._end(status, errors)
+
+    def _end(self, status: int, words: str) -> None:
+        if self.returncode is None:
+            self._log.write_text(words, encoding="utf-8")
+            self.returncode = status
+        self._ended.set()
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    reading, writing = os.pipe()
+    return os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's messages have a table of ids below their first line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,66 @@
+"""Which ranks share a bundle of a placement group, and which bundle gets which ranks.
+
+A bundle is never split over nodes. So it holds as many consecutive ranks as a node of the plan, or fewer where nodes
+are smaller, but never a part of a tensor-parallel group. Ray spreads the bundles over its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.layout.groups import along, division
+from shardwise.layout.ranks import node_of
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import counted
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node as Ray reports it; ``room`` is how many ranks its resources are for, busy or not."""
+
+    number: str
+    address: str
+    room: int
+
+
+def bundle_sizes(strategy: Strategy, node_devices: int) -> list[int]:
+    """How many ranks a bundle may hold, the best first: as many as a node of the plan."""
+    planned = min(node_devices, strategy.world)
+    sizes = [size for size in range(planned, 0, -1) if strategy.world % size == 0]
+    groups = division(strategy, along(strategy, "tp"))
+    whole = [size for size in sizes if all(len({node_of(rank, size) for rank in group}) == 1 for group in groups)]
+    return whole or sizes[:1]  # a plan whose TP crosses nodes knows it: its nodes are not made smaller still
+
+
+def bundle_size(sizes: Sequence[int], world: int, nodes: Sequence[RayNode]) -> int | None:
+    """The first of ``sizes`` of which the nodes hold enough bundles; None if they do of none."""
+    return next((size for size in sizes if sum(node.room // size for node in nodes) * size >= world), None)
+
+
+def ranks_of_bundles(nodes_of_bundles: Sequence[str], size: int, addresses: Mapping[str, str]) -> list[range]:
+    """For every bundle its ranks, given the node that Ray put it on: bundles of one node get neighbouring ranks.
+
+    Nodes are taken in the order of their addresses, so a restart on the same nodes has the same ranks there.
+    """
+    order = sorted(
+        range(len(nodes_of_bundles)),
+        key=lambda bundle: (_address_order(addresses[nodes_of_bundles[bundle]]), nodes_of_bundles[bundle], bundle),
+    )
+    places = {bundle: place for place, bundle in enumerate(order)}
+    return [range(places[bundle] * size, (places[bundle] + 1) * size) for bundle in range(len(order))]
+
+
+def _address_order(address: str) -> tuple[tuple[int, str], ...]:
+    """10.0.0.9 before 10.0.0.10."""
+    return tuple((int(part), "") if part.isdecimal() else (0, part) for part in address.split("."))
+
+
+def missing_words(world: int, device: str, sizes: Sequence[int], nodes: Sequence[RayNode], free: float) -> str:
+    """What was asked for, what there is and where."""
+    asked = f"asked for {counted(world, device)}"
+    if sizes[-1] > 1:
+        asked += f", {sizes[-1]} or more of them on one node (whole tensor-parallel groups)"
+    total = sum(node.room for node in nodes)
+    there = ", ".join(f"{node.room} on {node.address}" for node in nodes) or "no node"
+    return f"{asked}; present: {total} on {counted(len(nodes), 'node')} ({there}), of which {free:g} are free"

@@ -1,0 +1,159 @@
+"""`--on ray`: the ranks of a job in a placement group, supervised and restarted as ranks on hosts are.
+
+Ray decides where ranks run and says which nodes are left. What was trained is in the run's folder: a restart goes on
+from the last checkpoint that was committed there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.preflight import require_cores
+from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, ray_cluster
+from shardwise.launch.ray.elastic import ElasticRanks, SmallerSplits
+from shardwise.launch.ray.pipe import RayPipe
+from shardwise.launch.run import write_job
+from shardwise.launch.targets.host_file import Host
+from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
+from shardwise.launch.targets.registry import TargetRequest
+from shardwise.spec.errors import DoesNotFit, SpecError
+from shardwise.spec.installation import require_packages
+from shardwise.spec.job import Job
+from shardwise.spec.units import counted
+from shardwise.training.checkpoint.folder import RunFolder
+
+_SHORT_SECONDS = 15.0  # for a group of which Ray says that there is room
+_REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python of Ray"
+
+
+@contextmanager
+def start_on(request: TargetRequest) -> Iterator[RayTarget]:
+    """Waits for a place for all ranks and compares what its nodes have installed, before any rank starts."""
+    require_packages("--on ray", "ray")
+    job, address = request.job, request.where.address or os.environ.get(ADDRESS)
+    cores = len(os.sched_getaffinity(0))
+    if not address and job.run_device == "cpu":
+        require_cores("cluster", job.strategy.world, "join a cluster (--ray-address), or plan for fewer devices")
+    least = request.where.least_devices
+    if least is not None and least > job.strategy.world:
+        raise SpecError("--least-devices", f"{least}, and the job has {job.strategy.world}", "use at most as many")
+    with ray_cluster(address, max(cores, job.strategy.world)) as cluster, OwnedFolder("gang") as folder:
+        target = RayTarget(request, cluster, None if least is None else SmallerSplits(job, least), job)
+        try:
+            target.connect(folder)
+            yield target
+        finally:
+            target.close()
+
+
+@dataclass
+class RayTarget:
+    """A gang that has its place and whose agents have answered serves the first attempt."""
+
+    request: TargetRequest
+    cluster: RayCluster
+    splits: SmallerSplits | None
+    job: Job  # as it runs now
+    gang: PlacedGang | None = None
+    ranks: HostRanks | None = None
+    connected: list[Agent] = field(default_factory=list)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        assert self.gang is not None
+        planned = min(self.request.job.cluster.node_devices, self.request.job.strategy.world)
+        size = len(self.gang.bundles[0].ranks)
+        if self.job is not self.request.job:
+            return [f"begins with {self.job.strategy.world} of {counted(self.request.job.strategy.world, 'device')}"]
+        if size == planned:
+            return []
+        return [f"the prediction is for nodes of {planned} devices: these have {counted(size, 'rank')} each"]
+
+    def start(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
+    ) -> HostRanks:
+        """One attempt; after the first, a new place is waited for among the nodes that are left."""
+        if not self.connected:
+            try:
+                if not self.connect(folder, stopped):
+                    return HostRanks.never_begun(self._places(), folder)
+            except SpecError as error:  # it had one before
+                return HostRanks.lost(self._places(), folder, str(error))
+        agents, self.connected = self.connected, []
+        threads = {} if self.request.job.run_device == "cuda" else {"OMP_NUM_THREADS": "1"}  # a CPU for every rank
+        given = {**threads, **environment}
+        if self.job is self.request.job:
+            self.ranks = HostRanks(agents, command, folder, given)
+        else:
+            self.ranks = ElasticRanks(agents, command, folder, given, self._more)
+        return self.ranks
+
+    def connect(self, folder: Path, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """An agent in every bundle of a new placement group; False if ``stopped`` before there is one."""
+        self.close()
+        self.gang = self._placed(stopped)
+        if self.gang is None:
+            return False
+        gang = self.gang
+        if self.splits is not None and self.request.folder is not None:
+            write_job(self.job, RunFolder(self.request.folder))
+        path = os.environ.get("PYTHONPATH")
+        variables = {"PYTHONPATH": path} if path else {}
+        agents = []
+        for number, bundle in enumerate(gang.bundles):
+            log = folder / f"agent-{number}.log"
+            pipe = RayPipe(gang.actor(bundle, AGENT, variables), log)
+            agents.append(Agent(Host(self._name(bundle)), bundle.ranks, log, pipe, _REMEDY))
+        self.connected = compared(agents, self.request.folder)
+        self.connected[0].facts["address"] = gang.bundles[0].node.address  # of rank 0, wherever it was put
+        return True
+
+    def _placed(self, stopped: Callable[[], bool]) -> PlacedGang | None:
+        """A place for all ranks, or after a while for as many as there is room for; at once, to make use of more."""
+        ranks, self.ranks, self.job = self.ranks, None, self.request.job
+        wait_seconds = self.request.where.wait_seconds
+        if ranks is not None and ranks.again:
+            wait_seconds = _SHORT_SECONDS if self._holds_all() else 0.0
+        try:
+            return self.cluster.placed(self.job, wait_seconds, stopped)
+        except DoesNotFit:
+            if self.splits is None:
+                raise
+            for split in self.splits.on(self.cluster.nodes_for(self.job)):
+                self.job = split
+                with suppress(DoesNotFit):  # others use it, or a node is lost and not yet known to be
+                    return self.cluster.placed(self.job, _SHORT_SECONDS, stopped)
+            raise
+
+    def _holds_all(self) -> bool:
+        return sum(node.room for node in self.cluster.nodes_for(self.job)) >= self.job.strategy.world
+
+    def _more(self) -> bool:
+        """Whether a larger split has room, beside what this run has itself."""
+        assert self.splits is not None
+        free, now = self.cluster.free(self.job), self.job.strategy.world
+        larger = self.splits.on(self.cluster.nodes_for(self.job), more_than=now)
+        return any(one.strategy.world - now <= free for one in larger)
+
+    def close(self) -> None:
+        """Nothing of this run is left in the cluster."""
+        agents, self.connected = self.connected, []
+        for agent in agents:
+            agent.close()
+        gang, self.gang = self.gang, None
+        if gang is not None:
+            gang.close()
+
+    def _name(self, bundle: Bundle) -> str:
+        """Its address; of several nodes at one address, with Ray's number of it."""
+        assert self.gang is not None
+        same = {one.node.number for one in self.gang.bundles if one.node.address == bundle.node.address}
+        return bundle.node.address if len(same) == 1 else f"{bundle.node.address} (node {bundle.node.number[:8]})"
+
+    def _places(self) -> list[tuple[Host, range]]:
+        return [(Host("ray"), range(self.request.job.strategy.world))]
