@@ -60,7 +60,8 @@ def test_all_ranks_have_the_histories_of_one_process() -> None:
     for layout in ({"dp": 2, "zero": 3}, {"tp": 2}):
         first, second = on_ranks(2, histories_here, job_of("fp8-delayed", 2, **layout))
         assert torch.equal(first[0], second[0])
-        torch.testing.assert_close(first[0], expected, rtol=0.05, atol=1e-6)
+        # To a step of FP8: ZeRO-3 rounds gradients to bf16, one process does not.
+        torch.testing.assert_close(first[0], expected, rtol=1 / 8, atol=1e-6)
         torch.testing.assert_close(torch.tensor(first[1]), torch.tensor(losses), rtol=1e-3, atol=0)
 
 

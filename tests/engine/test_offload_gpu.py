@@ -76,7 +76,6 @@ def test_equal_weights_with_less_memory(tmp_path: Path, kinds: tuple[str, ...], 
     [
         (("optimizer",), {"zero": 0}),
         (("optimizer",), {"zero": 0, "microbatch": 8, "compile": True}),
-        (("optimizer", "weights", "gradients"), {"microbatch": 8}),  # one microbatch: the host adds nothing
     ],
 )
 def test_states_updated_beside_the_next_pass(tmp_path: Path, kinds: tuple[str, ...], strategy: dict[str, Any]) -> None:

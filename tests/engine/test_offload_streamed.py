@@ -17,7 +17,6 @@ from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
 STEPS = 3
-ALL = {"optimizer": 1, "weights": 1, "gradients": 1}
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 
 
@@ -57,9 +56,6 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
         ({}, {"optimizer": 0.4}),
         ({"precision": "bf16"}, {"optimizer": 1}),
         ({"dp": 2, "zero": 2}, {"optimizer": 1}),
-        ({"zero": 3}, ALL),
-        ({"dp": 2, "zero": 3, "precision": "bf16"}, {"optimizer": 1, "weights": 1}),
-        ({"dp": 2, "zero": 3, "microbatch": 1}, ALL),
     ],
 )
 def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: dict[str, Any]) -> None:

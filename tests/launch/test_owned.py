@@ -85,7 +85,8 @@ import sys
 from pathlib import Path
 from shardwise.launch import ranks
 ranks._SHARED_MEMORY = Path({str(tmp_path)!r})
-one = ranks.RankProcesses([sys.executable, "-c", "import time; time.sleep(1000)"], 1, Path({str(tmp_path)!r}), {{}})
+gang, folder = ranks.Gang.all_here(1), Path({str(tmp_path)!r})
+one = ranks.RankProcesses([sys.executable, "-c", "import time; time.sleep(1000)"], gang, folder, {{}})
 print(one._guard.pid, one.all[0].process.pid, one._rendezvous.path, flush=True)
 sys.stdin.read()
 """

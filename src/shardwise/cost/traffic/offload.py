@@ -35,6 +35,9 @@ from shardwise.spec.training import Recipe
 Target = Literal["cpu", "nvme"]
 
 
+_NEVER_AWAITED = 1e6  # times a pass: as good as without an end
+
+
 @dataclass(frozen=True)
 class OffloadLine:
     """One kind of transfer: its size, how many in a step, its overlap, and its link.
@@ -115,7 +118,7 @@ def _device_update(
 
     States of the ``first`` elements at least have come before the update begins, beside the step before. Each layer
     after them waits for its own, and the last for all that is left: they hide it ``before_last``, a share of the pass.
-    Nothing waits for what goes back (a backward pass takes about twice as long as a forward pass).
+    Nothing waits for what goes back: as much comes at the same time, in the other direction.
     """
     ahead = share_on_device(elements, minimum(first, elements))
     during = kept * (1 - ahead) + summed
@@ -124,7 +127,7 @@ def _device_update(
         OffloadLine(
             sent_forward(Role.STATES_FROM_HOST), during, 1, 1 / microbatches, True, link="cpu", layers_share=before_last
         ),
-        OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, 3.0, link="cpu"),
+        OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, _NEVER_AWAITED, link="cpu"),
     ]
 
 
