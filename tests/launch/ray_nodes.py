@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.ssh_hosts import namespaces_missing
 from required import require
 
 PORT = 6399
@@ -25,15 +26,7 @@ PORT = 6399
 def missing() -> str | None:
     if importlib.util.find_spec("ray") is None:
         return "ray is not installed (pip install 'shardwise[ray]')"
-    if os.getuid():
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "ip is not installed"
-    done = subprocess.run(["ip", "netns", "add", f"probe{os.getpid()}"], capture_output=True, text=True)
-    if done.returncode:
-        return f"no network namespaces: {done.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", f"probe{os.getpid()}"], check=True)
-    return None
+    return namespaces_missing()
 
 
 class RayNodes:

@@ -38,13 +38,20 @@ class SshHosts:
 
 
 def missing() -> str | None:
-    if os.getuid():
-        return "network namespaces need root"
-    for program in ("ip", "ssh", "ssh-keygen"):
+    for program in ("ssh", "ssh-keygen"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
     if not Path(SSHD).exists():
         return "sshd is not installed (openssh-server)"
+    return namespaces_missing()
+
+
+def namespaces_missing() -> str | None:
+    """Why this process cannot make network namespaces, if so."""
+    if os.getuid():
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "ip is not installed"
     done = subprocess.run(["ip", "netns", "add", f"probe{os.getpid()}"], capture_output=True, text=True)
     if done.returncode:
         return f"no network namespaces: {done.stderr.strip()}"

@@ -87,9 +87,8 @@ class Trainer(ABC, Generic[Given]):
             on_split=lambda parameter: data.forget_masters([parameter]),
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
-        first = self._stream_states(patterns)
-        stay = {one.parameter for one in self.parameters if one.parameter in first or self._stays(one)}
-        data.offload(self.optimizer.stored, stay, only_microbatch=job.microbatches == 1)
+        self._stream_states(patterns)
+        data.offload(self.optimizer.stored, {one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
@@ -233,20 +232,17 @@ class Trainer(ABC, Generic[Given]):
             one.parameter is tied for end in ends if end is not None for tied in end.parameters()
         )
 
-    def _stream_states(self, patterns: Patterns) -> set[nn.Parameter]:
-        """Says when the passes need weights whose states are updated on the device; returns those needed first, whose
-        gradients would come back as soon as they have left."""
+    def _stream_states(self, patterns: Patterns) -> None:
+        """Says when the passes need weights whose states are updated on the device."""
         streamed = self.optimizer.stored.streamed
         if streamed is None:
-            return set()
+            return
         layers = {one: [layer for _, layer in matching(one, patterns.layers)] for one in self.stages.values()}
         stage, inside = next(iter(layers.items()))
-        first = needed_first(inside, stage)
-        streamed.expect(first)
+        streamed.expect(needed_first(inside, stage))
         for stage, inside in layers.items():
             if not self.data.is_sharded(stage):  # what is gathered waits for itself
                 wait_before(inside, stage, streamed)
-        return set(first)
 
     def offload_optimizer(self, share: float) -> None:
         """Between two steps: changes the share of the optimizer's states kept outside of the device's memory.

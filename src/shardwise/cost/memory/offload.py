@@ -26,11 +26,9 @@ FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 
 
 def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without weights and
-    gradients. Weights updated as a forward pass fetches them ran a step in half the time on an H200 (bench/results/
-    offload-h200.txt), but its losses were not explained to the last bit, and some are fetched twice, unpriced."""
-    apart = not (offload.weights or offload.gradients)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and apart
+    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, alone."""
+    alone = not (offload.weights or offload.gradients)
+    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and alone
 
 
 def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:

@@ -58,14 +58,13 @@ class HeldMemory:
 
     @property
     def update_slots(self) -> Any:
-        """Offloaded states that are on the device for their update, and gradients that stay for it."""
+        """Offloaded states that are on the device for their update."""
         offload, owned = self.sharding.offload, owned_parameters(self.contents, self.sharding)
         if not offload.optimizer or not updates_on_device(self.job, offload):
             return 0.0
         elements = owned * offload.optimizer
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
-        each = self.states.stored / elements + 4 * (offload.weights > 0) + 4 * (offload.gradients > 0)
-        return update_slots(elements, first) * update_chunk(elements) * each + 4 * first * offload.gradients
+        return update_slots(elements, first) * update_chunk(elements) * self.states.stored / elements
 
     @cached_property
     def left_over(self) -> Any:

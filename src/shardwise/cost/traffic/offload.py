@@ -84,15 +84,11 @@ def state_lines(
     hidden = not recipe.fp32_shards
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
-    loads = gathers
     if on_device:
         first = first_elements(contents, sharding, tied=tied)
         in_layers = layers_share(contents, tied=tied, active=active)
         before_last = in_layers * (1 - 1 / maximum(1, contents.layers))
-        kept = states.stored + owned * 4 * offload.weights
-        gradients = gradients - first * 4 * offload.gradients  # which stay: they are needed at once
-        update = _device_update(owned * offload.optimizer, first, kept, gradients, m, before_last)
-        loads = gathers - (offload.weights > 0)  # the first forward pass has them from the update
+        update = _device_update(owned * offload.optimizer, first, states.stored, m, before_last)
     else:
         update = [
             OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
@@ -103,7 +99,7 @@ def state_lines(
         ]
     return [
         *update,
-        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, loads),
+        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
         OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
         # Each microbatch is added to the gradients on disk, and all are read for the update.
@@ -111,17 +107,15 @@ def state_lines(
     ]
 
 
-def _device_update(
-    elements: Any, first: Any, kept: Any, summed: Any, microbatches: Any, before_last: Any
-) -> list[OffloadLine]:
-    """States that are ``kept`` on the host, and ``summed`` gradients, to the device and, without these, back.
+def _device_update(elements: Any, first: Any, kept: Any, microbatches: Any, before_last: Any) -> list[OffloadLine]:
+    """States that are ``kept`` on the host to the device, and back.
 
     States of the ``first`` elements at least have come before the update begins, beside the step before. Each layer
     after them waits for its own, and the last for all that is left: they hide it ``before_last``, a share of the pass.
     Nothing waits for what goes back: as much comes at the same time, in the other direction.
     """
     ahead = share_on_device(elements, minimum(first, elements))
-    during = kept * (1 - ahead) + summed
+    during = kept * (1 - ahead)
     return [
         OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
         OffloadLine(

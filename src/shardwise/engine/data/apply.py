@@ -85,14 +85,11 @@ class DataParallel:
     def is_sharded(self, stage: nn.Module) -> bool:
         return isinstance(self.parts[stage], Sharded)
 
-    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter], *, only_microbatch: bool) -> None:
-        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``.
-
-        ``only_microbatch``: a step has one, so that nothing is added to a gradient that has left.
-        """
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
         for part in self.parts.values():
             if isinstance(part, Sharded):
-                part.offload(stored, stay, only_microbatch)
+                part.offload(stored, stay)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
         """Waits for gradients that leave the device; returns the norms of those elsewhere, None if all are here."""

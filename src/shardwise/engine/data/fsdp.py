@@ -80,14 +80,14 @@ class Sharded:
         if unit.by_index:
             sharded.set_unshard_in_backward(False)
 
-    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter], only_microbatch: bool) -> None:
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
         """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
         if stored.weights:
             self.weights = OffloadedWeights(*self.passes, stored)
         elif stored.streamed is not None and self.fp8_scales is None:  # which are found from all shards at once
             await_updates(self.units, stored.streamed)
         if stored.gradients:
-            self.gradients = OffloadedGradients(self.units, stored, stay, only_microbatch)
+            self.gradients = OffloadedGradients(self.units, stored, stay)
             for reduction in self.reductions:
                 if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
                     reduction.unfinished = None  # what leaves has to be complete

@@ -163,15 +163,12 @@ class OffloadedGradients:
     """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
 
     With their norm, so that clipping reads only gradients on the device. The host adds each microbatch to the sum, and
-    takes the norm of that; those of an ``only`` microbatch leave as they are, if the device reads them again.
-    Parameters that ``stay`` are still added to after they are reduced, or needed at once.
+    takes the norm of that. Parameters that ``stay`` are still added to after they are reduced.
     """
 
-    def __init__(
-        self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter], only: bool
-    ) -> None:
-        self.stored, self.only = stored, only
-        self.leaving: list[BackgroundCopy | StreamCopy] = []
+    def __init__(self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        self.stored = stored
+        self.leaving: list[BackgroundCopy] = []
         self._unit: Any = None
         for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
             parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
@@ -195,16 +192,13 @@ class OffloadedGradients:
         parameter.grad = None
         self.leaving.append(self._add(parameter, gradient))
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> BackgroundCopy | StreamCopy:
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> BackgroundCopy:
         stored, is_first = self.stored, parameter not in self.stored.summed
         region, place = stored.gradient_place(parameter)
         moved = stored.store.lanes.moved
         moved[sent_backward(Role.GRADIENTS_TO_HOST)] += gradient.nbytes
         if stored.store.target == "nvme" and not is_first:
             moved[sent_backward(Role.GRADIENTS_FROM_DISK)] += gradient.nbytes
-        if self.only and is_first and stored.streamed is not None:  # otherwise the host reads them
-            stored.summed[parameter] = torch.linalg.vector_norm(gradient)
-            return region.keep(place, gradient)
         norm = stored.summed.setdefault(parameter, torch.zeros(()))
         return region.add(place, gradient, norm, is_first=is_first)
 

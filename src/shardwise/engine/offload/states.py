@@ -149,23 +149,17 @@ class StoredStates:
                 self.streamed.drop()
 
     def bring_weights(self, parameters: Sequence[nn.Parameter], phase: Phase) -> list[BackgroundCopy | StreamCopy]:
-        """Starts to copy the weights that are here into the parameters' own memory; updates them if that is left."""
+        """Starts to copy the weights that are here into the parameters' own memory."""
         assert self._region is not None
-        updated = {} if self.streamed is None else self.streamed.deliver(parameters)
-        events = {id(event): event for event in updated.values() if event is not None}
-        copies: list[BackgroundCopy | StreamCopy] = [StreamCopy(event) for event in events.values()]
-        for parameter in (one for one in parameters if one not in updated):
-            if self.streamed is not None:
-                self.streamed.stored_of(parameter, self.store.lanes.stream(out=False))
+        copies: list[BackgroundCopy | StreamCopy] = []
+        for parameter in parameters:
             copies.append(self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter)))
             self.store.lanes.moved[Payload(Role.WEIGHTS_FROM_HOST, phase)] += local(parameter).nbytes
         return copies
 
     def gradient_place(self, parameter: nn.Parameter) -> tuple[StoredRegion, int]:
-        """Where the sum of a parameter's gradients is. The device has read the last one before it computes another."""
+        """Where the sum of a parameter's gradients is."""
         assert self._region is not None
-        if self.streamed is not None:
-            self.streamed.finish()
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
     def settle(self) -> None:
@@ -217,11 +211,10 @@ class StoredStates:
             self.store.lanes.moved[payload] += tensor.nbytes
 
     def copy_out(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
-        """Copies them back, all but the gradients."""
+        """Copies them back."""
         for name, tensor in here.items():
-            if name != GRADIENT:
-                self._in_memory(name, chunk).copy_(tensor, non_blocking=True)
-                self.store.lanes.moved[sent_forward(Role.STATES_TO_HOST)] += tensor.nbytes
+            self._in_memory(name, chunk).copy_(tensor, non_blocking=True)
+            self.store.lanes.moved[sent_forward(Role.STATES_TO_HOST)] += tensor.nbytes
 
     def _in_memory(self, name: str, chunk: StateChunk) -> Tensor:
         assert self._region is not None
@@ -250,7 +243,7 @@ class StoredStates:
         return self._region.write(place, values)
 
 
-class _StatePiece(NamedTuple):
+class StatePiece(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, at ``at`` of a chunk."""
 
     parameter: nn.Parameter
@@ -272,7 +265,7 @@ class StateChunk(NamedTuple):
     begin: int
     end: int
     group: int
-    pieces: tuple[_StatePiece, ...]
+    pieces: tuple[StatePiece, ...]
 
 
 class _Slot:
@@ -311,7 +304,7 @@ class _Slot:
             copy.wait()
         self.copies = []
 
-    def _down(self, role: Role, pieces: list[tuple[_StatePiece, Tensor]]) -> Tensor:
+    def _down(self, role: Role, pieces: list[tuple[StatePiece, Tensor]]) -> Tensor:
         if not pieces:
             return torch.empty(0)
         lanes = self.stored.store.lanes
@@ -343,8 +336,8 @@ def _parts(begin: int, end: int, elements: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + elements, end)
 
 
-def _pieces(rows: Sequence[FlatRow], begin: int, end: int) -> Iterator[_StatePiece]:
+def _pieces(rows: Sequence[FlatRow], begin: int, end: int) -> Iterator[StatePiece]:
     for row in rows:
         first, last = max(begin, row.begin), min(end, row.begin + row.size)
         if first < last:
-            yield _StatePiece(row.parameter, first - row.begin, last - row.begin, first - begin)
+            yield StatePiece(row.parameter, first - row.begin, last - row.begin, first - begin)

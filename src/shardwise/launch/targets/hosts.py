@@ -244,8 +244,7 @@ class RemoteProcess:
         return -1 if self.returncode is None else self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """`HostRanks.send_signal` speaks to whole hosts."""
-        raise NotImplementedError
+        raise AssertionError("signals go to whole hosts: `HostRanks.send_signal`")
 
 
 class HostRanks:
