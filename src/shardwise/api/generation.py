@@ -234,7 +234,7 @@ def _check_prompts(
     if data is None and not texts and not tokens:
         raise SpecError("--prompt", "there is none", "give --prompt TEXT, --tokens IDS, or --data FILE with --out FILE")
     if data is not None and (texts or tokens):
-        raise SpecError("--data", "and prompts are mutually exclusive", "give one of them")
+        raise SpecError("--data", "cannot be combined with prompts", "give one of them")
     if (data is None) != (out is None):
         missing, given = ("--out", "--data") if out is None else ("--data", "--out")
         raise SpecError(missing, f"is needed with {given}", "give both")

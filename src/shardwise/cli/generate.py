@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
     add("--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities add up to P")
     add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    add("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    add("--seed", type=int, default=0, help="sampling seed (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
     add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under a launcher all its ranks)")

@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--ray-address", metavar="ADDRESS", help=address)
     wait = f"with --on ray: how long to wait for room for all processes (default {WAIT_SECONDS:g}s)"
     parser.add_argument("--wait-for-resources", metavar="TIME", help=wait)
-    least = "with --on ray: go on with fewer devices, at least N, replanned; and with all when they come back"
+    least = "with --on ray: continue on at least N devices after a loss, replanned; use all again when they return"
     parser.add_argument("--least-devices", metavar="N", help=least)
     parser.add_argument("--submit", action="store_true", help="with --on slurm: submit the script, and follow the job")
     more = "with --on slurm: an option of sbatch, such as time=4:00:00; repeat for several"
