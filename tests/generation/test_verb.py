@@ -133,7 +133,7 @@ def test_weights_are_read_from_any_layout(strategy: dict[str, Any], tmp_path: Pa
         ("--tokens 1 --max-new-tokens 0", "--max-new-tokens: '0' is not a positive whole number"),
         ("--tokens 1 --seed -1", "--seed: -1 is out of range"),
         ("", "--prompt: there is none"),
-        ("--tokens 1 --data x --out y", "--data: and prompts are mutually exclusive"),
+        ("--tokens 1 --data x --out y", "--data: cannot be combined with prompts"),
         ("--data x", "--out: is needed with --data"),
         ("--tokens 1 --tokenizer nowhere.json", "nowhere.json: is not there"),
         ("--prompt x --model gpt2", "but gpt2 makes it [50257, 768]"),
