@@ -10,7 +10,7 @@ test test-all: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-frameworks lint format golden bench clean
+.PHONY: demo test test-all test-frameworks lint format golden bench image clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -43,6 +43,9 @@ format: $(READY)
 
 golden: $(READY)
 	$(BIN)/python tests/cli/golden.py
+
+image: $(READY)
+	docker build --tag "$$($(BIN)/python -c 'from shardwise.launch.targets.image import IMAGE; print(IMAGE)')" .
 
 bench: $(READY)
 	$(BIN)/python bench/startup.py

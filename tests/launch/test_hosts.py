@@ -93,7 +93,8 @@ def test_targets_that_there_are_not(tmp_path: Path) -> None:
     small = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
     for verb in ("train", "verify"):
         assert refusal(verb, *small, "--on", "slrum") == (
-            "shardwise: error: --on: 'slrum' is not a launch target; name a file of hosts, or slurm, ray"
+            "shardwise: error: --on: 'slrum' is not a launch target; "
+            "name a file of hosts, or slurm, ray, kubernetes, skypilot"
         )
         gone = str(tmp_path / "hosts.txt")
         assert "--on: there is no file of hosts '/" in refusal(verb, *small, "--on", gone)

@@ -279,7 +279,8 @@ def trained_as_rank(
     def prepared() -> Prepared:
         found = ready()
         with found.folder.checkpoints.locked():
-            return Prepared(str(found.folder.path.resolve()), found.finished_step())
+            step = found.finished_step()
+            return Prepared(str(found.folder.path.resolve()), found.job.to_yaml(), step)
 
     begin = lead(here, prepared) if here.rank == 0 else follow(here)
     folder = RunFolder(Path(begin.folder))

@@ -28,7 +28,7 @@ from shardwise.training.environment.reader import Started
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
     """The exit status of `shardwise ARGUMENTS` as the job's ranks."""
     command = [sys.executable, "-m", "shardwise", *arguments]
-    if target.kind == "writes":
+    if target.kind != "starts":
         return command_status(target, TargetRequest(named, job), command)
     with started_on(target, TargetRequest(named, job)) as found, OwnedFolder("target") as folder:
         print_notes(found.notes)

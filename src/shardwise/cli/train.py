@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.execution import (
@@ -48,6 +50,12 @@ _DOES = """Prices the job, starts one process per device, trains, shows progress
 Everything is kept in the run's folder; the same command resumes from the last checkpoint.
 SIGTERM or Ctrl-C writes a checkpoint first: exit 0 if it could within the time of --grace, else 75."""
 
+# Flags of targets that write a file: their kind of target, and its names.
+_FILE_FLAGS = (
+    ("submit", "writes", "slurm"), ("sbatch", "writes", "slurm"),
+    ("manifest", "renders", "kubernetes or skypilot"), ("out", "renders", "kubernetes or skypilot"),
+)  # fmt: skip
+
 
 def run(arguments: list[str]) -> int:
     parser = Parser("train", _DOES, _EXAMPLE)
@@ -62,7 +70,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=grace)
     emulate = "virtual nodes on this machine: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
-    on = "start the processes elsewhere: ray, a file of hosts (`host slots=8`, over ssh), or slurm (writes a script)"
+    on = (
+        "start the processes elsewhere: ray, a file of hosts (`host slots=8`, over ssh); or write what starts them: "
+        "slurm (a script), kubernetes (manifests), skypilot (a task)"
+    )
     parser.add_argument("--on", metavar="TARGET", help=on)
     address = "with --on ray: the cluster (default RAY_ADDRESS; without it one is started here)"
     parser.add_argument("--ray-address", metavar="ADDRESS", help=address)
@@ -73,6 +84,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--submit", action="store_true", help="with --on slurm: submit the script, and follow the job")
     more = "with --on slurm: an option of sbatch, such as time=4:00:00; repeat for several"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
+    manifest = (
+        "with --on kubernetes or skypilot: what the job does not say, such as image=..., runs=CLAIM, gang=volcano; "
+        "repeat for several (docs/kubernetes.md)"
+    )
+    parser.add_argument("--manifest", action="append", default=[], metavar="OPTION", help=manifest)
+    out = "with --on kubernetes or skypilot: the file to write, or - to print it (default RUN.TARGET.yaml)"
+    parser.add_argument("--out", metavar="FILE", help=out)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
@@ -95,6 +113,8 @@ def run(arguments: list[str]) -> int:
             note=lambda text: print_notes([text]),
         )  # fmt: skip
 
+    if target is not None and target.kind == "renders":
+        return _render(target, parsed)
     if here is not None:
         return _as_rank(here, made_ready, parsed)
     ready = made_ready()
@@ -116,15 +136,15 @@ def run(arguments: list[str]) -> int:
 def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget | None:
     """Where the ranks start; None on this machine, or if they have started."""
     target = None if parsed.on is None else target_named(parsed.on)
-    for flag in ("submit", "sbatch"):
-        if getattr(parsed, flag) and (target is None or target.kind != "writes"):
-            raise SpecError(f"--{flag}", "is for --on slurm", "leave it out")
+    for flag, kind, targets in _FILE_FLAGS:
+        if getattr(parsed, flag) and (target is None or target.kind != kind):
+            raise SpecError(f"--{flag}", f"is for --on {targets}", "leave it out")
     if target is None:
         return None
     for flag in ("print_torchrun", "rehearse", "emulate"):
         if getattr(parsed, flag):
             raise SpecError("--on", f"cannot be combined with --{flag.replace('_', '-')}", "leave one of them out")
-    return target if target.kind == "writes" and here is None else starting_target(parsed.on, here)
+    return target if target.kind != "starts" and here is None else starting_target(parsed.on, here)
 
 
 def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) -> int:
@@ -148,6 +168,30 @@ def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) ->
     failure = Failure(None, "exited", f"job {job.number} ended with status {status}") if status else None
     outcome = Outcome(status, False, (Attempt(ready.folder.path, time.monotonic() - began, failure),))
     return _show(TrainingResult(ready.job, run_summary(ready.folder, None), outcome), parsed)
+
+
+def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
+    """The file of a target whose nodes share no storage with this machine."""
+    from shardwise.api.manifests import job_for_manifest
+    from shardwise.launch.targets.registry import written_for
+
+    for flag in ("debug", "go_on", "markdown", "csv"):
+        if getattr(parsed, flag):
+            raise SpecError(f"--{flag.replace('_', '-')}", f"is not for --on {target.name}", "leave it out")
+    given = keywords(job_for_manifest, parsed)
+    job, name = job_for_manifest(job_arguments(parsed), **given, note=lambda text: print_notes([text]))
+    out = Path(parsed.out or f"{name}.{target.name}.yaml")
+    if parsed.json and str(out) == "-":
+        raise SpecError("--json", "cannot be combined with --out -", "leave one of them out")
+    grace = float(parse(parsed.grace, "seconds", "--grace"))
+    written = written_for(
+        target, TargetRequest(parsed.on, job), out=out, run_name=name, grace_seconds=grace, manifest=parsed.manifest
+    )
+    if parsed.json:
+        print(json.dumps({"path": str(written.path), "command": written.command}))
+    elif written.command:
+        print(f"{written.path}\nSubmit it: {shlex.join(written.command)}")
+    return 0
 
 
 def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:

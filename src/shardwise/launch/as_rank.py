@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.outcome import DONE, MISTAKE, Attempt, Failure, Outcome
 from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.environment.reader import Started
+from shardwise.training.storage.place import RemotePlace, place_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -30,9 +33,10 @@ class FollowsRankZero(SpecError):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The folder of a run; ``finished_step`` if nothing is left to do."""
+    """The folder of a run, and its job file; ``finished_step`` if nothing is left to do."""
 
     folder: str
+    job_text: str = ""
     finished_step: int | None = None
     store: Any = None  # kept: rank 0 serves it
 
@@ -66,7 +70,7 @@ def lead(here: Started, prepare: Callable[[], Prepared]) -> Prepared:
         _announce(store, here, {"status": error.status})
         raise
     _announce(store, here, asdict(found))
-    return Prepared(found.folder, found.finished_step, store)
+    return replace(found, store=store)
 
 
 def follow(here: Started) -> Prepared:
@@ -82,7 +86,20 @@ def follow(here: Started) -> Prepared:
         refused = FollowsRankZero("", "rank 0 refused the job", "see what it printed")
         refused.status = found["status"]
         raise refused
-    return Prepared(found["folder"], found["finished_step"], store)
+    _require_job(RunFolder(Path(found["folder"])), found["job_text"])
+    return Prepared(found["folder"], found["job_text"], found["finished_step"], store)
+
+
+def _require_job(folder: RunFolder, text: str) -> None:
+    """The job file on this node: all nodes share the folder, or else keep their checkpoints in a store."""
+    if folder.job.exists():
+        return
+    kept = Job.from_yaml(text).run.checkpoints.folder
+    if kept is not None and isinstance(place_of(kept), RemotePlace):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        temporary = folder.job.with_suffix(f".{os.getpid()}.part")  # the ranks of a node each write it
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder.job)
 
 
 def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:

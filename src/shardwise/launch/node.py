@@ -12,10 +12,12 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang
 from shardwise.launch.tail import printed_as_it_grows
 from shardwise.spec.run import Timeouts
+from shardwise.spec.units import parse
 from shardwise.training.attempt import rank_file
 from shardwise.training.environment.reader import StartedNode
 
 VERBS = ("train", "verify", "calibrate", "bench", "doctor")  # those that run ranks
+_GRACE_SECONDS = 30.0
 _DAYS = 30 * 86_400.0
 UNWATCHED = Timeouts(start=_DAYS, step=_DAYS, checkpoint=_DAYS)  # commands that report no progress
 
@@ -32,9 +34,16 @@ def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
         with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, gang.ranks[0], "log")):
             outcome = supervise(
                 [sys.executable, "-m", "shardwise", *arguments], gang.world, folder, gang=gang, timeouts=UNWATCHED,
-                restarts=0, on_event=report,
+                restarts=0, grace_seconds=_grace_seconds(arguments), on_event=report,
             )  # fmt: skip
     return outcome.status
+
+
+def _grace_seconds(arguments: Sequence[str]) -> float:
+    """What `--grace` of the command gives its ranks."""
+    after = dict(zip(arguments, [*arguments[1:], ""]))
+    given = next((one.partition("=")[2] for one in arguments if one.startswith("--grace=")), after.get("--grace"))
+    return _GRACE_SECONDS if given is None else float(parse(given, "seconds", "--grace"))
 
 
 def _devices() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,25 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    flow = not any(isinstance(item, (dict, list)) for item in data)
+    flow = not any(isinstance(item, (dict, list)) or (isinstance(item, str) and "\n" in item) for item in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
 
 
 _Dumper.add_representer(list, _represent_list)
+
+
+class _ManifestDumper(_Dumper):
+    """Also writes a text of several lines, such as a script, as it reads; and everything where it belongs."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_ManifestDumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(data: Any) -> str:
@@ -128,3 +143,10 @@ def dump_yaml(data: Any) -> str:
         return readable
     # Unicode's own line breaks do not survive as they are: write them escaped.
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def dump_documents(documents: Sequence[Any]) -> str:
+    """Several documents in one text, as `kubectl` and others read them."""
+    return yaml.dump_all(
+        documents, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=110, explicit_start=True
+    )

@@ -13,6 +13,9 @@ from shardwise.spec.job import Job
 from shardwise.spec.training import RECIPES
 
 TRAINING = ("torch", "safetensors")
+# Of /dev/shm, for the ranks of a node. NCCL's documentation recommends --shm-size=1g in containers, whose default is
+# 64 MiB; gloo needs none, loaders some.
+SHARED_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 TESTED_TORCH = ((2, 11), (2, 15))  # first and last, as in pyproject.toml
 _EXTRAS = {
     "torch": "train",

@@ -1,7 +1,8 @@
-"""The launch targets by name. A target that `starts` ranks supervises them; one that `writes` renders a file to submit.
+"""The launch targets by name. A target that `starts` ranks supervises them; the others write a file to submit.
 
-A new one is a row here and a module with `start_on(request)`, or with `write_for(request, ...)` and, if its file can be
-submitted from here, `submitted(written)` and `run_command(request, command)`.
+One that `writes` shares this machine's storage, where the run is prepared; one that `renders` a manifest does not: the
+job file is in it. A new one is a row here and a module with `start_on(request)`, or with `write_for(request, ...)` and,
+if its file can be submitted from here, `submitted(written)` and `run_command(request, command)`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LaunchTarget:
 
     name: str
     what: str
-    kind: Literal["starts", "writes"]
+    kind: Literal["starts", "writes", "renders"]
     module: str
 
 
@@ -38,6 +39,10 @@ TARGETS = {
             "slurm", "a script for sbatch, which --submit submits", "writes", "shardwise.launch.targets.slurm"
         ),
         LaunchTarget("ray", "a Ray cluster, or one of this machine", "starts", "shardwise.launch.ray.target"),
+        LaunchTarget(
+            "kubernetes", "manifests for Kubeflow Trainer or JobSet", "renders", "shardwise.launch.targets.kubernetes"
+        ),
+        LaunchTarget("skypilot", "a task for SkyPilot", "renders", "shardwise.launch.targets.skypilot"),
     )
 }
 WAIT_SECONDS = 60.0

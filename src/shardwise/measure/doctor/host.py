@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardwise.spec.installation import SHARED_BYTES
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 from shardwise.training.environment.interfaces import loopback_interface
 from shardwise.training.environment.reader import PORT
@@ -84,8 +85,6 @@ def _run(checks: dict[str, _Check], request: Examination) -> Iterator[Checked]:
 # -- the host ----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = Path("/dev/shm")
-# NCCL's documentation recommends --shm-size=1g in containers, whose default is 64 MiB; gloo needs none, loaders some.
-_SHARED_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 _FEW_FILES, _FILES, _FILES_PER_PROCESS = 256, 1024, 64  # a process has a socket for every other rank of every group
 _SKEW_SECONDS, _LARGE_SKEW_SECONDS = 1.0, 60.0
 _SSH_SECONDS = 10
@@ -131,7 +130,7 @@ def check_shared_memory(request: Examination) -> Checked:
     if not SHARED_MEMORY.is_dir():
         return Checked("shared memory", "pass", f"this system has no {SHARED_MEMORY}, and needs none")
     usage = shutil.disk_usage(SHARED_MEMORY)
-    needed = _SHARED_BYTES[request.device]
+    needed = SHARED_BYTES[request.device]
     figure = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
     if usage.free < needed:
         remedy = f"{readable_bytes(needed)} are safe: in a container --shm-size=1g"

@@ -1,0 +1,276 @@
+"""Manifests for Kubernetes: a TrainJob of Kubeflow Trainer v2 with its runtime, or a JobSet; one pod per node.
+
+Both make the same pods. A failed pod ends its Job (`backoffLimit: 0`), and JobSet starts all pods again, as often as
+the job's restarts; the run resumes from its last checkpoint. Sources: the published schemas (tests/launch/schemas);
+kubernetes.io "Pod failure policy" and its controller's messages; jobset.sigs.k8s.io "Failure policy"; kubeflow.org
+"Job template", "ML policy" and "Gang scheduling" of Trainer; volcano.sh on annotations of Jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
+from shardwise.launch.targets.manifest import END_SECONDS, STOPPED, ManifestJob, manifest_job, written_manifest
+from shardwise.launch.targets.manifest_options import FLAG, manifest_options
+from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import dump_documents
+from shardwise.spec.installation import SHARED_BYTES
+from shardwise.training.environment.reader import PORT
+
+NODE = "node"  # Trainer looks for a replicated job and a container of this name
+MOST_JOB_BYTES = 2**20  # of a ConfigMap
+_GPUS = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+_TRAINER, _JOBSET = "trainer.kubeflow.org/v1alpha1", "jobset.x-k8s.io/v1alpha2"
+_SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}  # as their charts install them
+_SCHEDULE_SECONDS = 600  # in which a gang must find room; it is tried again after
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def write_for(
+    request: TargetRequest, *, out: Path, run_name: str, grace_seconds: float = 30, manifest: Sequence[str] = ()
+) -> Written:
+    """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
+    options = manifest_options("kubernetes", manifest)
+    found = manifest_job(request.job, options, run_name, grace_seconds)
+    return written_manifest(dump_documents(documents(found)), out, ("kubectl", "apply", "-f"))
+
+
+def documents(found: ManifestJob) -> list[dict[str, Any]]:
+    """In the order in which they must be there."""
+    _require_possible(found)
+    made = [_config_map(found)]
+    if found.options.kind == "jobset":
+        return [*made, _job_set(found)]
+    return [*made, _runtime(found), _train_job(found)]
+
+
+def _require_possible(found: ManifestJob) -> None:
+    options = found.options
+    if found.nodes > 1 and options.gang is None and options.queue is None:
+        remedy = f"{FLAG} gang=coscheduling, volcano or none, or {FLAG} queue=NAME of Kueue: what the cluster has"
+        raise SpecError(FLAG, f"gang is missing: {found.nodes} pods must start together or not at all", remedy)
+    if options.gang == "coscheduling" and options.kind == "jobset":
+        problem = "gang=coscheduling needs a pod group, which Kubeflow Trainer makes and JobSet does not"
+        raise SpecError(FLAG, problem, "use kind=trainjob, gang=volcano, or queue=NAME")
+    if found.is_gpu and found.job.cluster.device.vendor not in _GPUS:
+        problem = f"Kubernetes has no resource for {found.job.cluster.device.name} that this engine runs on"
+        raise SpecError("cluster", problem, f"use devices of {' or '.join(_GPUS)}")
+    if any(one.is_uri for one in options.mounts):
+        raise SpecError(FLAG, "a claim is wanted, not a URI", "name URIs in the job")
+    for name in options.env:
+        if name.startswith("PET_"):
+            raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
+    if len(found.job.to_yaml().encode()) > MOST_JOB_BYTES:
+        raise SpecError("job file", "is larger than 1 MiB, which a ConfigMap is not", "name a model of the catalogue")
+
+
+def _metadata(found: ManifestJob, name: str, **labels: str) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": name}
+    if found.options.namespace is not None:
+        made["namespace"] = found.options.namespace
+    common = {"app.kubernetes.io/name": "shardwise", "app.kubernetes.io/instance": found.name}
+    return {**made, "labels": {**common, **labels}}
+
+
+def _queued(found: ManifestJob) -> dict[str, str]:
+    return {} if found.options.queue is None else {"kueue.x-k8s.io/queue-name": found.options.queue}
+
+
+def _config_map(found: ManifestJob) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(found, f"{found.name}-job"),
+        "data": {JOB_FILE: found.job.to_yaml()},
+    }
+
+
+def _train_job(found: ManifestJob) -> dict[str, Any]:
+    """Trainer's torch policy gives every pod the variables that name its place (`PET_...`)."""
+    return {
+        "apiVersion": _TRAINER,
+        "kind": "TrainJob",
+        "metadata": _metadata(found, found.name, **_queued(found)),
+        "spec": {
+            "runtimeRef": {"apiGroup": _TRAINER.partition("/")[0], "kind": "TrainingRuntime", "name": found.name},
+            "trainer": {"numNodes": found.nodes, "numProcPerNode": found.ranks_per_node},
+        },
+    }
+
+
+def _runtime(found: ManifestJob) -> dict[str, Any]:
+    spec: dict[str, Any] = {"mlPolicy": {"numNodes": found.nodes, "torch": {}}}
+    if found.options.gang == "coscheduling":
+        spec["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": _SCHEDULE_SECONDS}}
+    elif found.options.gang == "volcano":
+        spec["podGroupPolicy"] = {"volcano": {}}
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    return {
+        "apiVersion": _TRAINER,
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(found, found.name, **{"trainer.kubeflow.org/framework": "torch"}),
+        "spec": {**spec, "template": {"spec": _job_set_spec(found, {"metadata": {"labels": labels}}, [])}},
+    }
+
+
+def _job_set(found: ManifestJob) -> dict[str, Any]:
+    """Its pods find each other by name: JobSet makes a Service without an address of its own."""
+    job: dict[str, Any] = {}
+    if found.options.gang == "volcano":  # it makes the pod group of a Job by itself
+        job["metadata"] = {"annotations": {"scheduling.volcano.sh/group-min-member": str(found.nodes)}}
+    places: list[dict[str, Any]] = [
+        {"name": "PET_NNODES", "value": str(found.nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(found.ranks_per_node)},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{found.name}-{NODE}-0-0.{found.name}"},
+        {"name": "PET_MASTER_PORT", "value": str(PORT)},
+    ]
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": found.name}
+    return {
+        "apiVersion": _JOBSET,
+        "kind": "JobSet",
+        "metadata": _metadata(found, found.name, **_queued(found)),
+        "spec": {"network": network, **_job_set_spec(found, job, places)},
+    }
+
+
+def _job_set_spec(found: ManifestJob, job: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "failurePolicy": _failure_policy(found),
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {**job, "spec": _job_spec(found, places)}}],
+    }
+
+
+def _failure_policy(found: ManifestJob) -> dict[str, Any]:
+    """A mistake ends it; a pod that was stopped or evicted counts as no failure; all else is a restart that counts."""
+    statuses = "|".join(map(str, found.final_statuses))
+    by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "maxRestarts": found.job.run.restarts,
+        "rules": [
+            {
+                "name": "final",
+                "action": "FailJobSet",
+                **by_policy,
+                "onJobFailureMessagePatterns": [f"failed with exit code ({statuses}) matching"],
+            },
+            {"name": "stopped", "action": "RestartJobSetAndIgnoreMaxRestarts", **by_policy},
+        ],
+    }
+
+
+def _job_spec(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
+    def ended_with(statuses: list[int]) -> dict[str, Any]:
+        return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": statuses}}
+
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {
+        "completionMode": "Indexed",
+        "completions": found.nodes,
+        "parallelism": found.nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [ended_with(found.final_statuses), ended_with([STOPPED]), disrupted]},
+        "template": {"spec": _pod(found, places)},
+    }
+
+
+def _pod(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
+    """As the strictest of Kubernetes' pod security standards wants it, unless it locks memory for RDMA."""
+    options = found.options
+    volumes = _volumes(found)
+    made: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": round(found.grace_seconds) + END_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    if options.service_account is None:
+        made["automountServiceAccountToken"] = False
+    else:
+        made["serviceAccountName"] = options.service_account
+    scheduler = options.scheduler or _SCHEDULERS.get(options.gang or "")
+    if scheduler is not None:
+        made["schedulerName"] = scheduler
+    if options.node_selector:
+        made["nodeSelector"] = dict(options.node_selector)
+    if found.is_gpu:
+        made["tolerations"] = [{"key": _gpus(found), "operator": "Exists", "effect": "NoSchedule"}]
+    if options.pull_secret is not None:
+        made["imagePullSecrets"] = [{"name": options.pull_secret}]
+    container = _container(found, places, [mount for mount, _ in volumes])
+    return {**made, "containers": [container], "volumes": [volume for _, volume in volumes]}
+
+
+def _container(found: ManifestJob, places: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    options = found.options
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if options.rdma is not None:
+        capabilities["add"] = ["IPC_LOCK"]
+    made: dict[str, Any] = {
+        "name": NODE,
+        "image": options.image,
+        "command": ["bash", "-c", found.script(f"{JOB_FOLDER}/{JOB_FILE}")],
+        "env": [*places, *({"name": name, "value": value} for name, value in options.env.items())],
+        "resources": _resources(found),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        "volumeMounts": mounts,
+    }
+    if options.secret is not None:
+        made["envFrom"] = [{"secretRef": {"name": options.secret}}]
+    return {name: value for name, value in made.items() if value != []}
+
+
+def _gpus(found: ManifestJob) -> str:
+    return _GPUS[found.job.cluster.device.vendor]
+
+
+def _resources(found: ManifestJob) -> dict[str, Any]:
+    """Extended resources are limits; a CPU rank wants a core."""
+    options = found.options
+    limits: dict[str, int | str] = {_gpus(found): found.ranks_per_node} if found.is_gpu else {}
+    if options.rdma is not None:
+        limits[options.rdma[0]] = options.rdma[1]
+    requests = {"cpu": options.cpu or (None if found.is_gpu else str(found.ranks_per_node)), "memory": options.memory}
+    made = {"requests": {name: value for name, value in requests.items() if value is not None}, "limits": limits}
+    return {name: value for name, value in made.items() if value}
+
+
+def _volumes(found: ManifestJob) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Where each is mounted, and what it is. Without a claim for the runs each node has a folder that ends with it."""
+    memory = {"medium": "Memory", "sizeLimit": f"{-(-shared_bytes(found) // 2**20)}Mi"}
+    made: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"name": "shm", "mountPath": "/dev/shm"}, {"name": "shm", "emptyDir": memory}),
+        (
+            {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True},
+            {"name": "job", "configMap": {"name": f"{found.name}-job"}},
+        ),
+    ]
+    if found.options.runs is None:
+        made.append(({"name": "runs", "mountPath": RUNS}, {"name": "runs", "emptyDir": {}}))
+    for number, one in enumerate(found.options.all_mounts):
+        name = "runs" if one.path == RUNS else f"volume-{number}"
+        mount: dict[str, Any] = {"name": name, "mountPath": one.path}
+        claim: dict[str, Any] = {"claimName": one.source}
+        if one.read_only:
+            mount["readOnly"] = claim["readOnly"] = True
+        made.append((mount, {"name": name, "persistentVolumeClaim": claim}))
+    return made
+
+
+def shared_bytes(found: ManifestJob) -> int:
+    """What the ranks of a node may share: as given, or so much for each, and what data is copied there."""
+    if found.options.shared_memory_bytes is not None:
+        return found.options.shared_memory_bytes
+    data = found.job.run.data
+    staged = int(data.stage_limit) if data.stage == "memory" else 0
+    return SHARED_BYTES[found.job.run_device] * found.ranks_per_node + staged

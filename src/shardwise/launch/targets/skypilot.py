@@ -1,0 +1,110 @@
+"""A task for SkyPilot: nodes with GPUs on any cloud or Kubernetes, recovered by its managed jobs.
+
+SkyPilot starts the command on every node with `SKYPILOT_...` variables, all nodes or none, and ends all when one fails.
+Shared memory is SkyPilot's own: a share of the memory in containers, all of it on Kubernetes. Sources: the published
+schema (tests/launch/schemas); docs.skypilot.co "Distributed jobs", "Managed jobs", "Using containers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch.targets.manifest import STOPPED, ManifestJob, manifest_job, written_manifest
+from shardwise.launch.targets.manifest_options import FLAG, manifest_options
+from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import dump_documents
+
+# Devices by SkyPilot's names (`sky show-gpus --all`).
+_ACCELERATORS = {
+    "a100-40gb": "A100",
+    "a100-80gb": "A100-80GB",
+    "b200": "B200",
+    "b300": "B300",
+    "gb200": "GB200",
+    "h100-sxm": "H100",
+    "h200-sxm": "H200",
+    "l40s": "L40S",
+    "mi300x": "MI300X",
+    "rtx-3090": "RTX3090",
+    "rtx-4090": "RTX4090",
+    "v100-sxm-16gb": "V100",
+    "v100-sxm-32gb": "V100-32GB",
+}
+_JOB, _END = "/tmp/shardwise/job.yaml", "END_OF_JOB"
+
+
+def write_for(
+    request: TargetRequest, *, out: Path, run_name: str, grace_seconds: float = 30, manifest: Sequence[str] = ()
+) -> Written:
+    """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
+    options = manifest_options("skypilot", manifest)
+    found = manifest_job(request.job, options, run_name, grace_seconds)
+    return written_manifest(dump_documents([task(found)]), out, ("sky", "jobs", "launch"))
+
+
+def task(found: ManifestJob) -> dict[str, Any]:
+    options = found.options
+    for name in options.env:
+        if name.startswith("SKYPILOT_"):
+            raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
+    buckets = {one.path: {"source": one.source, "mode": "MOUNT"} for one in options.all_mounts if one.is_uri}
+    volumes = {one.path: one.source for one in options.all_mounts if not one.is_uri}
+    made = {
+        "name": found.name,
+        "num_nodes": found.nodes,
+        "resources": _resources(found),
+        "envs": dict(options.env),
+        "file_mounts": buckets,
+        "volumes": volumes,
+        "setup": _setup(found),
+        "run": _run(found),
+    }
+    return {name: value for name, value in made.items() if value not in ({}, None)}
+
+
+def _resources(found: ManifestJob) -> dict[str, Any]:
+    options = found.options
+    made: dict[str, Any] = {"image_id": f"docker:{options.image}"}
+    if found.is_gpu:
+        made["accelerators"] = {_accelerator(found): found.ranks_per_node}
+        if found.nodes > 1:
+            made["network_tier"] = "best"
+    if options.infra is not None:
+        made["infra"] = options.infra
+    cpus = options.cpu or (None if found.is_gpu else f"{found.ranks_per_node}+")
+    made |= {name: value for name, value in (("cpus", cpus), ("memory", options.memory)) if value is not None}
+    if options.spot:
+        made["use_spot"] = True
+    return {
+        **made,
+        "job_recovery": {
+            "strategy": "EAGER_NEXT_REGION",
+            "max_restarts_on_errors": found.job.run.restarts,
+            "recover_on_exit_codes": [STOPPED],
+        },
+    }
+
+
+def _accelerator(found: ManifestJob) -> str:
+    if found.options.accelerator is not None:
+        return found.options.accelerator
+    device = found.job.cluster.device.name
+    if device not in _ACCELERATORS:
+        raise SpecError("cluster", f"SkyPilot's name of {device} is not known", f"{FLAG} accelerator=NAME gives it")
+    return _ACCELERATORS[device]
+
+
+def _setup(found: ManifestJob) -> str:
+    """The job file, on every node."""
+    text = found.job.to_yaml()
+    assert _END not in text
+    return f"mkdir -p {Path(_JOB).parent}\ncat > {_JOB} <<'{_END}'\n{text}{_END}\n"
+
+
+def _run(found: ManifestJob) -> str:
+    """SkyPilot counts GPUs, and CPU ranks are none."""
+    ranks = "" if found.is_gpu else f"export SKYPILOT_NUM_GPUS_PER_NODE={found.ranks_per_node}\n"
+    return ranks + found.script(_JOB)
