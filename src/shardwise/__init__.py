@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _VERBS = (
-    "analyze", "calibrate", "compare", "generate", "plan", "plan_mixed", "predict", "train", "validate", "verify",
+    "analyze", "calibrate", "compare", "generate", "plan", "plan_mixed", "predict", "status", "train",
+    "validate", "verify",
 )  # fmt: skip
 _PUBLIC = {
     "Cluster": "shardwise.spec.hardware",
@@ -62,6 +63,7 @@ __all__ = [
     "plan_mixed",
     "predict",
     "read_job",
+    "status",
     "train",
     "validate",
     "verify",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from shardwise.api.comparison import compare
     from shardwise.api.execution import train
     from shardwise.api.generation import generate
+    from shardwise.api.observation import status
     from shardwise.api.planning import plan, plan_mixed
     from shardwise.api.validation import validate
     from shardwise.api.verification import verify

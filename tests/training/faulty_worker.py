@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 VARIABLE = "FAULTS"
@@ -28,8 +29,9 @@ class Fault:
     ``at``: ``begin`` or ``backward`` of a step (its gradients are there, no weight has moved); ``writing`` (half of a
     shard is on disk), ``written`` (all of it, nobody knows), ``sealed`` (the manifest too, before the rename),
     ``committed`` of the checkpoint after that many steps.
-    ``what``: ``kill``, ``stop``, ``raise``, ``nan``, ``differ`` (calls another collective), ``second`` (starts the run
-    once more), ``limit`` (can write no large file any more), ``fill PATH`` (takes what is left of a disk), ``free``.
+    ``what``: ``kill``, ``stop``, ``raise``, ``nan``, ``differ`` (calls another collective), ``skip`` (leaves out its
+    next all-reduce), ``second`` (starts the run once more), ``limit`` (can write no large file any more), ``fill PATH``
+    (takes what is left of a disk), ``free``.
     """
 
     what: str
@@ -70,6 +72,8 @@ def _do(what: str, trainer: Any) -> None:
         next(one.gradient for one in trainer.parameters if one.gradient is not None).view(-1)[0] = float("nan")
     elif word == "differ":
         dist.broadcast(torch.zeros(3), 0)
+    elif word == "skip":
+        _skip_one_reduction()
     elif word == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif word == "second":
@@ -79,6 +83,18 @@ def _do(what: str, trainer: Any) -> None:
     else:
         assert word == "free"
         Path(path).unlink()
+
+
+def _skip_one_reduction() -> None:
+    import torch.distributed as dist
+
+    all_reduce = dist.all_reduce
+
+    def skipped(*_: Any, **named: Any) -> Any:
+        dist.all_reduce = all_reduce
+        return SimpleNamespace(wait=lambda: True) if named.get("async_op") else None
+
+    dist.all_reduce = skipped
 
 
 def _start_second_run() -> None:

@@ -1,5 +1,5 @@
-"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `compare`, `calibrate`, `validate`,
-`generate`.
+"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `status`, `compare`, `calibrate`,
+`validate`, `generate`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
 imported when first used. The command line calls the same functions; here errors name keywords instead of flags.
@@ -22,6 +22,7 @@ VERBS = {
     "plan_mixed": "planning",
     "verify": "verification",
     "train": "execution",
+    "status": "observation",
     "compare": "comparison",
     "calibrate": "calibration",
     "validate": "validation",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -16,6 +17,7 @@ from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
+from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
@@ -31,7 +33,7 @@ from shardwise.launch.targets.registry import (
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
@@ -43,6 +45,7 @@ from shardwise.training.metrics.lines import RunSummary
 from shardwise.training.storage.place import absolute
 
 GRACE = "30s"
+MOST_PORT = 65535
 OnProgress = Callable[[str], None]
 Watch = Callable[[RunFolder, Job], AbstractContextManager[Any]]
 
@@ -103,6 +106,7 @@ def train(
     ray_address: str | None = None,
     wait_for_resources: Size | None = None,
     least_devices: int | None = None,
+    metrics_port: int | None = None,
     debug: bool = False,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
@@ -114,7 +118,8 @@ def train(
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
     ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine, which has
     ``wait_for_resources`` (60 s) to make room for all; then the run goes on with fewer, if at least ``least_devices``,
-    and with more when they come. ``on_progress`` is called with notes and events.
+    and with more when they come. ``metrics_port`` serves the run's state to Prometheus on loopback while it goes on.
+    ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
     target = None if on is None else starting_target(on, here)
@@ -122,7 +127,7 @@ def train(
     def ready() -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, started_as=here, elsewhere=on is not None, note=report,
+            profile=profile, metrics_port=metrics_port, started_as=here, elsewhere=on is not None, note=report,
         )  # fmt: skip
 
     if here is not None:
@@ -170,9 +175,15 @@ class ReadyRun:
 def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, debug: bool) -> TrainingResult:
     """Trains unless all steps are done; ``run`` supervises the launch."""
     grace_seconds = float(parse(grace, "seconds", "--grace"))
-    with ready.folder.checkpoints.locked():
+    port = ready.job.run.logging.metrics_port
+    with ExitStack() as stack:
+        server = None if port is None else stack.enter_context(MetricsServer(port, "run.logging.metrics_port"))
+        stack.enter_context(ready.folder.checkpoints.locked())
         step = ready.finished_step()
-        outcome = run(Launch(ready.job, ready.folder, grace_seconds, debug)) if step is None else None
+        if server is not None and step is None:
+            ready.note(f"metrics at {server.url}")
+        launch = Launch(ready.job, ready.folder, grace_seconds, debug, metrics=server)
+        outcome = run(launch) if step is None else None
     return TrainingResult(ready.job, run_summary(ready.folder, step), outcome)
 
 
@@ -185,6 +196,7 @@ def ready_run(
     go_on: bool = False,
     emulate: str | None = None,
     profile: str | None = None,
+    metrics_port: int | str | None = None,
     here: bool = True,
     started_as: Started | None = None,
     elsewhere: bool = False,
@@ -201,6 +213,11 @@ def ready_run(
     for text in notes:
         note(text)
     job = _completed(described, run_folder, data, profile)
+    if metrics_port is not None:
+        logging = replace(job.run.logging, metrics_port=port_number(metrics_port))
+        job = replace(job, run=replace(job.run, logging=logging))
+    if job.run.logging.metrics_port is not None and (started_as is not None or not here):
+        raise no_metrics("the ranks" if started_as is None else started_as.launcher)
     require_packages("train", "torch", "safetensors")
     if started_as is not None:
         _require_world(job, started_as)
@@ -324,6 +341,18 @@ def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[
         return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
     except SpecError as error:
         raise error.under("run") from None
+
+
+def port_number(text: int | str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", str(text)) or int(text) > MOST_PORT:
+        raise SpecError("--metrics-port", f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
+    return int(text)
+
+
+def no_metrics(launcher: str) -> SpecError:
+    """Where this process does not outlive the ranks, it has nothing to serve them by."""
+    remedy = "leave it out; `shardwise status RUN --metrics-port N` serves any run"
+    return SpecError("run.logging.metrics_port", f"is served by `shardwise train`, and {launcher} starts these", remedy)
 
 
 def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ VERBS = {
     "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
     "analyze": "price one job: communication per dimension, memory, step time, bottleneck",
     "train": "run a job, here or on other hosts: start the processes, train, resume after a failure",
+    "status": "how a run is doing, while it goes on or after it: step, loss, speed, memory, slow ranks, failures",
     "explain": "one formula with your numbers, and its source",
     "export": "write a job as another framework's configuration, and list what that cannot express",
     "verify": "compare a layout with one process: loss, every gradient, every weight after a few steps",

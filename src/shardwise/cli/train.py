@@ -16,6 +16,7 @@ from shardwise.api.execution import (
     GRACE,
     ReadyRun,
     TrainingResult,
+    no_metrics,
     on_target,
     ready_run,
     run_summary,
@@ -95,6 +96,8 @@ def run(arguments: list[str]) -> int:
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
     parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
+    port = "serve step, loss, speed, memory, stragglers, restarts to Prometheus on 127.0.0.1 (0: any free port)"
+    parser.add_argument("--metrics-port", metavar="PORT", help=port)
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
@@ -113,6 +116,8 @@ def run(arguments: list[str]) -> int:
             note=lambda text: print_notes([text]),
         )  # fmt: skip
 
+    if target is not None and target.kind != "starts" and parsed.metrics_port is not None:
+        raise no_metrics(target.name)
     if target is not None and target.kind == "renders":
         return _render(target, parsed)
     if here is not None:
@@ -122,8 +127,12 @@ def run(arguments: list[str]) -> int:
     if parsed.print_torchrun:
         return _print_commands(ready, parsed)
     if target is not None and target.kind == "writes":
+        if ready.job.run.logging.metrics_port is not None:
+            raise no_metrics(target.name)
         return _write(target, ready, parsed)
     if parsed.rehearse is not None:
+        if parsed.metrics_port is not None:
+            raise SpecError("--metrics-port", "cannot be combined with --rehearse", "leave it out")
         return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
 
     def supervised(launch: Launch) -> Outcome:

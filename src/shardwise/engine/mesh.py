@@ -65,9 +65,9 @@ def build_mesh(strategy: Strategy, device: str = "cpu", key_value_heads: int | N
     """Makes all groups; every rank of the world calls this, in the same order relative to its other calls."""
     divisions = mesh_divisions(strategy, key_value_heads)
     groups: dict[Division, dist.ProcessGroup] = {}
-    for division in divisions.values():
+    for name, division in divisions.items():
         if len(division[0]) > 1 and division not in groups:
-            groups[division] = new_group(own(division))
+            groups[division] = new_group(own(division), name)
     return Mesh(strategy, device, divisions, groups)
 
 
@@ -77,7 +77,10 @@ def own(division: Division) -> tuple[int, ...]:
     return next(ranks for ranks in division if here in ranks)
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group made by its own ranks; all ranks of the world must make equally many, or names differ."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+def new_group(ranks: Sequence[int], meaning: str | None = None) -> dist.ProcessGroup:
+    """A process group made by its own ranks; all ranks of the world must make equally many, or names differ.
+
+    ``meaning`` is what the flight recorder calls it.
+    """
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=meaning)
     return group

@@ -46,7 +46,7 @@ class Prepared:
 
         from shardwise.training.agreement import StopSignal
         from shardwise.training.attempt import WorldPlace
-        from shardwise.training.worker import take_part, train
+        from shardwise.training.worker import recorded_part, take_part, train
 
         logging.basicConfig(format="%(message)s")
         stop, folder, began = StopSignal(), RunFolder(Path(self.folder)), time.monotonic()
@@ -54,7 +54,7 @@ class Prepared:
         place = WorldPlace.of(here)
         # The ranks of a node's own launcher take the folder for locked, as it is where that prepared the run.
         with folder.checkpoints.locked() if here.rank == 0 and place.folder is not None else nullcontext():
-            status = take_part(folder, train, place, stop)
+            status = (take_part if here.rank else recorded_part)(folder, train, place, stop)
         failure = None
         if status != DONE:
             failure = Failure(here.rank, "raised", "failed, as printed above", mistake=status == MISTAKE)

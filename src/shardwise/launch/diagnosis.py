@@ -13,7 +13,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Cause, Failure
@@ -22,6 +23,8 @@ from shardwise.spec.errors import shown
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
 from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, rank_file, read_failure
+from shardwise.training.flight.analysis import names, out_of_step
+from shardwise.training.flight.record import read_flight
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -70,6 +73,18 @@ def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> tuple[Failure,
         return _own_failure(first[0], records), False
     detail = f"{_stack_top(running[0])}; the stacks of all are in {running[0].folder}"
     return _no_progress(running, detail), False
+
+
+def with_collectives(failure: Failure, ranks: Sequence[RankProcess]) -> Failure:
+    """The same failure with what the ranks' records of their collectives say: who was missing, or in another one."""
+    if failure.mistake or failure.cause in ("killed", "exited"):
+        return failure
+    records = {rank.number: found for rank in ranks if (found := read_flight(rank.folder, rank.number)) is not None}
+    finding = out_of_step(records)
+    if finding is None:
+        return failure
+    who = finding.ranks[0] if failure.rank is None and len(finding.ranks) == 1 else failure.rank
+    return replace(failure, rank=who, reason=f"{failure.reason}; {finding.text}")
 
 
 def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProcess]:
@@ -166,7 +181,7 @@ def _unreachable_hosts(running: Sequence[RankProcess]) -> Failure | None:
     if not silent:
         return None
     pairs = ", ".join(
-        " and ".join(f"{host} ({_names(ranks_at.get(host, ())) or 'no rank'})" for host in pair)
+        " and ".join(f"{host} ({names(ranks_at[host]) if host in ranks_at else 'no rank'})" for host in pair)
         for pair in sorted(silent)
     )
     return _no_progress(running, f", no answer between {pairs}")
@@ -223,11 +238,7 @@ def _call(match: re.Match[str]) -> str:
 
 
 def _calling(ranks: Sequence[int]) -> str:
-    return f"{_names(ranks)} call{'s' * (len(ranks) == 1)}" if ranks else "another rank of the group calls"
-
-
-def _names(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}" if ranks else ""
+    return f"{names(ranks)} call{'s' * (len(ranks) == 1)}" if ranks else "another rank of the group calls"
 
 
 def _when(rank: RankProcess, record: FailureRecord | None) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.launch.diagnosis import diagnose, overdue
+from shardwise.launch.diagnosis import diagnose, overdue, with_collectives
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.outcome import (
     DONE,
@@ -79,7 +79,8 @@ def supervise(
             else:
                 ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given, network)
             one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop)
-            on_event(Event("started", len(attempts), f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"))
+            here = f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"
+            on_event(Event("started", len(attempts), here, own_folder))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
@@ -137,11 +138,12 @@ class _Supervision:
                 return None
             failure, certain = found
             enough = SETTLE_SECONDS if certain else MOST_SETTLE_SECONDS
-            if stuck or not self._ranks.running or time.monotonic() - began > enough:
-                return failure
-            if not certain and not requested:
+            if not requested and (not certain or (failure.cause == "raised" and not failure.mistake)):
                 self._ranks.request_stacks()
                 requested = True
+                continue
+            if stuck or not self._ranks.running or time.monotonic() - began > enough:
+                return with_collectives(failure, self._ranks.all)
             time.sleep(POLL_SECONDS)
 
     def _status(self, failure: Failure) -> int:

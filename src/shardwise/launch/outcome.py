@@ -60,8 +60,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """Something to report to the user; ``text`` is one line."""
+    """Something to report to the user; ``text`` is one line. A start has the ``folder`` in which its ranks report."""
 
     kind: EventKind
     attempt: int
     text: str
+    folder: Path | None = None

@@ -25,6 +25,7 @@ _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
 _RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
 _STACKS_SECONDS = 0.3  # for a rank to dump its stacks
+_FLIGHT_SECONDS = 1.0  # and for its collectives, which a busy interpreter writes later
 
 
 class ProcessLike(Protocol):
@@ -101,6 +102,12 @@ class RankProcess:
         """What its threads were doing at `RankProcesses.request_stacks`."""
         path = rank_file(self.folder, self.number, "stacks")
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def flight_age(self, now: float) -> float | None:
+        """How old the record of its last collectives is; negative if newer than ``now``, None if there is none."""
+        with contextlib.suppress(OSError):
+            return now - rank_file(self.folder, self.number, "flight.json").stat().st_mtime
+        return None
 
     def close(self) -> None:
         if self._progress_file is not None:
@@ -185,11 +192,16 @@ class RankProcesses:
             rank.process.send_signal(number)
 
     def request_stacks(self) -> None:
-        """Asks every rank that can to dump its stacks."""
-        for rank in self.running:
-            if rank.progress() is not None:  # else it has no handler for the signal, which would kill it
-                rank.process.send_signal(STACKS_SIGNAL)
+        """Asks every rank that can for its stacks, and for its last collectives if it trains."""
+        asked_at = time.time()
+        asked = [rank for rank in self.running if rank.progress() is not None]  # others would be killed by the signal
+        training = [rank for rank in asked if rank.flight_age(asked_at) is not None]
+        for rank in asked:
+            rank.process.send_signal(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
+        deadline = time.monotonic() + _FLIGHT_SECONDS
+        while time.monotonic() < deadline and any((rank.flight_age(asked_at) or 0) > 0 for rank in training):
+            time.sleep(0.02)
 
     def end(self, seconds: float) -> None:
         """Ends all ranks: SIGTERM first, SIGKILL after ``seconds``, and everything they left behind."""

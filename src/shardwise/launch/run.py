@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.launch.emulate.network import emulated
 from shardwise.launch.keepers import keepers
 from shardwise.launch.local import StartRanks, supervise
+from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
@@ -18,6 +19,7 @@ from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder, companions_at
+from shardwise.training.metrics.events import EventLog, ends_recorded
 from shardwise.training.metrics.recorder import require_writable, write_prediction
 from shardwise.training.storage.place import place_of
 
@@ -61,9 +63,24 @@ class Launch:
     grace_seconds: float = 30
     debug: bool = False
     start: StartRanks | None = None  # on other hosts
+    metrics: MetricsServer | None = None
 
     def supervised(self, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
+        log = EventLog(self.folder.events)
+
+        def note(event: Event) -> None:
+            log.write(event.kind, event.attempt, event.text, folder=None if event.folder is None else str(event.folder))
+            on_event(event)
+
+        served = nullcontext() if self.metrics is None else self.metrics.serving(self.folder)
+        with ends_recorded(log, 0), served:
+            outcome = self._supervised(note)
+        why = "" if outcome.failure is None else str(outcome.failure)
+        log.ended(len(outcome.attempts) - 1, outcome.status, stopped=outcome.stopped, why=why)
+        return outcome
+
+    def _supervised(self, on_event: Callable[[Event], None]) -> Outcome:
         emulation = self.job.run.emulate
         command = [sys.executable, "-m", WORKER, str(self.folder.path.resolve())]
         with ExitStack() as stack:

@@ -5,10 +5,8 @@ It follows the metrics that rank 0 writes; the processes that train have no term
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +20,12 @@ from rich.text import Text
 from shardwise.report.tables import Bar
 from shardwise.spec.units import readable_bytes, readable_count, readable_duration, readable_seconds, readable_share
 from shardwise.training.metrics.lines import Follower
+from shardwise.training.metrics.recent import RecentSteps
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _EVENTS = {"checkpoint_damaged": "skipped a damaged checkpoint: ", "checkpoint_failed": "no checkpoint: ",
            "bad": "bad, ", "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
-RECENT = 20  # steps whose median predicts the remaining time
 _BAR, _LEAST_BAR = 40, 8
 
 
@@ -41,9 +39,8 @@ class TrainingProgress:
         if self._console.is_terminal and not quiet:
             self._bar = OneLine(console=self._console, transient=True)
             self._task = self._bar.add_task("", total=steps, words=("starting",))
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent = RecentSteps()
         self._last_line = time.monotonic()
-        self._validation: float | None = None
         self._printed: set[str] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
@@ -80,8 +77,7 @@ class TrainingProgress:
             self._show(record)
 
     def _show(self, record: Mapping[str, Any]) -> None:
-        if record.get("validation_loss") is not None:
-            self._validation = record["validation_loss"]
+        self._recent.add(record)
         for name, meaning in _EVENTS.items():
             if record.get(name):
                 self._print_once(f"step {record['step']:,}: {meaning}{record[name]}")
@@ -89,31 +85,33 @@ class TrainingProgress:
             self._print_once(f"step {record['rolled_back_from']:,}: bad, roll back")
         if record.get("seconds") is None:
             return
-        if "memory_bytes_of_ranks" not in record:
-            self._recent.append(record["seconds"])
-        words = self._words(record)
+        words = figures_in_words(self._recent, self._steps)
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], words=words)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             self.print(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
 
-    def _words(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """The figures of a step, the most important first: a narrow terminal shows no more than fits."""
-        seconds = statistics.median(self._recent) if self._recent else record["seconds"]
-        loss = record.get("loss")
-        words = ["loss –" if loss is None else f"loss {loss:.3f}"]
-        words.append(f"{readable_duration((self._steps - record['step']) * seconds)} left")
-        if self._validation is not None:
-            words.append(f"held out {self._validation:.3f}")
-        words.append(f"{readable_count(record['tokens_per_second'])} tokens/s")
-        predicted = record.get("predicted_seconds")
+
+def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:
+    """The figures of a step, the most important first: a narrow terminal shows no more than fits."""
+    words = ["loss –" if recent.loss is None else f"loss {recent.loss:.3f}"]
+    left = recent.left_seconds(steps)
+    if left is not None:
+        words.append(f"{readable_duration(left)} left")
+    if recent.validation_loss is not None:
+        words.append(f"held out {recent.validation_loss:.3f}")
+    if recent.tokens_per_second is not None:
+        words.append(f"{readable_count(recent.tokens_per_second)} tokens/s")
+    if recent.step_seconds is not None:
+        predicted = recent.predicted_seconds
         beside = f" (predicted {readable_seconds(predicted)})" if predicted else ""
-        words.append(f"{readable_seconds(seconds)} a step{beside}")
-        words.append(f"MFU {readable_share(record['mfu'])}")
-        if record.get("memory_bytes"):
-            words.append(readable_bytes(record["memory_bytes"]))
-        return tuple(words)
+        words.append(f"{readable_seconds(recent.step_seconds)} a step{beside}")
+    if recent.mfu is not None:
+        words.append(f"MFU {readable_share(recent.mfu)}")
+    if recent.memory_bytes:
+        words.append(readable_bytes(recent.memory_bytes))
+    return tuple(words)
 
 
 def _step(step: int, steps: int) -> str:

@@ -194,13 +194,14 @@ class Evaluation(Spec):
 class Logging(Spec):
     """Every ``interval`` steps a line in metrics.jsonl, TensorBoard (where it is installed) and, if ``wandb`` names a
     project, Weights & Biases. On CPUs every ``memory`` steps one is run with its tensors counted, which is slow; GPUs
-    count by themselves.
+    count by themselves. ``metrics_port`` serves the run's state to Prometheus on loopback; 0 takes a free port.
     """
 
     interval: int = count(1)
     memory: int = count(500)
     tensorboard: bool = True
     wandb: str | None = None
+    metrics_port: int | None = count(None, minimum=0, maximum=65535)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class Agreement:
 
     def __init__(self, first_step: int) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self._group = dist.new_group(backend="gloo", group_desc="agreement") if self.world > 1 else None
         self._next, self._begun, self.requested_at = first_step, (first_step, time.monotonic()), first_step
         self._numbers: Tensor | None = None
         self._work: dist.Work | None = None

@@ -35,7 +35,7 @@ _BEAT = struct.Struct("=d")
 _BEAT_OFFSET = 64
 _FAILURE_BYTES = 16_384
 _MOST_CHARACTERS = 6_000  # of a message, and of a traceback's end
-STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to dump the stacks of its threads
+STACKS_SIGNAL = signal.SIGUSR2  # asks a rank for the stacks of its threads, and for its last collectives
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -64,8 +64,10 @@ class FailureRecord:
     mistake: bool
 
 
-def rank_file(folder: Path, rank: int, kind: Literal["log", "progress", "failed.json", "stacks"]) -> Path:
-    """A file of a rank; on `STACKS_SIGNAL` it dumps the stacks of its threads."""
+def rank_file(
+    folder: Path, rank: int, kind: Literal["log", "progress", "failed.json", "stacks", "flight.json"]
+) -> Path:
+    """A file of a rank; on `STACKS_SIGNAL` it writes the stacks of its threads, and its last collectives."""
     return folder / f"rank-{rank}.{kind}"
 
 
@@ -166,7 +168,8 @@ def _restarts(environment: Mapping[str, str]) -> str:
 class Reporter:
     """A rank's reports to the launcher: its progress, its heartbeat, and why it failed.
 
-    Without a launcher every call is a no-op. With one, the process ends when the launcher does.
+    Without a launcher every call is a no-op. With one, the process ends when the launcher does, and ``requests`` is a
+    file from which a thread can read the signals that came.
     """
 
     def __init__(self, place: WorldPlace) -> None:
@@ -176,12 +179,14 @@ class Reporter:
         self._count = 0
         self._file: int | None = None
         self._closed = threading.Event()
+        self.requests: int | None = None
         if place.folder is None:
             return
         if place.launcher is not None:
             _die_with(place.launcher)
         stacks = rank_file(place.folder, place.rank, "stacks").open("w", encoding="utf-8")
-        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        self.requests = _signals_as_bytes()
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=self.requests is not None)
         path = rank_file(place.folder, place.rank, "progress")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         reserve_failure(place.folder, place.rank)
@@ -222,6 +227,17 @@ class Reporter:
         """The heartbeat: runs as long as the process does; it stops if the process is stopped or holds the GIL."""
         while not self._closed.wait(BEAT_SECONDS):
             write_beat(file, time.monotonic())
+
+
+def _signals_as_bytes() -> int | None:
+    """A pipe with a byte for every signal, written even while the main thread waits in a call; None in a thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    reads, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+    os.set_blocking(writes, False)
+    signal.signal(STACKS_SIGNAL, lambda *_: None)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    return reads
 
 
 def _die_with(launcher: int) -> None:

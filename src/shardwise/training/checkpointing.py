@@ -39,7 +39,9 @@ class CheckpointManager:
         self.last_begun: int | None = None  # the step of the newest, unless it failed
         self._unsettled: int | None = None
         limit = timedelta(seconds=run.timeouts.checkpoint)
-        self._group = dist.new_group(backend="gloo", timeout=limit) if self.saver.world > 1 else None
+        self._group = None
+        if self.saver.world > 1:
+            self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="checkpoint")
 
     def due_at(self, step: int) -> bool:
         """Whether this many steps call for a checkpoint, by count."""

@@ -23,15 +23,18 @@ from shardwise.layout.ranks import node_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
+from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.memory_copies import memory_folder
 from shardwise.training.data.run_data import mixtures_of
 from shardwise.training.environment.meeting import bind_gloo
+from shardwise.training.flight.recorder import PROFILED, USUAL, flights_watched, record_collectives
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
+from shardwise.training.metrics.events import STARTED, EventLog
 from shardwise.training.metrics.recorder import Recorder
-from shardwise.training.profile.profiler import Profiler, record_flights
+from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import State, load_newest, start_from
 from shardwise.training.storage.place import place_of
 
@@ -53,7 +56,23 @@ def main(arguments: list[str], work: Work) -> int:
     except SpecError as error:
         _logger.error("shardwise: error: %s", error)
         return 2
-    return take_part(RunFolder(Path(arguments[0])), work, place, stop)
+    folder = RunFolder(Path(arguments[0]))
+    if place.folder is not None or place.rank:  # the launcher records what happens
+        return take_part(folder, work, place, stop)
+    return recorded_part(folder, work, place, stop)
+
+
+def recorded_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
+    """The same as rank 0 of a world that another program started: it also records the run's start and end."""
+    log = EventLog(folder.events)
+    kind, _, number = place.attempt.partition("-")
+    attempt = int(number) if kind == "restart" else 0
+    log.write(
+        STARTED, attempt, counted(place.world, "process"), folder=str((folder.attempts / place.attempt).resolve())
+    )
+    status = take_part(folder, work, place, stop)
+    log.ended(attempt, status, stopped=stop.requested)
+    return status
 
 
 def take_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
@@ -93,7 +112,8 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
     """Takes part in the run of ``folder`` until it is done."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     training, validation = mixtures_of(job, folder.path)
-    with engine_of(job, place) as engine:
+    records = place.folder or folder.attempts / place.attempt
+    with engine_of(job, place) as engine, flights_watched(records, place.rank, reporter.requests):
         damaged: list[str] = []
         memory = _memory_of(job, folder, place)
         kept = None if memory is None else memory.folder
@@ -138,8 +158,7 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
         cores = len(os.sched_getaffinity(0))
         bound = cores < (os.cpu_count() or 1)  # by its launcher, to cores of its own
         torch.set_num_threads(max(1, cores if bound and place.folder is None else cores // place.ranks_here))
-    if job.run.profile is not None:
-        record_flights()
+    record_collectives(USUAL if job.run.profile is None else PROFILED)
     timeouts = job.run.timeouts
     # The launcher enforces a limit per phase; this one is for ranks started without it.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)

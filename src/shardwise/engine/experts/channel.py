@@ -225,8 +225,8 @@ def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: ExchangedBytes)
     by_node = _same_node(own(division), node_of_rank)
     here = next(ranks for ranks in by_node if dist.get_rank() in ranks)
     opposite = [ranks[here.index(dist.get_rank())] for ranks in by_node]
-    between = channel("ep", new_group(opposite), node_of_rank, traffic)
-    return between, channel("ep", new_group(here), node_of_rank, traffic)
+    between = channel("ep", new_group(opposite, "ep"), node_of_rank, traffic)
+    return between, channel("ep", new_group(here, "ep"), node_of_rank, traffic)
 
 
 def _same_node(ranks: Sequence[int], node_of_rank: NodeOfRank) -> list[list[int]]:

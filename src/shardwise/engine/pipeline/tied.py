@@ -99,5 +99,5 @@ def tie_ends(
 def _pair(group: dist.ProcessGroup, first: int, last: int) -> dist.ProcessGroup:
     """Only the two ends make this group; the ranks between them take no part."""
     ranks = [dist.get_global_rank(group, rank) for rank in (first, last)]
-    pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied embedding")
     return pair

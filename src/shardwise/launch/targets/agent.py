@@ -6,6 +6,7 @@ silent for too long, the connection is lost: no rank is left running. It is itse
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -94,8 +95,15 @@ def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
     elif agent is not None and "stacks" in message:
         agent.ranks.request_stacks()
         for rank in agent.ranks.all:
-            say(rank=rank.number, stacks=rank.stacks())
+            say(rank=rank.number, stacks=rank.stacks(), flight=_flight(rank))
     return agent
+
+
+def _flight(rank: RankProcess) -> str | None:
+    """The record of its last collectives, if there is one."""
+    with contextlib.suppress(OSError):
+        return rank_file(rank.folder, rank.number, "flight.json").read_text(encoding="utf-8")
+    return None
 
 
 def _leave(agent: _Agent | None, seconds: float) -> int:

@@ -29,6 +29,7 @@ from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 from shardwise.training.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
+from shardwise.training.flight.record import write_flight
 
 SSH = "SHARDWISE_SSH"  # the program, and options for all hosts, as in GIT_SSH_COMMAND
 CONNECT_SECONDS, ANSWER_SECONDS = 15, 60.0
@@ -361,6 +362,8 @@ class HostRanks:
             write_failure(self.folder, FailureRecord(**{**message["failed"], "at": now - message["failed"]["at"]}))
         elif "stacks" in message:
             rank_file(self.folder, number, "stacks").write_text(message["stacks"], encoding="utf-8")
+            if message.get("flight"):
+                write_flight(self.folder, number, message["flight"])
         elif "ended" in message:
             self._by_number[number].process.returncode = message["ended"]
 

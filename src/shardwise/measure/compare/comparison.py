@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
@@ -12,16 +11,14 @@ from shardwise.layout.ranks import coordinate
 from shardwise.measure.compare.flights import SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
 from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, slow_link, straggler
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.checkpoint.folder import RunFolder, run_folder
 from shardwise.training.metrics.lines import read_lines, summarise
 from shardwise.training.profile.record import read_records
 
 # -- a run's folder and what was recorded in it ------------------------------------------------------
-
-NEWEST = "last"
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,6 @@ def profiled_run(text: str) -> ProfiledRun:
         problem = "was recorded with another layout than the run has now"
         raise SpecError(str(folder.profile), problem, "profile it again: --profile steps=10:12")
     return ProfiledRun(folder, job, measured(records, pipelined=job.strategy.pp > 1))
-
-
-def run_folder(text: str) -> RunFolder:
-    """``runs/NAME``; ``runs/last`` is the newest of ``runs`` if no run has that name."""
-    path = Path(text)
-    try:
-        if not path.exists() and path.name == NEWEST:
-            runs = [one for one in path.parent.glob("*/job.yaml") if one.is_file()]
-            path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
-        there = (path / "job.yaml").is_file()
-    except (OSError, ValueError) as error:
-        problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
-        raise SpecError("", problem, "check it") from None
-    if not there:
-        raise SpecError(str(path), "is not a run's folder", "name one that `shardwise train` wrote, such as runs/demo")
-    return RunFolder(path)
 
 
 # -- likely causes of a part of a step differing from its price --------------------------------------

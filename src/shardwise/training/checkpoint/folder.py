@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.interop.companions import CONFIG, KEPT_IN, NAMES, has_companions, keep_companions
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import model_from
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.manifest import NAME, read_manifest
@@ -31,6 +31,7 @@ from shardwise.training.storage.place import Place, RemotePlace, place_of
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
 LOCK = ".lock"
+NEWEST = "last"  # in place of a run's name
 INNER = "checkpoints"  # in a run's folder
 _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
@@ -159,12 +160,21 @@ class RunFolder:
         self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
         self.profile = path / "profile"  # of every rank, the steps that were profiled
         self.attempts = path / "attempts"
+        self.events = path / "events.jsonl"  # what happened to the run
         self.keepers = path / "keepers.json"  # the processes that keep copies in memory, while there are any
         self.copied = path / "copied"  # the step of the newest copy in memory
 
     @cached_property
     def checkpoints(self) -> CheckpointFolder:
         return checkpoint_folder(self._elsewhere or self._of_job() or self.path / INNER, self.path)
+
+    @property
+    def in_use(self) -> bool | None:
+        """Whether a process of this machine trains in it; None where the system does not say."""
+        found: Place = self.path / INNER
+        with contextlib.suppress(SpecError):  # a damaged job
+            found = self.checkpoints.path
+        return lock_held((found if isinstance(found, Path) else self.path / INNER) / LOCK)
 
     def note_copy(self, step: int) -> None:
         """Tells the launcher that there is a copy in memory; a full disk does not matter."""
@@ -179,6 +189,34 @@ class RunFolder:
         for name in ("run", "checkpoints", "folder"):
             found = found.get(name) if isinstance(found, dict) else None
         return str(found) if found else None
+
+
+def run_folder(text: str) -> RunFolder:
+    """``runs/NAME``; ``runs/last`` is the newest of ``runs`` if no run has that name."""
+    path = Path(text)
+    try:
+        if not path.exists() and path.name == NEWEST:
+            runs = [one for one in path.parent.glob("*/job.yaml") if one.is_file()]
+            path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
+        there = (path / "job.yaml").is_file()
+    except (OSError, ValueError) as error:
+        problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
+        raise SpecError("", problem, "check it") from None
+    if not there:
+        raise SpecError(str(path), "is not a run's folder", "name one that `shardwise train` wrote, such as runs/demo")
+    return RunFolder(path)
+
+
+def lock_held(path: Path) -> bool | None:
+    """By the kernel's list of locks: to try it would keep out, for a moment, whoever wants it."""
+    try:
+        inode = f":{path.stat().st_ino}"
+        held = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except FileNotFoundError:
+        return None if not Path("/proc/locks").exists() else False
+    except (OSError, ValueError):
+        return None
+    return any(len(one) > 5 and one[1] == "FLOCK" and one[5].endswith(inode) for one in held)
 
 
 def checkpoint_folder(where: str | Place, run: Path | None = None) -> CheckpointFolder:

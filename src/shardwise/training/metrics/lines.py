@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from shardwise.spec.errors import SpecError
 
 NAME = "metrics.jsonl"
 REPEATED_BYTES = 16_384
+_ALL_BYTES = 2**62
+_MARK_BYTES = 256
 MOST_WAITING = 10_000  # lines held back while the disk is full
 # Numbers that readers compute with; a line with anything else there is broken.
 _AMOUNTS = (
@@ -86,24 +88,45 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """`new` returns the records since its last call; after a truncation, the last ones again."""
+    """`new` returns the records since its last call, at first those that come after it was made.
+
+    After a truncation, which ``truncated`` says, it returns the last ones again; one that is `of_all`, all again.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at = path, path.stat().st_size if path.is_file() else 0
+        self._path, self._repeats = path, REPEATED_BYTES
+        self._at = path.stat().st_size if path.is_file() else 0
+        self._before: bytes | None = None  # what stood there: a file may be cut and grow again between two calls
+        self.truncated = False
+
+    @classmethod
+    def of_all(cls, path: Path) -> Follower:
+        """Begins with what is there."""
+        found = cls(path)
+        found._at, found._repeats = 0, _ALL_BYTES
+        return found
 
     def new(self) -> list[dict[str, Any]]:
+        self.truncated = False
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
-            if size < self._at:
-                self._at = max(0, size - REPEATED_BYTES)
+            if size < self._at or (self._before is not None and self._stands_before(file) != self._before):
+                self.truncated = True
+                self._at = max(0, size - self._repeats)
             file.seek(self._at)
             data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._at += len(whole)
+            self._before = self._stands_before(file)
         records = (_record(line) for line in whole.splitlines(keepends=True))
         return [record for record in records if record is not None]
+
+    def _stands_before(self, file: BufferedReader) -> bytes:
+        first = max(0, self._at - _MARK_BYTES)
+        file.seek(first)
+        return file.read(self._at - first)
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler as autograd_profiler
 
-from shardwise.engine.labels import backend_operation, layer_name, of_backend, step_name
+from shardwise.engine.labels import layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
@@ -26,20 +23,17 @@ from shardwise.engine.torch_private import (
     DeviceType,
     disable_profiler,
     enable_profiler,
-    flight_recorder,
     prepare_profiler,
-    process_groups,
     profiler_kinds,
 )
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import built_layers
 from shardwise.spec.run import Profile
+from shardwise.training.flight.recorder import backend_log
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 _BARRIERS = 11
-_BUFFER, _ENTRIES = "TORCH_FR_BUFFER_SIZE", "20000"  # the newest of the run
-_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
 
 
 def clock_offset() -> tuple[int, int]:
@@ -116,27 +110,15 @@ def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
     return sorted(found, key=lambda one: (one.start, -one.end))
 
 
-def record_flights() -> None:
-    """Called before the process group is created, so that the backend records."""
-    os.environ.setdefault(_BUFFER, _ENTRIES)
-
-
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     """The backend's log (PyTorch's flight recorder) between two moments, in seconds since a third.
 
-    gloo logs collectives only, without durations; NCCL logs messages, too.
+    gloo logs collectives only, without durations.
     """
-    recorded: list[dict[str, Any]] = json.loads(flight_recorder()).get("entries", [])
-    members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
     return tuple(
-        Flight(
-            backend_operation(one["profiling_name"]),
-            members[one["process_group"][0]],
-            sum(prod(size) * _BYTES.get(kind, 1) for size, kind in zip(one["input_sizes"], one["input_dtypes"])),
-            (one["time_created_ns"] - zero_ns) / 1e9,
-        )
-        for one in recorded
-        if begin_ns <= one["time_created_ns"] <= end_ns and one["process_group"][0] in members
+        Flight(one.collective.operation, one.members, one.collective.bytes, (one.collective.at_ns - zero_ns) / 1e9)
+        for one in backend_log()
+        if begin_ns <= one.collective.at_ns <= end_ns
     )
 
 

@@ -1,0 +1,314 @@
+"""The state of a run, from what it records: one description that `status` prints and Prometheus scrapes.
+
+It is read from the folder alone, by anybody who can read it, and is true of a run that goes on, has ended, or was
+killed: what no file says is None.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Any, Literal
+
+from shardwise.layout.ranks import coordinate
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
+from shardwise.spec.job import Job
+from shardwise.training.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
+from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.flight.analysis import Lateness, OutOfStep, lateness, out_of_step
+from shardwise.training.flight.record import read_flights
+from shardwise.training.metrics.events import ENDED, FAILED, STARTED, RunEvent, read_events
+from shardwise.training.metrics.lines import Follower
+from shardwise.training.metrics.recent import RecentSteps
+from shardwise.training.metrics.recorder import read_prediction
+
+Word = Literal["not started", "starting", "running", "stalled", "restarting", "stopped", "ended", "failed", "killed"]
+ALIVE: tuple[Word, ...] = ("starting", "running", "stalled", "restarting")
+FRESH_SECONDS = 20 * BEAT_SECONDS  # a heartbeat on a network disk is seen late
+UNHEARD_SECONDS = 300.0  # of a run on another host whose ranks have no heartbeat: since its last step
+STALLED_SECONDS, STALLED_STEPS = 30.0, 10  # without a new step: the longer of the two
+_PROGRESS = re.compile(r"rank-(\d+)\.progress")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is: in ``phase`` of ``step`` for so long; its last heartbeat was ``silent_seconds`` ago."""
+
+    rank: int
+    phase: str
+    step: int
+    phase_seconds: float
+    silent_seconds: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest commit; of a copy in the memory of nodes, too."""
+
+    step: int
+    age_seconds: float
+    in_memory: bool = False
+
+
+@dataclass(frozen=True)
+class RunState:
+    """``why`` is the newest failure, or what is known of it; ``goodput`` the share of the run's time that trained."""
+
+    folder: str
+    state: Word
+    why: str
+    job: Job | None
+    figures: RecentSteps
+    ranks: tuple[RankState, ...]
+    late: tuple[Lateness, ...]
+    finding: OutOfStep | None
+    restarts: int
+    saved: Saved | None
+    running_seconds: float
+    quiet_seconds: float | None  # since the newest step
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def step(self) -> int:
+        return self.figures.step
+
+    @property
+    def steps(self) -> int | None:
+        return None if self.job is None else self.job.run.steps
+
+    @property
+    def stragglers(self) -> tuple[Lateness, ...]:
+        return tuple(one for one in self.late if one.straggles)
+
+    @property
+    def goodput(self) -> float | None:
+        """Seconds of steps that count over the seconds in which the run was up."""
+        if not self.running_seconds or not self.figures.useful_seconds:
+            return None
+        return min(1.0, self.figures.useful_seconds / self.running_seconds)
+
+    @property
+    def left_seconds(self) -> float | None:
+        return self.figures.left_seconds(self.steps) if self.alive and self.steps is not None else None
+
+
+class RunObserver:
+    """`state` reads what is new since it was last asked; a long run is read once."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._follower = Follower.of_all(folder.metrics)
+        self._figures = RecentSteps()
+
+    def state(self) -> RunState:
+        now = time.time()
+        events = read_events(self.folder.events)
+        job, figures = self._job(), self._read_figures()
+        if job is not None and figures.predicted_seconds is None:  # before the first step
+            for name, value in read_prediction(self.folder.path).items():
+                setattr(figures, name, value)
+        last_start = next((one for one in reversed(events) if one.kind == STARTED), None)
+        attempt = _attempt_folder(self.folder, last_start)
+        ranks = () if attempt is None else rank_states(attempt, now)
+        quiet = _age(self.folder.metrics, now) if figures.step else None
+        word, why = self._word(events, ranks, figures, quiet)
+        known = () if attempt is None else tuple(range(job.strategy.world if job else len(ranks)))
+        flights = read_flights(attempt, known) if attempt is not None else {}
+        stages = {rank: 0 if job is None else coordinate(job.strategy, "pp", rank) for rank in flights}
+        return RunState(
+            folder=str(self.folder.path),
+            state=word,
+            why=why,
+            job=job,
+            figures=figures,
+            ranks=ranks,
+            late=lateness(flights, stages) if word == "running" else (),
+            finding=out_of_step(flights) if word in ("stalled", "failed", "killed") else None,
+            restarts=_restarts(events),
+            saved=self._saved(now),
+            running_seconds=_running_seconds(events, self._last_sign(ranks, now), now if word in ALIVE else None),
+            quiet_seconds=quiet,
+        )
+
+    def _job(self) -> Job | None:
+        with suppress(SpecError):
+            return Job.from_dict(read_yaml(self.folder.job, "job file"))
+        return None
+
+    def _read_figures(self) -> RecentSteps:
+        records = self._follower.new()
+        if self._follower.truncated:  # a roll-back: what was added may be gone
+            self._figures = RecentSteps()
+        for record in records:
+            self._figures.add(record)
+        return self._figures
+
+    def _word(
+        self, events: Sequence[RunEvent], ranks: Sequence[RankState], figures: RecentSteps, quiet: float | None
+    ) -> tuple[Word, str]:
+        last = events[-1] if events else None
+        failed = next((one.text for one in reversed(events) if one.kind == FAILED), "")
+        if last is not None and last.kind == ENDED:
+            return _end(last, failed)
+        if not self._is_up(last, ranks, quiet):
+            return ("not started", "") if last is None and not figures.step else ("killed", failed)
+        begun = any(one.phase != "start" for one in ranks) if ranks else figures.step > 0
+        if last is not None and (last.kind == FAILED or (last.attempt and not begun)):
+            return "restarting", failed
+        if not begun:
+            return "starting", ""
+        limit = max(STALLED_SECONDS, STALLED_STEPS * (figures.step_seconds or 0.0))
+        busy = any(one.phase in ("checkpoint", "evaluation", "done") for one in ranks)
+        if quiet is not None and quiet > limit and not busy:
+            return "stalled", f"no step for {quiet:.0f} s"
+        return "running", ""
+
+    def _is_up(self, last: RunEvent | None, ranks: Sequence[RankState], quiet: float | None) -> bool:
+        """The lock says it on its own machine; elsewhere what was written lately does."""
+        in_use = self.folder.in_use
+        if in_use or (in_use is False and (last is None or last.host == gethostname())):
+            return bool(in_use)
+        if ranks:
+            return any(one.silent_seconds < FRESH_SECONDS for one in ranks)
+        return quiet is not None and quiet < UNHEARD_SECONDS
+
+    def _saved(self, now: float) -> Saved | None:
+        found: list[Saved] = []
+        with suppress(OSError, SpecError):
+            committed = self.folder.checkpoints.committed()
+            if committed:
+                written = self.folder.checkpoints.written_ns(committed[0]) / 1e9
+                found.append(Saved(committed[0], max(0.0, now - written)))
+        with suppress(OSError, ValueError):
+            copied = self.folder.copied
+            age = max(0.0, now - copied.stat().st_mtime)
+            found.append(Saved(int(copied.read_text(encoding="utf-8")), age, in_memory=True))
+        return min(found, key=lambda one: one.age_seconds, default=None)
+
+    def _last_sign(self, ranks: Sequence[RankState], now: float) -> float:
+        """When anything of the run was last written."""
+        ages = [one.silent_seconds for one in ranks]
+        ages += [age for path in (self.folder.metrics, self.folder.events) if (age := _age(path, now)) is not None]
+        return now - min(ages, default=0.0)
+
+
+def _end(last: RunEvent, failed: str) -> tuple[Word, str]:
+    if last.status:
+        return "failed", last.text or failed
+    return ("stopped", "") if last.stopped else ("ended", "")
+
+
+def rank_states(attempt: Path, now: float) -> tuple[RankState, ...]:
+    """By the progress files of an attempt; clocks of other hosts do not matter."""
+    found = []
+    with suppress(OSError):
+        for one in attempt.iterdir():
+            if match := _PROGRESS.fullmatch(one.name):
+                found.append(_rank_state(attempt, int(match[1]), now))
+    return tuple(sorted((one for one in found if one is not None), key=lambda one: one.rank))
+
+
+def _rank_state(attempt: Path, rank: int, now: float) -> RankState | None:
+    try:
+        file = os.open(rank_file(attempt, rank, "progress"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        progress: RankProgress | None = read_progress(file)
+        silent = max(0.0, now - os.fstat(file).st_mtime)
+    finally:
+        os.close(file)
+    if progress is None:
+        return None
+    # Both of its times are of one clock; how long ago the later one was, the file's own time says.
+    since = max(0.0, progress.beat - progress.since) + silent
+    return RankState(rank, progress.phase, progress.step, since, silent)
+
+
+def _attempt_folder(folder: RunFolder, start: RunEvent | None) -> Path | None:
+    """Of the last start; the folder may have been moved since."""
+    if start is None or start.folder is None:
+        return None
+    moved = folder.attempts / Path(start.folder).name
+    return moved if moved.is_dir() else None
+
+
+def _restarts(events: Sequence[RunEvent]) -> int:
+    """Starts that followed a failure by themselves."""
+    return sum(one.kind == STARTED and one.attempt > 0 for one in events)
+
+
+def _running_seconds(events: Sequence[RunEvent], last_sign: float, now: float | None) -> float:
+    """From every start of the run to its end; of a command that was killed, to the next sign of it."""
+    total, begun = 0.0, None
+    for number, one in enumerate(events):
+        if one.kind == STARTED and one.attempt == 0:
+            if begun is not None:  # killed before: the last that it told
+                total += max(0.0, events[number - 1].at - begun)
+            begun = one.at
+        elif one.kind == STARTED and begun is None:
+            begun = one.at
+        elif one.kind == ENDED and begun is not None:
+            total, begun = total + one.at - begun, None
+    if begun is not None:
+        total += max(0.0, (last_sign if now is None else now) - begun)
+    return total
+
+
+def _age(path: Path, now: float) -> float | None:
+    with suppress(OSError):
+        return max(0.0, now - path.stat().st_mtime)
+    return None
+
+
+def as_data(state: RunState) -> dict[str, Any]:
+    """Plain data, seconds and bytes: what ``--json`` prints."""
+    figures, saved = state.figures, state.saved
+    late = {one.rank: one for one in state.late}
+    return {
+        "run": state.folder,
+        "state": state.state,
+        "why": state.why,
+        "finding": None if state.finding is None else {"ranks": state.finding.ranks, "text": state.finding.text},
+        "step": state.step,
+        "steps": state.steps,
+        "loss": figures.loss,
+        "validation_loss": figures.validation_loss,
+        "tokens_per_second": figures.tokens_per_second,
+        "step_seconds": figures.step_seconds,
+        "predicted_seconds": figures.predicted_seconds,
+        "mfu": figures.mfu,
+        "memory_bytes": figures.memory_bytes,
+        "memory_bytes_of_ranks": list(figures.memory_bytes_of_ranks),
+        "predicted_memory_bytes": figures.predicted_memory_bytes,
+        "restarts": state.restarts,
+        "goodput": state.goodput,
+        "running_seconds": state.running_seconds,
+        "left_seconds": state.left_seconds,
+        "quiet_seconds": state.quiet_seconds,
+        "saved": None
+        if saved is None
+        else {"step": saved.step, "age_seconds": saved.age_seconds, "in_memory": saved.in_memory},
+        "stragglers": [one.rank for one in state.stragglers],
+        "ranks": [
+            {
+                "rank": one.rank,
+                "phase": one.phase,
+                "step": one.step,
+                "phase_seconds": one.phase_seconds,
+                "silent_seconds": one.silent_seconds,
+                "late_seconds": late[one.rank].seconds if one.rank in late else None,
+            }
+            for one in state.ranks
+        ],
+    }

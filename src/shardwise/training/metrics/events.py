@@ -1,0 +1,71 @@
+"""What happened to a run as lines of JSON: its starts, its failures, its end.
+
+The launcher writes them; where another program started the ranks, rank 0 does. A run without an end was killed, or
+goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+STARTED, FAILED, ENDED = "started", "failed", "ended"
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """``attempt`` counts from 0 within one command; ``folder`` is where its ranks report; an end has a ``status``."""
+
+    at: float  # seconds since the epoch
+    kind: str
+    attempt: int
+    text: str = ""
+    folder: str | None = None
+    host: str = ""  # that wrote it
+    status: int | None = None
+    stopped: bool = False  # by request
+
+
+class EventLog:
+    """Appends to events.jsonl; on a full disk an event is lost, never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, kind: str, attempt: int, text: str = "", **more: Any) -> None:
+        line = json.dumps(
+            {"at": time.time(), "kind": kind, "attempt": attempt, "text": text, "host": gethostname(), **more}
+        )
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def ended(self, attempt: int, status: int, *, stopped: bool = False, why: str = "") -> None:
+        self.write(ENDED, attempt, why, status=status, stopped=stopped)
+
+
+@contextmanager
+def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
+    """An end for an error that the block raises."""
+    try:
+        yield
+    except Exception as error:
+        log.ended(attempt, getattr(error, "status", 1), why=str(error))
+        raise
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Those that are whole, oldest first."""
+    found = []
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, TypeError):
+                one = RunEvent(**json.loads(line))
+                if isinstance(one.at, (int, float)) and isinstance(one.attempt, int):
+                    found.append(one)
+    return found
