@@ -87,7 +87,7 @@ def test_the_levels_of_a_network_and_the_world() -> None:
         (["collectives", "--out", "/no/where.csv"], "--out: /no/where.csv cannot be written"),
         (["collectives", "--plot", "/no/where.svg"], "--plot: /no/where.svg cannot be written"),
         (["collectives", "--max-bytes", "100TB"], "--max-bytes: 2 ranks need at least"),
-        (["collectives", "--on", "cuda"], "--on: cuda is for ranks that a launcher starts"),
+        (["collectives", "--run-device", "cuda"], "--run-device: cuda is for ranks that a launcher starts"),
         (["collectives", "--processes", "100000"], "--processes: 100,000 processes on"),
     ],
     ids=str,

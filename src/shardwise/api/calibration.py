@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
+from shardwise.launch.pool import told_in_one_line
 from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.page import Page
 from shardwise.spec.clusters import cluster_from, cpu_hosts
@@ -89,7 +90,7 @@ def calibrate(
     cluster: str | None = None,
     processes: int | str | None = None,
     emulate: str | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    run_device: Literal["auto", "cpu", "cuda"] = "auto",
     only: str | Sequence[str] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> CalibrationResult:
@@ -112,12 +113,13 @@ def calibrate(
     emulation = None if emulate is None else Emulation.parse(emulate, "--emulate")
     if emulation is not None:
         require_emulation()
-    kind = _device(device, emulated=emulation is not None)
+    kind = _device(run_device, emulated=emulation is not None)
     known = _cluster(cluster, processes, kind, emulation) if here is None else started_cluster(cluster, kind, here)
     threads = max(1, (os.cpu_count() or 1) // (known.devices if here is None else here.ranks_per_host))
     folder = path.resolve().parent
     request = measured.CalibrationRequest(known, kind, threads, folder, emulation, _parts(only), here)
-    found = measured.calibrate(request, on_progress or (lambda text: None))
+    with told_in_one_line("run it again; a process that the system killed needs more memory"):
+        found = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
         write_text(path, dump_yaml(_rounded(found.cluster.to_dict())), "--out")
     return CalibrationResult(found, known, path, writes)
@@ -142,7 +144,7 @@ def _device(asked: str, *, emulated: bool) -> str:
     from shardwise.measure.doctor.software import visible_devices
 
     if asked == "cuda" and not visible_devices():
-        raise SpecError("--device", "PyTorch finds no GPU here", "use --device cpu")
+        raise SpecError("--run-device", "PyTorch finds no GPU here", "use --run-device cpu")
     if asked == "auto":
         return "cuda" if visible_devices() and not emulated else "cpu"
     return asked

@@ -13,6 +13,7 @@ from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.generation.request import Generation, GenerationRequest, Sampling
 from shardwise.interop.companions import end_tokens
+from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
@@ -29,12 +30,6 @@ NEW_TOKENS, BATCH = 64, 8
 OnText = Callable[[int, str], None]
 OnDone = Callable[[int, int], None]
 _NEVER = "none"
-
-
-class RankLost(SpecError):
-    """A process ended before its work was done."""
-
-    status = 1
 
 
 @dataclass(frozen=True)
@@ -150,15 +145,12 @@ class _Asked:
         return self.here is None or self.here.rank == 0
 
     def run(self, work: RankWork, on_event: Callable[[Any], None], again: str = "") -> Done:
-        from shardwise.generation.ranks import WorkerError, run_ranks
+        from shardwise.generation.ranks import run_ranks
 
         for text in self.notes:
             self.note(text)
-        try:
+        with told_in_one_line(again):
             return run_ranks(self.request, work, self.here, on_event)
-        except WorkerError as error:
-            why = error.reason.strip().splitlines()[-1]
-            raise RankLost(f"rank {error.rank}", f"was lost ({shown(why, 200)})", again) from None
 
 
 def _of_prompts(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from shardwise.api.given import JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.results import Figure, Result, Rows
+from shardwise.launch.pool import told_in_one_line
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_page
 from shardwise.spec.errors import SpecError
@@ -60,7 +61,7 @@ def verify(
     tolerance: float = TOLERANCE,
     max_processes: int = PROCESSES,
     shrink: bool = False,
-    on: Literal["cpu", "cuda"] = "cpu",
+    run_device: Literal["cpu", "cuda"] = "cpu",
     seed: int = 0,
     watch: Callable[[str, Callable[[], int]], None] | None = None,
     **keywords: Unpack[JobKeywords],
@@ -89,8 +90,9 @@ def verify(
     if shrink:
         run = with_small_model(run)
     if here is not None:
-        as_rank = measured.verify_as_rank(run, here, steps=steps, seed=seed, tolerance=tolerance, device=on)
+        as_rank = measured.verify_as_rank(run, here, steps=steps, seed=seed, tolerance=tolerance, device=run_device)
         return VerificationResult(asked, as_rank)
     quiet = watch or (lambda phase, done: None)
-    found = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=on, watch=quiet)
+    with told_in_one_line("run it again; a process that the system killed needs more memory"):
+        found = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=run_device, watch=quiet)
     return VerificationResult(asked, found)

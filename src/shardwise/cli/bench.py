@@ -13,11 +13,22 @@ from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.quantities import amount
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
+from shardwise.cli.on_target import (
+    RUN_DEVICES,
+    a_rank_for_each_device,
+    add_target_argument,
+    run_on_target,
+    target_of_verb,
+    without_option,
+)
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
+from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
+from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
+from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 _EXAMPLE = """
 shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
 shardwise bench collectives --emulate 2x2,1Gbit,1ms --kinds all_reduce --algorithms backend,hierarchical --out bench.csv
-torchrun --nproc-per-node 8 -m shardwise bench collectives --on cuda --cluster dgx-h100:1
+torchrun --nproc-per-node 8 -m shardwise bench collectives --run-device cuda --cluster dgx-h100:1
 """
 WHAT = ("collectives", "step")
 LARGEST_BYTES = 2**30
@@ -49,16 +60,20 @@ def run(arguments: list[str]) -> int:
         raise SpecError("bench", f"{shown(parsed.what)} cannot be measured", nearest_name(parsed.what, WHAT))
     require_torch("bench")
     here = started()
+    target = target_of_verb(parsed.on, here)
+    if target is not None:
+        return _on_target(target, parsed, arguments)
     _check(parsed, here)
     cluster = _cluster(parsed, here)
     wanted = _requests(parsed, cluster)
     if here is not None:
         from shardwise.measure.collectives.run import measure_as_rank
 
-        found = measure_as_rank(wanted, here, parsed.on)
+        found = measure_as_rank(wanted, here, parsed.run_device)
         return _report(parsed, found) if here.rank == 0 else 0
     measured: list[MeasuredCollective] = []
-    with _pool(parsed) as pool, status("starting", quiet=parsed.json) as update:
+    again = "run it again; a process that the system killed needs more memory"
+    with told_in_one_line(again), _pool(parsed) as pool, status("starting", quiet=parsed.json) as update:
         from shardwise.measure.collectives.run import measure_in
 
         for number, request in enumerate(wanted, 1):
@@ -66,6 +81,13 @@ def run(arguments: list[str]) -> int:
             update(f"{kind} over {request.level.name} ({number} of {len(wanted)})")
             measured += measure_in(pool, request)
     return _report(parsed, measured)
+
+
+def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) -> int:
+    if parsed.emulate is not None:
+        raise SpecError("--emulate", "cannot be combined with --on", "leave one of the two out")
+    job = a_rank_for_each_device(target, parsed.on, parsed.cluster, parsed.run_device)
+    return run_on_target(target, parsed.on, job, ["bench", *without_option(arguments, "--on")])
 
 
 def _parser() -> Parser:
@@ -90,7 +112,9 @@ def _parser() -> Parser:
         "--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root)"
     )
     parser.add_argument("--cluster", metavar="NAME", help="the cluster to predict for (default: laptop)")
-    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under a launcher: where the tensors are")
+    device = "under a launcher or with --on: where the tensors are (default cpu)"
+    parser.add_argument("--run-device", choices=RUN_DEVICES, default="cpu", help=device)
+    add_target_argument(parser)
     parser.add_argument("--out", metavar="FILE", help="CSV file to write: every figure, in SI units")
     parser.add_argument("--plot", metavar="FILE", help="SVG file to write: time against size, and the model")
     add_output_arguments(parser)
@@ -108,11 +132,11 @@ def _check(parsed: Namespace, here: Started | None) -> None:
         if path is not None and (here is None or here.rank == 0):
             require_writable(Path(path), flag)
     if here is not None:
-        require_devices(parsed.on, here.ranks_per_host)
+        require_devices(parsed.run_device, here.ranks_per_host)
         return
-    if parsed.on == "cuda":
-        remedy = "torchrun --nproc-per-node N -m shardwise ..."
-        raise SpecError("--on", "cuda is for ranks that a launcher starts", remedy)
+    if parsed.run_device == "cuda":
+        remedy = "torchrun --nproc-per-node N -m shardwise ..., or --on TARGET"
+        raise SpecError("--run-device", "cuda is for ranks that a launcher starts", remedy)
     if parsed.emulate is None:
         require_cores("--processes", parsed.processes, "give fewer, or start it on several hosts")
 
@@ -126,6 +150,8 @@ def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
     ranks = parsed.processes if here is None else here.world
     if ranks < 2:
         raise SpecError("--processes", f"{ranks} is too few: a collective needs 2 ranks or more", "give 2 or more")
+    if parsed.cluster is None and here is not None and here.hosts > 1:
+        return cpu_hosts(here.hosts, here.ranks_per_host)
     if parsed.cluster is None:
         return named_cluster(f"laptop:{ranks}")
     return cluster_of_ranks(parsed.cluster, ranks)

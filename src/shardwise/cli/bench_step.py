@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.on_target import add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
@@ -29,6 +30,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"timed steps (default {STEPS})")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before (default {WARMUP})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default 0)")
+    add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     for name in ("steps", "warmup"):
@@ -39,8 +41,13 @@ def run(arguments: list[str]) -> int:
     from shardwise.report.step_bench import step_data, step_page
 
     here = started()
+    target = target_of_verb(parsed.on, here)
+    if target is not None and parsed.job is None and parsed.cluster is None and parsed.topology is None:
+        raise SpecError("--cluster", "is missing: it says how many ranks", "such as dgx-h100:2")
     _complete(parsed, here)
     job = job_from(parsed, runs_here=True)
+    if target is not None:
+        return run_on_target(target, parsed.on, job, ["bench", "step", *without_option(arguments, "--on")])
     require_measurable(job, here)
     quiet = parsed.json or (here is not None and here.rank > 0)
     with status("starting", quiet=quiet) as update:

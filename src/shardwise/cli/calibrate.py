@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
 from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import require_torch
+from shardwise.cli.on_target import (
+    RUN_DEVICES,
+    a_rank_for_each_device,
+    add_target_argument,
+    run_on_target,
+    target_of_verb,
+    without_option,
+)
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.training.environment.reader import started
 
 _EXAMPLE = """
 shardwise calibrate --processes 2 --out cluster.yaml
+shardwise calibrate --on hosts.txt --cluster dgx-h100:2 --run-device cuda
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host-0:29400 -m shardwise calibrate --cluster dgx-h100:2
 """
 _DOES = """Measures this machine (matmuls, attention, memory, whole steps, collectives of every level, disk), or the
@@ -31,22 +43,36 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--processes", metavar="N", help="CPU processes (default: one per core)")
     parser.add_argument("--emulate", metavar="LINK", help="measure virtual nodes, such as 2x2,1Gbit,1ms (needs root)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure (default: GPUs if any)"
+        "--run-device", choices=("auto", *RUN_DEVICES), help="device to measure (default: GPUs if any; with --on cpu)"
     )
     parser.add_argument("--only", metavar="PARTS", help="only some of device,links,storage; the rest is unchanged")
+    add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     require_torch("calibrate")
     if parsed.run is not None:
-        for name in ("cluster", "processes", "emulate", "only"):
+        for name in ("cluster", "processes", "emulate", "only", "on"):
             if getattr(parsed, name) is not None:
                 raise SpecError(f"--{name}", "cannot be combined with --from", "leave one of the two out")
         cut = recut(parsed.run, out=parsed.out)
         show(parsed, lambda: cut.page, cut.to_dict)
         return 0
     here = started()
+    target = target_of_verb(parsed.on, here)
+    if target is not None:
+        return _on_target(target, parsed, arguments)
     with status("starting", quiet=here is not None and here.rank > 0) as update:
         found = calibrate(**keywords(calibrate, parsed), on_progress=lambda text: update(f"measuring {text}"))
     if found.is_written:
         show(parsed, lambda: found.page, found.to_dict)
     return 0
+
+
+def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) -> int:
+    for name in ("processes", "emulate"):
+        if getattr(parsed, name) is not None:
+            raise SpecError(f"--{name}", "cannot be combined with --on", "leave one of the two out")
+    device = "cuda" if parsed.run_device == "cuda" else "cpu"
+    job = a_rank_for_each_device(target, parsed.on, parsed.cluster, device)
+    given = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device", device]
+    return run_on_target(target, parsed.on, job, ["calibrate", *given])

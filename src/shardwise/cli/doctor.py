@@ -1,4 +1,4 @@
-"""`shardwise doctor`: whether this machine is fit for a long run."""
+"""`shardwise doctor`: whether this machine, or every node of a cluster, is fit for a long run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from shardwise.api.calibration import started_cluster
 from shardwise.api.given import JobArguments
+from shardwise.api.outputs import require_writable
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.on_target import (
+    RUN_DEVICES,
+    a_rank_for_each_device,
+    add_target_argument,
+    run_on_target,
+    target_of_verb,
+    without_option,
+)
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
+from shardwise.interop.fabric.switches import read_switches
+from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
 from shardwise.report.doctor import print_finding
@@ -24,34 +36,61 @@ PROCESSES = 2  # without a job and without GPUs
 _EXAMPLE = """
 shardwise doctor
 shardwise doctor --model tiny --cluster laptop:2 --global-batch 8 --seq 64
+shardwise doctor job.yaml --on hosts.txt --wiring wiring.yaml
 """
+_DOES = """Checks what a long run needs from this machine: loopback and ports, shared memory, open files, clocks, disk
+space and speed, versions, device memory, and a small all-reduce. On several nodes (--on, or under torchrun, srun or
+mpirun) each is checked, and all are compared: versions, open ports, clocks, NVLink and InfiniBand, the folder that
+they share, bandwidth and latency of every pair against the job's cluster; the node that differs is named. Exit status 1
+if something fails."""
 
 
 def run(arguments: list[str]) -> int:
-    parser = Parser(
-        "doctor",
-        "Checks what a long run needs from this machine: loopback and ports, shared memory, open files, clocks, disk "
-        "space and speed, versions, device memory, and a small all-reduce. Exit status 1 if something fails.",
-        _EXAMPLE,
-    )
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--folder", metavar="DIR", help="folder that the run will write to (default: the job's, or this one)"
-    )
-    parser.add_argument("--on", choices=("cpu", "cuda"), help="device (default: the job's, or GPUs if there are any)")
-    parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    parser = _parser()
     parsed = parser.parse(arguments)
     findings, out, here = [], console(), started()
     shows = here is None or here.rank == 0
-    for found in _findings(_examination(parsed), here):
+    target = target_of_verb(parsed.on, here)
+    if target is not None:
+        return _on_target(target, parsed, arguments)
+    for found in _findings(_examination(parsed, here), here):
         findings.append(found)
         if shows and not parsed.json:
             print_finding(out, found)
     failed = any(found.status == "fail" for found in findings)
     if shows and parsed.json:
         print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
-    return 1 if failed else 0
+    return 1 if failed and shows else 0
+
+
+def _parser() -> Parser:
+    parser = Parser("doctor", _DOES, _EXAMPLE)
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--folder", metavar="DIR", help="folder that the run will write to (default: the job's, or this one)"
+    )
+    device = "what the ranks use (default: the job's, or GPUs if there are any)"
+    parser.add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    add_target_argument(parser)
+    parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
+    wiring = "on several nodes: write what was measured between them, for cluster.wiring of a job"
+    parser.add_argument("--wiring", metavar="FILE", help=wiring)
+    switches = "with --wiring: Slurm's topology.conf, or the output of `kubectl get nodes -o json`"
+    parser.add_argument("--switches", metavar="FILE", help=switches)
+    parser.add_argument("--json", action="store_true", help="JSON output")
+    return parser
+
+
+def _on_target(target: LaunchTarget, parsed: argparse.Namespace, arguments: list[str]) -> int:
+    """Bad input is found here, before any host is asked."""
+    given = job_arguments(parsed)
+    if given == replace(JobArguments(), cluster=given.cluster):
+        job = a_rank_for_each_device(target, parsed.on, given.cluster, parsed.run_device or "cpu")
+    else:
+        job = job_from(parsed, runs_here=True)
+    _switches(parsed)
+    others = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device"]
+    return run_on_target(target, parsed.on, job, ["doctor", *others, parsed.run_device or job.run_device])
 
 
 def _findings(request: Examination, here: Started | None) -> Iterator[Checked]:
@@ -63,27 +102,47 @@ def _findings(request: Examination, here: Started | None) -> Iterator[Checked]:
     return examine_ranks(request, here)
 
 
-def _examination(parsed: argparse.Namespace) -> Examination:
+def _examination(parsed: argparse.Namespace, here: Started | None) -> Examination:
     hosts = tuple(host.strip() for host in parsed.hosts.split(",")) if parsed.hosts else ()
     for host in hosts:
         if not host or host.startswith("-"):
             raise SpecError("--hosts", f"{shown(host)} is not a host", "write them like node-1,node-2")
-    if job_arguments(parsed) == JobArguments():
+    if parsed.wiring is not None and (here is None or here.hosts == 1):
+        raise SpecError("--wiring", "is for several nodes", "use --on, or start it by torchrun, srun or mpirun")
+    switches, found = _switches(parsed), _of_job(parsed, hosts, here)
+    return found if parsed.wiring is None else replace(found, wiring=Path(parsed.wiring), switches=switches)
+
+
+def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | None) -> Examination:
+    given = job_arguments(parsed)
+    if given == replace(JobArguments(), cluster=given.cluster) and (given.cluster is None or here is not None):
         folder = _existing(parsed.folder or ".")
-        devices = 0 if parsed.on == "cpu" else _visible_devices()
-        device = parsed.on or ("cuda" if devices else "cpu")
-        return Examination(folder, devices or PROCESSES, device, 1 + len(hosts), hosts)
+        devices = 0 if parsed.run_device == "cpu" else _visible_devices()
+        device = parsed.run_device or ("cuda" if devices else "cpu")
+        cluster = None if given.cluster is None or here is None else started_cluster(given.cluster, device, here)
+        return Examination(folder, devices or PROCESSES, device, 1 + len(hosts), hosts, cluster=cluster)
     job = job_from(parsed, runs_here=True)
     processes = min(job.cluster.node_devices, job.strategy.world)
     return Examination(
         folder=_existing(parsed.folder) if parsed.folder else _nearest(Path(job.run.folder or ".")),
         processes=processes,
-        device=parsed.on or job.run_device,
+        device=parsed.run_device or job.run_device,
         host_count=max(1 + len(hosts), job.strategy.world // processes),
         others=hosts,
         checkpoint_bytes=checkpoint_bytes(analyze(job)),
         checkpoint_limit_seconds=job.run.timeouts.checkpoint,
+        cluster=job.cluster,
+        tp=job.strategy.tp,
     )
+
+
+def _switches(parsed: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Those that a file knows; also checks where to write what is found."""
+    if parsed.switches is not None and parsed.wiring is None:
+        raise SpecError("--switches", "is for --wiring", "give both")
+    if parsed.wiring is not None:
+        require_writable(Path(parsed.wiring), "--wiring")
+    return {} if parsed.switches is None else read_switches(Path(parsed.switches), "--switches")
 
 
 def _existing(name: str) -> Path:

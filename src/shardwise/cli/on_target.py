@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from shardwise.api.calibration import named_cluster
+from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import print_notes
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.tail import printed_as_it_grows
+from shardwise.launch.targets.host_file import read_hosts
 from shardwise.launch.targets.registry import (
-    DEVICES,
+    HOSTS,
     LaunchTarget,
     TargetRequest,
     command_status,
     started_on,
     target_named,
 )
+from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.training.attempt import rank_file
 from shardwise.training.environment.reader import Started
+
+RUN_DEVICES = ("cpu", "cuda")
+
+
+def add_target_argument(parser: Parser) -> None:
+    on = "run on other hosts: a file of them (`host slots=8`, over ssh), ray, or slurm (by srun)"
+    parser.add_argument("--on", metavar="TARGET", help=on)
 
 
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
@@ -40,14 +53,39 @@ def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequenc
     return outcome.status
 
 
-def target_of_verb(on: str, here: Started | None) -> LaunchTarget | None:
-    """Where a verb's ranks start; None if ``on`` is a device."""
-    if on in DEVICES:
+def target_of_verb(on: str | None, here: Started | None) -> LaunchTarget | None:
+    """Where a verb's ranks start; None on this machine, or if they have started."""
+    if on is None:
         return None
     target = target_named(on)
     if here is not None:
         raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
     return target
+
+
+def a_rank_for_each_device(target: LaunchTarget, named: str, cluster: str | None, device: str) -> Job:
+    """A job as large as the cluster, for verbs that have none: a target asks for its ranks, its nodes, its device.
+
+    A file of hosts says how many there are, and their slots; others need a ``cluster``, and so do GPUs.
+    """
+    found = _cluster(target, named, cluster, device)
+    world = found.devices
+    return Job.from_dict(
+        {
+            "model": "tiny", "cluster": found, "strategy": {"dp": world},
+            "training": {"global_batch": world, "seq": 32}, "run": {"device": device},
+        }
+    )  # fmt: skip
+
+
+def _cluster(target: LaunchTarget, named: str, cluster: str | None, device: str) -> Cluster:
+    if cluster is not None:
+        return named_cluster(cluster)
+    if target is not HOSTS or device == "cuda":
+        what = f"on {target.name}" if target is not HOSTS else "of GPUs"
+        raise SpecError("--cluster", f"is missing: nothing else says how many ranks {what}", "such as dgx-h100:2")
+    hosts = read_hosts(Path(named).read_text(encoding="utf-8", errors="replace"), named)
+    return cpu_hosts(len(hosts), min(host.slots or 1 for host in hosts))
 
 
 def _failed(event: Event) -> None:

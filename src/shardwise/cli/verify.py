@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
 from shardwise.cli.arguments import Parser, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
-from shardwise.cli.on_target import run_on_target, target_of_verb, without_option
+from shardwise.cli.on_target import RUN_DEVICES, add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.verify import verification_progress
 from shardwise.training.environment.reader import started
@@ -27,8 +27,9 @@ def run(arguments: list[str]) -> int:
     fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
     parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)
     parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
-    on = "device to run on (default cpu), or a file of hosts (`host slots=8`, over ssh), or slurm"
-    parser.add_argument("--on", metavar="WHERE", default="cpu", help=on)
+    device = "what to run on (default cpu; with --on the job's)"
+    parser.add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    add_target_argument(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
@@ -37,8 +38,8 @@ def run(arguments: list[str]) -> int:
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
     if target is not None:
-        given = without_option(arguments, "--on")
-        return run_on_target(target, parsed.on, job, ["verify", *given, "--on", job.run_device])
+        given = [*without_option(arguments, "--on"), "--run-device", parsed.run_device or job.run_device]
+        return run_on_target(target, parsed.on, job, ["verify", *given])
     with verification_progress(parsed.steps, shown=not parsed.json and here is None) as watch:
         found = verify(job, **keywords(verify, parsed), watch=watch)
     if here is not None and here.rank:

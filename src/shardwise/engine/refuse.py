@@ -19,7 +19,7 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
     require_gradient_schedules(job)
 
 
-def require_devices(device: str, ranks: int, flag: str = "--on") -> None:
+def require_devices(device: str, ranks: int, flag: str = "--run-device") -> None:
     """Raises SpecError if this machine has too few devices; on a CPU a rank is a process."""
     import torch  # not needed by callers of `require_runs` alone
 

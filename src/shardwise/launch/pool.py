@@ -8,13 +8,15 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.launch.owned import OwnedFolder
+from shardwise.spec.errors import SpecError, shown
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -42,6 +44,22 @@ class WorkerError(Exception):
         super().__init__(f"rank {rank}: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class RankLost(SpecError):
+    """A process ended before its work was done."""
+
+    status = 1
+
+
+@contextmanager
+def told_in_one_line(again: str = "") -> Iterator[None]:
+    """Raises RankLost, whose remedy is ``again``, for a worker that failed or was lost."""
+    try:
+        yield
+    except WorkerError as error:
+        why = error.reason.strip().splitlines()[-1]
+        raise RankLost(f"rank {error.rank}", f"was lost ({shown(why, 200)})", again) from None
 
 
 @dataclass

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardwise.spec.codec import Spec, count, quantity
+from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.errors import SpecError
 from shardwise.spec.network import Link, NetworkLevel
 from shardwise.spec.presets import preset_field
+from shardwise.spec.wiring import Wiring, wiring_from
 
 _PART = {"minimum": 0, "maximum": 1}
 DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
@@ -104,7 +105,8 @@ class Cluster(Spec):
     """Equal devices joined by network levels, innermost first.
 
     ``library`` is the communication library of the machine: `auto` picks only algorithms that it offers.
-    ``pipelined_levels`` says that it overlaps the levels of a hierarchical collective, as NCCL does.
+    ``pipelined_levels`` says that it overlaps the levels of a hierarchical collective, as NCCL does. ``wiring`` is what
+    is known of its nodes one by one, where that is more than the levels say.
     """
 
     device: Device = preset_field("device", Device)
@@ -116,6 +118,7 @@ class Cluster(Spec):
     pipelined_levels: bool = False
     library: Literal["any", "nccl", "gloo"] = "any"
     storage: tuple[Storage, ...] = ()
+    wiring: Wiring | None = reference(wiring_from, lambda wiring: wiring and wiring.to_dict(), default=None)
     source: str = ""
 
     def check(self) -> None:

@@ -57,7 +57,7 @@ def load(kind: str, cls: type[S], name: str) -> S:
     return found
 
 
-_REFERENCES = ("model", "cluster", "device", "link", "host_link", "stack")
+_REFERENCES = ("model", "cluster", "device", "link", "host_link", "stack", "wiring")
 
 
 def files_beside(data: Any, folder: Path) -> Any:

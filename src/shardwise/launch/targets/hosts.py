@@ -29,6 +29,7 @@ from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 from shardwise.training.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
+from shardwise.training.environment.host import HOST
 from shardwise.training.flight.record import write_flight
 
 SSH = "SHARDWISE_SSH"  # the program, and options for all hosts, as in GIT_SSH_COMMAND
@@ -39,7 +40,8 @@ AGENT = "shardwise.launch.targets.agent"
 # What ranks of other hosts get of this environment; never a place of this process.
 _PASSED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "CUDA_", "HF_", "WANDB_", "PYTHON", "SHARDWISE_", "FI_", "UCX_")
 _OWN = (
-    "SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", "TORCHELASTIC", "CUDA_VISIBLE_DEVICES",
+    "SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", HOST, "TORCHELASTIC",
+    "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
@@ -271,10 +273,12 @@ class HostRanks:
         start = {
             "command": list(command), "world": len(self.all), "attempt": folder.name,
             "address": first.get("address") or agents[0].host.name.rpartition("@")[2], "port": first["port"],
-            "working_folder": str(Path.cwd()), "environment": {**passed_environment(), **environment},
+            "working_folder": str(Path.cwd()),
         }  # fmt: skip
+        given = {**passed_environment(), **environment}
         for one in agents:
-            one.say(start={**start, "ranks": [one.ranks.start, one.ranks.stop]})
+            own = {**given, HOST: one.host.name.rpartition("@")[2]}
+            one.say(start={**start, "ranks": [one.ranks.start, one.ranks.stop], "environment": own})
 
     @classmethod
     def lost(cls, places: Sequence[tuple[Host, range]], folder: Path, why: str) -> HostRanks:

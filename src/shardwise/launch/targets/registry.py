@@ -46,7 +46,7 @@ TARGETS = {
     )
 }
 WAIT_SECONDS = 60.0
-DEVICES = ("cpu", "cuda")  # which `--on` of other verbs names, too
+_DEVICES = ("cpu", "cuda")  # which `--on` named before it named targets
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,9 @@ def target_named(text: str) -> LaunchTarget:
         return TARGETS[text]
     if "\0" not in text and Path(text).is_file():
         return HOSTS
+    if text in _DEVICES:
+        remedy = f"say --run-device {text}; `train` takes its device from the job (--set run.device={text})"
+        raise SpecError("--on", f"{text} is a device, not a launch target", remedy)
     if "/" in text or "." in text:
         raise SpecError("--on", f"there is no file of hosts {shown(text)}", "write one host in a line: `host slots=8`")
     remedy = f"name a file of hosts, or {', '.join(TARGETS)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
+from shardwise.training.environment.host import host_name
 from shardwise.training.environment.meeting import store_of
 from shardwise.training.environment.reader import Started
 
@@ -110,7 +110,7 @@ def hosts_of(ranks: Ranks) -> list[str]:
 
 
 def _host(rank: Rank) -> tuple[str, int]:
-    return socket.gethostname(), rank.ranks_per_host
+    return host_name(), rank.ranks_per_host
 
 
 # -- the seconds of a call while the other processes of the node do the same -------------------------

@@ -9,11 +9,12 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import SHARED_BYTES
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 from shardwise.training.environment.interfaces import loopback_interface
@@ -34,7 +35,8 @@ class Checked:
 class Examination:
     """A run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
 
-    ``others`` are hosts to compare clocks with, by ssh. Without a job the size of a checkpoint is not known.
+    ``others`` are hosts to compare clocks with, by ssh. Without a job neither its ``cluster`` nor the size of a
+    checkpoint is known. What is found between hosts is written to ``wiring``, beside the ``switches`` above them.
     """
 
     folder: Path
@@ -44,6 +46,10 @@ class Examination:
     others: tuple[str, ...] = ()
     checkpoint_bytes: float | None = None
     checkpoint_limit_seconds: float = 600
+    cluster: Cluster | None = None
+    tp: int = 1
+    wiring: Path | None = None
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # -- all checks --------------------------------------------------------------------------------------
@@ -51,8 +57,11 @@ class Examination:
 _Check = Callable[[Examination], Checked | Iterable[Checked]]
 
 
-def examine(request: Examination, *, all_reduce: bool = True) -> Iterator[Checked]:
-    """The results as they come, the slowest check last; a failing one does not stop the rest."""
+def examine(request: Examination, *, beside_others: bool = False) -> Iterator[Checked]:
+    """The results as they come, the slowest check last; a failing one does not stop the rest.
+
+    ``beside_others``: ranks have started on all hosts, and show together what one host cannot.
+    """
     host: dict[str, _Check] = {
         "loopback": check_loopback,
         "ports": check_ports,
@@ -61,6 +70,8 @@ def examine(request: Examination, *, all_reduce: bool = True) -> Iterator[Checke
         "clock": check_clocks,
         "disk": check_disk,
     }
+    if beside_others:
+        del host["ports"]
     yield from _run(host, request)
     if importlib.util.find_spec("torch") is None:
         yield Checked("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
@@ -69,8 +80,9 @@ def examine(request: Examination, *, all_reduce: bool = True) -> Iterator[Checke
 
     software = list(_run({"versions": check_versions, "device memory": check_devices}, request))
     yield from software
-    if all_reduce and not any(found.status == "fail" for found in software):  # else it would fail for the same reason
-        yield from _run({"all-reduce": check_all_reduce}, request)
+    if beside_others or any(found.status == "fail" for found in software):  # it would fail for the same reason
+        return
+    yield from _run({"all-reduce": check_all_reduce}, request)
 
 
 def _run(checks: dict[str, _Check], request: Examination) -> Iterator[Checked]:
@@ -161,7 +173,7 @@ def check_clocks(request: Examination) -> Iterator[Checked]:
     after = time.time()
     ahead = max(0.0, written - after, before - written)
     # The kernel stamps files with the time of its last tick, up to 10 ms ago.
-    yield _skew("clock", "the file system's clock", 0.0 if ahead < 0.01 else ahead)
+    yield skew_finding("clock", "the file system's clock", 0.0 if ahead < 0.01 else ahead)
     for host in request.others:
         yield _host_skew(host)
 
@@ -176,10 +188,10 @@ def _host_skew(host: str) -> Checked:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         return Checked(f"clock of {host}", "fail", " ".join(last), f"`ssh {host} date` must answer without a password")
     distance = abs(theirs - (before + time.time()) / 2)
-    return _skew(f"clock of {host}", "this host's clock", max(0.0, distance - 0.5))
+    return skew_finding(f"clock of {host}", "this host's clock", max(0.0, distance - 0.5))
 
 
-def _skew(check: str, other: str, seconds: float) -> Checked:
+def skew_finding(check: str, other: str, seconds: float) -> Checked:
     figure = f"{readable_seconds(seconds)} from {other}"
     if seconds <= _SKEW_SECONDS:
         return Checked(check, "pass", figure)

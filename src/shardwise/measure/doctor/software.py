@@ -63,10 +63,10 @@ def _nccl() -> Checked:
     if not dist.is_nccl_available():
         return Checked("NCCL", "fail", "is not in this build of PyTorch", "install one of pytorch.org's for CUDA")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Checked("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {_driver() or 'unknown'}")
+    return Checked("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {driver() or 'unknown'}")
 
 
-def _driver() -> str:
+def driver() -> str:
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -82,7 +82,7 @@ def check_devices(request: Examination) -> Checked:
     found = visible_devices()
     if found < request.processes:
         figure = f"{found} GPUs for {request.processes} processes of this host"
-        return Checked("device memory", "fail", figure, "use a strategy of fewer ranks, or --on cpu")
+        return Checked("device memory", "fail", figure, "use a strategy of fewer ranks, or --run-device cpu")
     memory = [torch.cuda.mem_get_info(index) for index in range(request.processes)]
     free, total = min(memory)
     name = torch.cuda.get_device_name(0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwise.interop.fabric.node_list import nodes_of, tasks_of_nodes
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.environment.node_list import nodes_of, tasks_of_nodes
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.fabric.node_list import nodes_of
 from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
 from shardwise.training.environment.launchers import (
@@ -24,7 +25,6 @@ from shardwise.training.environment.launchers import (
     LauncherRow,
     Variable,
 )
-from shardwise.training.environment.node_list import nodes_of
 
 PORT = 29400  # torchrun's own default
 OWN_LAUNCHER = "SHARDWISE_LAUNCHER"

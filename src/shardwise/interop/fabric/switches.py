@@ -1,0 +1,26 @@
+"""Which switches are above which node: from a file of Slurm or Kubernetes, told apart by how it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardwise.interop.fabric.kubernetes import read_kubernetes
+from shardwise.interop.fabric.slurm import read_slurm
+from shardwise.spec.errors import SpecError
+
+
+def read_switches(path: Path, field: str) -> dict[str, tuple[str, ...]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror})"
+        raise SpecError(field, problem, "name Slurm's topology.conf, or nodes of kubectl as JSON") from None
+    return read_kubernetes(text, field) if text.lstrip().startswith("{") else read_slurm(text, field)
+
+
+def of_hosts(switches: dict[str, tuple[str, ...]], hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Those above some hosts; a name without its domain is the same host."""
+    short = {name.partition(".")[0]: above for name, above in switches.items()}
+    found = {host: switches.get(host) or short.get(host.partition(".")[0]) for host in hosts}
+    return {host: above for host, above in found.items() if above}

@@ -1,0 +1,162 @@
+"""What a node says of itself, to be compared with the others: versions, GPUs, NVLinks, InfiniBand, file system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.interop.fabric.infiniband import InfinibandPort, read_ports
+from shardwise.interop.fabric.nvidia import read_nvlinks
+from shardwise.launch.targets.installed import installed
+from shardwise.measure.doctor.host import Checked
+from shardwise.measure.doctor.software import driver, visible_devices
+from shardwise.spec.units import counted, readable_bytes
+
+_SMI_SECONDS = 120  # with the driver not loaded it takes its time
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """``nvlinks`` are the states of each GPU's links; None without nvidia-smi."""
+
+    versions: Mapping[str, str]
+    nvlinks: Mapping[int, Sequence[str]] | None
+    ports: tuple[InfinibandPort, ...]
+    file_system: str
+
+
+def node_facts(folder: Path) -> NodeFacts:
+    versions = installed(Path.cwd())
+    if count := visible_devices():
+        versions |= {"the GPUs": f"{count} × {torch.cuda.get_device_name(0)}", "the driver": driver() or "unknown"}
+        versions["CUDA"] = str(torch.version.cuda)
+    if dist.is_nccl_available() and count:
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    status = nvidia_smi("nvlink", "-s")
+    return NodeFacts(
+        versions, None if status is None else read_nvlinks(status), tuple(read_ports()), file_system_of(folder)
+    )
+
+
+def nvidia_smi(*arguments: str) -> str | None:
+    """What it prints; None where it is not installed or fails."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def file_system_of(folder: Path) -> str:
+    """The kind and the size of what a folder is on; the name of the device differs from host to host."""
+    path, found = folder.resolve(), ("", "unknown")
+    with Path("/proc/mounts").open(encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            _, where, kind, *_ = line.split(" ")
+            if path.is_relative_to(where) and len(where) >= len(found[0]):
+                found = where, kind
+    blocks = os.statvfs(path)
+    return f"{found[1]}, {readable_bytes(blocks.f_frsize * blocks.f_blocks)}"
+
+
+# -- what differs --------------------------------------------------------------------------------------
+
+
+def odd_ones(values: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """What most hosts say (of equally many, the first), and those that say something else."""
+    usual = Counter(values.values()).most_common(1)[0][0]
+    return usual, {host: value for host, value in values.items() if value != usual}
+
+
+def told(what: str, values: Mapping[str, str]) -> str | None:
+    """Who differs from most, in words; None if nobody does."""
+    usual, odd = odd_ones(values)
+    if not odd:
+        return None
+    others = len(values) - len(odd)
+    named = ", ".join(f"{value} on {host}" for host, value in odd.items())
+    return f"{what} is {named}; {usual} on {'the other' if others == 1 else f'the {others} others'}"
+
+
+def compared(facts: Mapping[str, NodeFacts]) -> Iterator[Checked]:
+    """Of several hosts: what is not the same everywhere, with the odd host named."""
+    yield _versions(facts)
+    yield _nvlinks(facts)
+    yield _infiniband(facts)
+
+
+def _versions(facts: Mapping[str, NodeFacts]) -> Checked:
+    names = dict.fromkeys(name for one in facts.values() for name in one.versions)
+    found = [
+        words
+        for name in names
+        if (words := told(name, {host: one.versions.get(name, "missing") for host, one in facts.items()}))
+    ]
+    if found:
+        return Checked("same software", "fail", "; ".join(found), "make it the same on all hosts")
+    first = next(iter(facts.values())).versions
+    shown = ", ".join(f"{name} {first[name]}" for name in ("Python", "torch", "NCCL", "the driver") if name in first)
+    return Checked("same software", "pass", f"{shown} and the code of shardwise are the same on {len(facts)} hosts")
+
+
+def _nvlinks(facts: Mapping[str, NodeFacts]) -> Checked:
+    known = {host: one.nvlinks for host, one in facts.items() if one.nvlinks}
+    if not known:
+        return Checked("NVLink", "pass", "there is none, or no nvidia-smi to ask")
+    lacking = [host for host in facts if host not in known]
+    down = [
+        f"link {number} of GPU {gpu} on {host}"
+        for host, gpus in known.items()
+        for gpu, links in gpus.items()
+        for number, state in enumerate(links)
+        if "inactive" in state
+    ]
+    counts = {
+        host: " + ".join(str(sum("inactive" not in state for state in links)) for links in gpus.values())
+        for host, gpus in known.items()
+    }
+    usual, odd = odd_ones(counts)
+    if lacking or odd:
+        named = [f"{host} shows none" for host in lacking]
+        named += [f"{host} has {count} links up, others {usual}" for host, count in odd.items()]
+        named += down[:4]
+        return Checked("NVLink", "fail", "; ".join(named), "reset the GPUs, or leave that host out")
+    if down:  # everywhere alike: boards without bridges on all links
+        return Checked("NVLink", "pass", f"{usual} links up on the GPUs of every host; the same ones are not used")
+    return Checked("NVLink", "pass", f"all links up: {usual} on the GPUs of every host")
+
+
+def _infiniband(facts: Mapping[str, NodeFacts]) -> Checked:
+    if not any(one.ports for one in facts.values()):
+        return Checked("InfiniBand", "pass", "no host has such cards")
+    names = dict.fromkeys(port.name for one in facts.values() for port in one.ports)
+    by_host = {host: {port.name: port for port in one.ports} for host, one in facts.items()}
+    found, idle = [], 0
+    for name in names:
+        states = {host: _state(ports.get(name)) for host, ports in by_host.items()}
+        words = told(f"port {name}", states)
+        up = [port.is_up for ports in by_host.values() if (port := ports.get(name))]
+        if words:
+            found.append(words)
+        elif not any(up):
+            idle += 1
+    if found:
+        return Checked("InfiniBand", "fail", "; ".join(found), "check its cable and `ibstat` there")
+    if idle == len(names):
+        return Checked("InfiniBand", "warn", f"{counted(idle, 'port')} on every host, all down", "see `ibstat`")
+    unused = f"; {idle} down on every host" if idle else ""
+    rates = ", ".join(dict.fromkeys(port.rate for one in facts.values() for port in one.ports if port.is_up))
+    return Checked("InfiniBand", "pass", f"{counted(len(names) - idle, 'port')} up on every host, {rates}{unused}")
+
+
+def _state(port: InfinibandPort | None) -> str:
+    if port is None:
+        return "missing"
+    return f"up at {port.rate}" if port.is_up else f"{port.state.lower()} ({port.physical})"

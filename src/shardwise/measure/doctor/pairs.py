@@ -1,0 +1,333 @@
+"""Between nodes: open ports, clocks, and the bandwidth and latency of every pair, beside what the plan counts on."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.world import joined
+from shardwise.layout.ranks import node_of
+from shardwise.measure.calibrate.ranks import Rank, StoreBarrier
+from shardwise.measure.doctor.host import Checked, Status, skew_finding
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.units import readable_rate, readable_seconds
+
+Pair = tuple[int, int]  # of nodes, the lower number first
+
+# -- ports ---------------------------------------------------------------------------------------------
+
+LISTENING, CONNECT_SECONDS, _AT_ONCE = 3, 5.0, 16  # gloo and NCCL take ports that the system gives them
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(self.request.recv(1))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+
+def closed_ports(rank: Rank, address: str | None) -> list[tuple[int, str]]:
+    """By the first rank of every node: the nodes whose ports it cannot reach, and why. Others have nothing to say.
+
+    ``address`` is that of rank 0, by which every node knows its own.
+    """
+    barrier = StoreBarrier(rank.store, rank.world // rank.ranks_per_host)
+    if not rank.first_of_host or address is None:
+        return []
+    own = node_of(rank.number, rank.ranks_per_host)
+    with _listening() as ports:
+        rank.store.set(f"ports-{own}", " ".join([_own_address(address), *map(str, ports)]))
+        nodes = [node for node in range(rank.world // rank.ranks_per_host) if node != own]
+        with ThreadPoolExecutor(_AT_ONCE) as workers:
+            found = list(workers.map(lambda node: (node, _why_closed(rank, node, address)), nodes))
+        barrier.wait()  # until the others have tried this node
+    return [(node, why) for node, why in found if why]
+
+
+@contextmanager
+def _listening() -> Iterator[list[int]]:
+    servers = [_Server(("", 0), _Echo) for _ in range(LISTENING)]
+    for one in servers:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+    try:
+        yield [one.server_address[1] for one in servers]
+    finally:
+        for one in servers:
+            one.shutdown()
+            one.server_close()
+
+
+def _own_address(towards: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # sends nothing
+        asked.connect((towards, 9))
+        return str(asked.getsockname()[0])
+
+
+def _why_closed(rank: Rank, node: int, first_address: str) -> str:
+    host, *ports = rank.store.get(f"ports-{node}").decode().split()
+    host = first_address if host.startswith("127.") else host
+    for port in ports:
+        try:
+            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as connection:
+                connection.sendall(b"?")
+                if connection.recv(1) != b"?":
+                    return f"{host}:{port} does not answer"
+        except OSError as error:
+            return f"{host}:{port}: {error.strerror or error}"
+    return ""
+
+
+def ports_finding(closed: Sequence[Sequence[tuple[int, str]]], hosts: Sequence[str]) -> Checked:
+    """``closed`` by node; the node that most others cannot reach is the odd one."""
+    seen = [(tried, node, why) for tried, found in enumerate(closed) for node, why in found]
+    if not seen:
+        figure = f"every one of {len(hosts)} hosts reaches {LISTENING} ports of every other"
+        return Checked("open ports", "pass", figure)
+    counts = {node: [one for one in seen if node in one[:2]] for node in range(len(hosts))}
+    worst = max(counts, key=lambda node: len(counts[node]))
+    tried, node, why = seen[0]
+    figure = f"{hosts[tried]} cannot reach {hosts[node]} ({why})"
+    if len(seen) > 1:
+        figure += f"; {len(counts[worst])} of {len(seen)} such pairs are with {hosts[worst]}"
+    return Checked("open ports", "fail", figure, "open the ports 1024 to 65535 between the hosts")
+
+
+# -- clocks --------------------------------------------------------------------------------------------
+
+_READINGS = 8
+
+
+def clock_offsets(rank: Rank) -> list[float]:
+    """Over the process group: how far each node's clock is ahead of the first node's; known to rank 0 only.
+
+    By the exchange of NTP (RFC 5905, section 8), of which the quickest of several is the most exact.
+    """
+    nodes, offsets = rank.world // rank.ranks_per_host, [0.0]
+    with joined(rank.number, rank.world, rank.store):
+        for node in range(1, nodes):
+            other = node * rank.ranks_per_host
+            if rank.number == 0:
+                offsets.append(min(_asked(other) for _ in range(_READINGS))[1])
+            elif rank.number == other:
+                for _ in range(_READINGS):
+                    dist.recv(torch.zeros(1, dtype=torch.float64), 0)
+                    dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
+    return offsets
+
+
+def _asked(other: int) -> tuple[float, float]:
+    """The seconds of one exchange, and the offset that it shows."""
+    theirs = torch.zeros(1, dtype=torch.float64)
+    before = time.time()
+    dist.send(torch.zeros(1, dtype=torch.float64), other)
+    dist.recv(theirs, other)
+    after = time.time()
+    return after - before, float(theirs) - (before + after) / 2
+
+
+def clocks_finding(offsets: Sequence[float], hosts: Sequence[str]) -> Checked:
+    """Against the median of all: the first node may itself be the odd one."""
+    middle = statistics.median(offsets)
+    node = max(range(len(hosts)), key=lambda one: abs(offsets[one] - middle))
+    seconds = abs(offsets[node] - middle)
+    return skew_finding("clocks", f"the others' ({hosts[node]} is farthest)", seconds)
+
+
+# -- bandwidth and latency of pairs ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairFigures:
+    """Bytes/s in one direction and seconds one way, of the slowest of the ranks that sent at once."""
+
+    bandwidth: float
+    latency: float
+
+
+_SMALL, _PINGS, _ROUNDS = 8, 20, 3
+_FIRST_BYTES, _MOST_BYTES, _ENOUGH_SECONDS = 2**18, 2**26, 0.05
+
+
+def rounds_of_pairs(nodes: int) -> list[list[Pair]]:
+    """Every two nodes once, each node once in a round: a round-robin tournament (Kirkman 1847)."""
+    seats: list[int | None] = list(range(nodes)) + [None] * (nodes % 2)
+    found = []
+    for _ in range(len(seats) - 1):
+        facing = list(zip(seats[: len(seats) // 2], reversed(seats)))
+        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> dict[Pair, PairFigures]:
+    """Rank i of a node with rank i of another, all of them and all pairs of a round at once."""
+    own, place = divmod(rank.number, rank.ranks_per_host)
+    found: dict[Pair, PairFigures] = {}
+    with joined(rank.number, rank.world, rank.store, device=device, seconds=600):
+        for pairs in rounds:
+            dist.barrier()
+            for low, high in pairs:
+                if own in (low, high):
+                    other = (high if own == low else low) * rank.ranks_per_host + place
+                    figures = _one_pair(other, device, asks=own == low)
+                    if figures is not None:
+                        found[low, high] = figures
+    return found
+
+
+def _one_pair(other: int, device: str, *, asks: bool) -> PairFigures | None:
+    """The lower rank asks: it says how much is sent next, and measures; the other sends everything back."""
+    if not asks:
+        while size := _received_size(other):
+            message = torch.zeros(size, dtype=torch.uint8, device=device)
+            dist.recv(message, other)
+            dist.send(message, other)
+        return None
+    _round_trip(other, _SMALL, device)  # connects
+    latency = min(_round_trip(other, _SMALL, device) for _ in range(_PINGS)) / 2
+    size, seconds = _FIRST_BYTES, _round_trip(other, _FIRST_BYTES, device)
+    while seconds < _ENOUGH_SECONDS and size < _MOST_BYTES:
+        size *= 4
+        seconds = _round_trip(other, size, device)
+    seconds = min(seconds, *(_round_trip(other, size, device) for _ in range(_ROUNDS)))
+    _send_size(other, 0)
+    return PairFigures(2 * size / seconds, latency)
+
+
+def _round_trip(other: int, size: int, device: str) -> float:
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    _send_size(other, size)
+    _wait(device)
+    began = time.perf_counter()
+    dist.send(message, other)
+    dist.recv(message, other)
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _send_size(other: int, size: int) -> None:
+    dist.send(torch.tensor([size]), other)
+
+
+def _received_size(other: int) -> int:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, other)
+    return int(size)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest_of_ranks(found: Sequence[Mapping[Pair, PairFigures]]) -> dict[Pair, PairFigures]:
+    """One figure for every pair of nodes, of what each rank measured."""
+    by_pair: dict[Pair, list[PairFigures]] = {}
+    for own in found:
+        for pair, figures in own.items():
+            by_pair.setdefault(pair, []).append(figures)
+    return {
+        pair: PairFigures(min(one.bandwidth for one in same), max(one.latency for one in same))
+        for pair, same in sorted(by_pair.items())
+    }
+
+
+def better(one: PairFigures, other: PairFigures) -> PairFigures:
+    return PairFigures(max(one.bandwidth, other.bandwidth), min(one.latency, other.latency))
+
+
+# -- what was found, beside the plan ---------------------------------------------------------------------
+
+SLOW, VERY_SLOW = 1.3, 3.0  # times slower than the others
+_LATE, _LATE_SECONDS = 3.0, 1e-3  # times the others' latency, and at least so much more
+
+
+def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
+    """What the cluster's description promises to one device while all devices of both nodes send."""
+    here, below = cluster.node_devices, 1
+    first, last = (node * here for node in pair)
+    for level in cluster.levels:
+        ports = level.ports
+        share = 1.0 if ports is None else min(1.0, ports / min(below, here))
+        below *= level.width
+        if first // below == last // below:
+            return PairFigures(level.bandwidth_per_direction * level.reached_share * share, level.latency_per_step)
+    raise AssertionError("the outermost level joins all nodes")
+
+
+def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float]) -> float:
+    """The median of every node's ``best``: one bad node has a part in two thirds of the pairs of three nodes."""
+    nodes = {node for pair in figures for node in pair}
+    bests = [best(figure for pair, figure in figures.items() if node in pair) for node in nodes]
+    return (statistics.median_high if best is max else statistics.median_low)(bests)
+
+
+def slow_pairs(found: Mapping[Pair, PairFigures]) -> list[Pair]:
+    """Those that are much slower than most."""
+    rate = usual({pair: one.bandwidth for pair, one in found.items()}, max)
+    late = usual({pair: one.latency for pair, one in found.items()}, min)
+    return [pair for pair, one in found.items() if one.bandwidth * SLOW < rate or one.latency > _LATE * late]
+
+
+def pairs_findings(
+    found: Mapping[Pair, PairFigures], hosts: Sequence[str], cluster: Cluster | None
+) -> Iterator[Checked]:
+    """Pairs that are slower than the others, and all of them against the plan."""
+    planned = {pair: None if cluster is None else planned_pair(cluster, pair) for pair in found}
+    alike: dict[PairFigures | None, list[Pair]] = {}
+    for pair, promised in planned.items():
+        alike.setdefault(promised, []).append(pair)
+    for promised, pairs in alike.items():
+        rates = {pair: found[pair].bandwidth for pair in pairs}
+        yield _bandwidth(rates, hosts, promised)
+        yield _latency({pair: found[pair].latency for pair in pairs}, hosts, promised)
+
+
+def _bandwidth(rates: Mapping[Pair, float], hosts: Sequence[str], promised: PairFigures | None) -> Checked:
+    most = usual(rates, max)
+    slow = {pair: rate for pair, rate in rates.items() if rate * SLOW < most}
+    against = "" if promised is None else f", planned {readable_rate(promised.bandwidth)}"
+    if slow:
+        status: Status = "fail" if min(slow.values()) * VERY_SLOW < most else "warn"
+        figure = f"{named(slow, rates, hosts, readable_rate)}; others {readable_rate(most)}{against}"
+        remedy = "check its cables and cards, leave it out, or let `train` place ranks around it (docs/placement.md)"
+        return Checked("bandwidth", status, figure, remedy)
+    figure = f"{readable_rate(min(rates.values()))} to {readable_rate(max(rates.values()))} between hosts{against}"
+    if promised is not None and most * SLOW < promised.bandwidth:
+        return Checked("bandwidth", "warn", figure, "plan with what there is: `shardwise calibrate`")
+    return Checked("bandwidth", "pass", figure)
+
+
+def _latency(seconds: Mapping[Pair, float], hosts: Sequence[str], promised: PairFigures | None) -> Checked:
+    most = usual(seconds, min)
+    late = {pair: one for pair, one in seconds.items() if one > max(_LATE * most, most + _LATE_SECONDS)}
+    against = "" if promised is None else f", planned {readable_seconds(promised.latency)}"
+    if late:
+        figure = f"{named(late, seconds, hosts, readable_seconds)}; others {readable_seconds(most)}{against}"
+        return Checked("latency", "warn", figure, "check the switches on its way")
+    figure = f"{readable_seconds(min(seconds.values()))} to {readable_seconds(max(seconds.values()))} one way{against}"
+    return Checked("latency", "pass", figure)
+
+
+def named(
+    odd: Mapping[Pair, float], every: Mapping[Pair, float], hosts: Sequence[str], say: Callable[[float], str]
+) -> str:
+    """The host that all odd pairs have in common, if it has no other pairs; else the pairs."""
+    for node in range(len(hosts)):
+        of_node = [pair for pair in every if node in pair]
+        if len(of_node) > 1 and set(of_node) <= set(odd) and all(node in pair for pair in odd):
+            return f"{hosts[node]} with every other host {say(statistics.median(odd.values()))}"
+    shown = [f"{hosts[a]} with {hosts[b]} {say(value)}" for (a, b), value in list(odd.items())[:4]]
+    return ", ".join(shown) + (f" and {len(odd) - 4} more pairs" if len(odd) > 4 else "")
