@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardwise.launch.targets.hosts import start_on
 from shardwise.launch.targets.installed import installed, require_same
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec import SpecError
+from shardwise.spec.wiring import Wiring
 
 
 def refusal(*arguments: str) -> str:
@@ -154,7 +156,9 @@ def launched(
     """The outcome of a program on both hosts; ``meanwhile`` runs beside it, with the target."""
     folder.mkdir(exist_ok=True)
     command, events = [*program(folder, body, SHARED), str(folder)], list[Event]()
-    with start_on(TargetRequest(str(hosts.file), job("laptop:2", dp=2))) as target:
+    wanted = job("laptop:2", dp=2)
+    wanted = replace(wanted, cluster=replace(wanted.cluster, wiring=settings.pop("wiring", None)))
+    with start_on(TargetRequest(str(hosts.file), wanted)) as target:
         beside = threading.Thread(target=meanwhile, args=(target,), daemon=True)
         target.agents = [agent.facts["process"] for agent in target.connected]  # type: ignore[attr-defined]
         target.clients = [agent.process.pid for agent in target.connected]  # type: ignore[attr-defined]
@@ -194,6 +198,14 @@ print(f"from rank {rank} \\u00e9")
     nobody_left(tmp_path / "run")
 
 
+def test_ranks_go_to_the_hosts_in_the_order_of_the_wiring(two_hosts: SshHosts, tmp_path: Path) -> None:
+    body = """note(address=addresses[2].partition("/")[0], host=os.environ["SHARDWISE_HOST"])"""
+    order = two_hosts.addresses[::-1]
+    outcome, _ = launched(two_hosts, tmp_path / "run", body, wiring=Wiring(hosts=order))
+    assert outcome.status == 0, outcome.failure
+    assert [(one["address"], one["host"]) for one in notes(tmp_path / "run")] == [(one, one) for one in order]
+
+
 def test_a_killed_rank_is_named_and_all_start_again(two_hosts: SshHosts, tmp_path: Path) -> None:
     body = """
 note()
@@ -214,6 +226,7 @@ if attempt == 1:
 def test_a_mistake_is_passed_on(two_hosts: SshHosts, tmp_path: Path) -> None:
     body = """
 from shardwise.spec import SpecError
+from shardwise.spec.wiring import Wiring
 note()
 if rank == 1:
     reporter.failed(SpecError("run.data", "is wrong", "fix it"))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from cli.running import error_line, run
 from launch.ssh_hosts import SshHosts, ssh_hosts
 from shardwise.interop.fabric.infiniband import InfinibandPort
-from shardwise.measure.doctor.facts import NodeFacts, compared
+from shardwise.interop.fabric.nvidia import read_topology
+from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
 from shardwise.measure.doctor.pairs import (
     PairFigures,
     clocks_finding,
@@ -30,6 +31,7 @@ from shardwise.measure.doctor.shared import SeenFiles, shared_finding
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.wiring import wiring_from
 
+FILES = Path(__file__).parents[1] / "interop" / "fabric"
 HOSTS = ("a", "b", "c", "d")
 UP = InfinibandPort("mlx5_0/1", "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand")
 DOWN = InfinibandPort("mlx5_0/1", "DOWN", "Polling", "10 Gb/sec (4X)", "InfiniBand")
@@ -38,7 +40,7 @@ DOWN = InfinibandPort("mlx5_0/1", "DOWN", "Polling", "10 Gb/sec (4X)", "InfiniBa
 def facts(
     torch: str = "2.13.0", links: tuple[str, ...] = ("26 GB/s", "26 GB/s"), port: InfinibandPort = UP
 ) -> NodeFacts:
-    return NodeFacts({"Python": "3.11.7", "torch": torch}, {0: links, 1: links}, (port,), "nfs4")
+    return NodeFacts({"Python": "3.11.7", "torch": torch}, {0: links, 1: links}, (port,))
 
 
 def test_the_host_with_other_versions_links_or_ports_is_named() -> None:
@@ -56,8 +58,19 @@ def test_the_host_with_other_versions_links_or_ports_is_named() -> None:
 def test_what_is_off_everywhere_is_not_odd() -> None:
     _, nvlink, infiniband = compared(dict.fromkeys(HOSTS, facts(links=("26 GB/s", "<inactive>"), port=DOWN)))
     assert (nvlink.status, infiniband.status) == ("pass", "warn")
-    alone = NodeFacts({"Python": "3.11.7"}, None, (), "ext4")
+    alone = NodeFacts({"Python": "3.11.7"}, None, ())
     assert [one.status for one in compared({"a": alone, "b": alone})] == ["pass", "pass", "pass"]
+
+
+def test_tensor_parallel_groups_belong_on_gpus_with_nvlinks() -> None:
+    bridges = read_topology((FILES / "topo_bridges.txt").read_text())
+    alone = NodeFacts({}, None, (), bridges)
+    (order,) = gpu_findings({"a": alone}, 2)
+    assert order.status == "warn" and order.figure == "a: GPUs 0 and 1 of one tp group are joined by NODE"
+    assert order.remedy.startswith("CUDA_VISIBLE_DEVICES=0,2,1,3 ")
+    switched = NodeFacts({}, None, (), read_topology((FILES / "topo_h100.txt").read_text()))
+    assert [one.status for one in gpu_findings({"a": switched}, 4)] == ["pass"]
+    assert list(gpu_findings({"a": alone}, 4)) == [] == list(gpu_findings({"a": facts()}, 2))
 
 
 @given(st.integers(2, 40))

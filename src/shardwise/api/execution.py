@@ -19,6 +19,7 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
+from shardwise.launch.placed import on_nodes
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
@@ -27,6 +28,7 @@ from shardwise.launch.targets.registry import (
     LaunchTarget,
     TargetPlace,
     TargetRequest,
+    hosts_named,
     started_on,
     target_named,
 )
@@ -124,10 +126,11 @@ def train(
     report, here = on_progress or (lambda text: None), started()
     target = None if on is None else starting_target(on, here)
 
-    def ready() -> ReadyRun:
+    def ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
             profile=profile, metrics_port=metrics_port, started_as=here, elsewhere=on is not None, note=report,
+            profile=profile, started_as=here, elsewhere=on is not None, hosts=hosts, note=report,
         )  # fmt: skip
 
     if here is not None:
@@ -139,7 +142,7 @@ def train(
     def supervised(launch: Launch) -> Outcome:
         return launch.supervised(report_event)
 
-    prepared = ready()
+    prepared = ready(None if target is None else hosts_named(target, str(on)))
     where = target_place(
         target, ray_address=ray_address, wait_for_resources=wait_for_resources, least_devices=least_devices
     )
@@ -200,11 +203,13 @@ def ready_run(
     here: bool = True,
     started_as: Started | None = None,
     elsewhere: bool = False,
+    hosts: Sequence[str] | None = None,
     note: OnProgress,
 ) -> ReadyRun:
     """The job with its run completed, checked and given a folder; ``here``: it runs on this machine.
 
-    ``started_as``: the rank that this process already is; ``elsewhere``: the ranks will be on other hosts.
+    ``started_as``: the rank that this process already is; ``elsewhere``: the ranks will be on other hosts. ``hosts``
+    are the nodes, where they are known by name.
     """
     fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
@@ -223,6 +228,9 @@ def ready_run(
         _require_world(job, started_as)
     if job.run.emulate is not None:
         _check_emulation(job, here=here and not elsewhere, note=note)
+    job, placing = on_nodes(job, hosts, started=started_as is not None)
+    for text in placing:
+        note(text)
     checked = preflight(job, here=here, started=started_as, elsewhere=elsewhere)
     job = _placed(job, given, go_on=go_on, note=note)
     folder = RunFolder(Path(str(job.run.folder)), job.run.checkpoints.folder)
@@ -284,7 +292,7 @@ def on_target(
 
 
 def trained_as_rank(
-    here: Started, ready: Callable[[], ReadyRun], watch: Watch = lambda folder, job: nullcontext()
+    here: Started, ready: Callable[[Sequence[str] | None], ReadyRun], watch: Watch = lambda folder, job: nullcontext()
 ) -> TrainingResult:
     """Trains as the rank that this process was started as. Rank 0 prepares the folder, the others follow it.
 
@@ -293,8 +301,8 @@ def trained_as_rank(
     """
     from shardwise.launch.as_rank import Prepared, follow, lead
 
-    def prepared() -> Prepared:
-        found = ready()
+    def prepared(hosts: Sequence[str]) -> Prepared:
+        found = ready(hosts)
         with found.folder.checkpoints.locked():
             step = found.finished_step()
             return Prepared(str(found.folder.path.resolve()), found.job.to_yaml(), step)

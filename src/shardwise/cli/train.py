@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.launch.targets.registry import WAIT_SECONDS, LaunchTarget, TargetRequest, target_named
+from shardwise.launch.targets.registry import WAIT_SECONDS, LaunchTarget, TargetRequest, hosts_named, target_named
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
@@ -109,10 +109,10 @@ def run(arguments: list[str]) -> int:
     target = _target(parsed, here)
     where = target_place(target, **keywords(target_place, parsed))
 
-    def made_ready() -> ReadyRun:
+    def made_ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
             job_arguments(parsed), **keywords(ready_run, parsed),
-            here=not parsed.print_torchrun, started_as=here, elsewhere=target is not None,
+            here=not parsed.print_torchrun, started_as=here, elsewhere=target is not None, hosts=hosts,
             note=lambda text: print_notes([text]),
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
         return _render(target, parsed)
     if here is not None:
         return _as_rank(here, made_ready, parsed)
-    ready = made_ready()
+    ready = made_ready(None if target is None else hosts_named(target, parsed.on))
     print_notes(torch_notes())
     if parsed.print_torchrun:
         return _print_commands(ready, parsed)
@@ -204,6 +204,7 @@ def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
 
 
 def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:
+def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRun], parsed: argparse.Namespace) -> int:
     """Under another launcher; only rank 0 prints."""
     if parsed.rehearse is not None:
         raise SpecError("--rehearse", f"{here.launcher} has started this as a rank", "rehearse without it")

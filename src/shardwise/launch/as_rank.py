@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -16,13 +16,14 @@ from shardwise.launch.outcome import DONE, MISTAKE, Attempt, Failure, Outcome
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.environment.host import host_name
 from shardwise.training.environment.reader import Started
 from shardwise.training.storage.place import RemotePlace, place_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
 
-_KEY, _READ = "prepared", "read by"
+_KEY, _READ, _HOST = "prepared", "read by", "host of"
 _READ_SECONDS = 30.0
 _WAIT = timedelta(minutes=30)  # for rank 0, which may try microbatches
 
@@ -61,11 +62,11 @@ class Prepared:
         return Outcome(status, stop.requested, (Attempt(folder.path, time.monotonic() - began, failure),))
 
 
-def lead(here: Started, prepare: Callable[[], Prepared]) -> Prepared:
-    """As rank 0: prepares, and lets the others know; they end with it if the job is refused."""
+def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepared:
+    """As rank 0: prepares, given the hosts of all ranks, and lets the others know; they end with it if it refuses."""
     store = _store(here)
     try:
-        found = prepare()
+        found = prepare(_hosts(store, here))
     except SpecError as error:
         _announce(store, here, {"status": error.status})
         raise
@@ -77,6 +78,7 @@ def follow(here: Started) -> Prepared:
     """As any other rank."""
     store = _store(here)
     try:
+        store.set(f"{_HOST} {here.rank}", host_name())
         store.wait([_KEY], _WAIT)
         found = json.loads(store.get(_KEY))
         store.add(_READ, 1)
@@ -100,6 +102,15 @@ def _require_job(folder: RunFolder, text: str) -> None:
         temporary = folder.job.with_suffix(f".{os.getpid()}.part")  # the ranks of a node each write it
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder.job)
+
+
+def _hosts(store: Store, here: Started) -> list[str]:
+    """The node of every block of ranks."""
+    ranks = range(here.ranks_per_host, here.world, here.ranks_per_host)
+    names = [f"{_HOST} {rank}" for rank in ranks]
+    if names:
+        store.wait(names, _WAIT)
+    return [host_name(), *(store.get(name).decode() for name in names)]
 
 
 def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:

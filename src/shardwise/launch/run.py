@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.emulate.network import emulated
+from shardwise.launch.emulate.network import wired
 from shardwise.launch.keepers import keepers
 from shardwise.launch.local import StartRanks, supervise
 from shardwise.launch.observe.prometheus import MetricsServer
@@ -84,7 +84,7 @@ class Launch:
         emulation = self.job.run.emulate
         command = [sys.executable, "-m", WORKER, str(self.folder.path.resolve())]
         with ExitStack() as stack:
-            network = None if emulation is None else stack.enter_context(emulated(emulation))
+            network = None if emulation is None else stack.enter_context(wired(emulation, self.job.cluster.wiring))
             self.folder.copied.unlink(missing_ok=True)
             if self.job.run.checkpoints.memory is not None:
                 stack.enter_context(keepers(self.folder.keepers, network))

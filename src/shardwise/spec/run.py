@@ -215,7 +215,8 @@ class Run(Spec):
     ``seed`` is that of weights and data. At most ``restarts`` restarts are tried without a new checkpoint between
     them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the
     probability of running out of device memory that whoever chooses a strategy accepts: one start in twenty.
-    ``backend`` is what CPU ranks communicate by: gloo, or the MPI that started them.
+    ``backend`` is what CPU ranks communicate by: gloo, or the MPI that started them. ``reorder``: the nodes of a wiring
+    get their ranks in the order in which a step is predicted to be the fastest, not in the order of the hosts.
     """
 
     steps: int = count(1000)
@@ -237,6 +238,7 @@ class Run(Spec):
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
     emulate: Emulation | None = reference(emulation_from, str, default=None)
+    reorder: bool = True
     memory_risk: float = field(default=0.05, metadata={"above": 0, "maximum": 0.5})
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from shardwise.cost.traffic.data import (
 )
 from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
 from shardwise.cost.traffic.network import spanned
+from shardwise.cost.traffic.wired import neighbours_of
 from shardwise.layout.groups import RankRun, expert_data_runs, group_runs
 from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
 from shardwise.spec.hardware import Cluster
@@ -68,7 +69,7 @@ class CollectiveBook:
             return [FREE] * len(sizes)
         line = self._of_runs.get((kind, runs, by_schedules))
         if line is None:
-            topology = spanned(self._cluster, runs, "strategy")
+            topology = spanned(self._cluster, runs, "strategy", neighbours_of(self._cluster.library, kind))
             assert topology is not None
             ours = measured_schedules(self._cluster, runs) if by_schedules else None
             line = self._of_networks.setdefault((kind, topology, ours), _CollectiveLine())

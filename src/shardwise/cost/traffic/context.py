@@ -13,6 +13,7 @@ from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
+from shardwise.cost.traffic.wired import Neighbours
 from shardwise.layout.groups import group_runs
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -20,7 +21,8 @@ from shardwise.spec.job import Job
 
 def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives of the context-parallel group in attention."""
-    topology = spanned(job.cluster, group_runs(job.strategy, ("cp",)), "strategy.cp")
+    neighbours: Neighbours = "all" if job.strategy.context_method == "ulysses" else "ring"
+    topology = spanned(job.cluster, group_runs(job.strategy, ("cp",)), "strategy.cp", neighbours)
     if topology is None or not contents.layers:
         return []
     method = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.strategy.context_method]

@@ -20,6 +20,7 @@ from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_s
 from shardwise.cost.traffic.network import level_names, spanned
 from shardwise.cost.traffic.overlap import Pass
 from shardwise.cost.traffic.traffic import Payload, Role, Share, Traffic, sent_backward, sent_forward
+from shardwise.cost.traffic.wired import neighbours_of
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -289,17 +290,13 @@ def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
 def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
-    over = {
-        "shards": spanned(job.cluster, ranks.sharded, "strategy.dp"),
-        "replicas": spanned(job.cluster, ranks.replicas, "strategy.dp"),
-    }
     traffics = []
     wire = wire_bytes(job, strategy.pp)
     for line in data_lines(sharding_of(strategy), unit, ranks.shards, wire, m, last):
-        topology = over[line.over]
+        runs = ranks.sharded if line.over == "shards" else ranks.replicas
+        topology = spanned(job.cluster, runs, "strategy.dp", neighbours_of(job.cluster.library, line.kind))
         if topology is None:
             continue
-        runs = ranks.sharded if line.over == "shards" else ranks.replicas
         ours = measured_schedules(job.cluster, runs) if line.by_schedules(ranks) else None
         payload = line.payload._replace(share=share)
         if payload.role is Role.GRADIENT_SHARDS and ranks.shards == 1:

@@ -32,7 +32,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     model, strategy, recipe = job.model, job.strategy, job.training.recipe
     if model.moe is None or strategy.ep == 1 or not contents.moe_layers:
         return []
-    topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
+    topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep", "all")
     if topology is None:
         return []
     # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them to every rank

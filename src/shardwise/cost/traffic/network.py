@@ -8,7 +8,8 @@ from dataclasses import replace
 from shardwise.collectives import Level, Topology, place
 from shardwise.collectives.shapes import Axis, Grid, Shape, shape_of
 from shardwise.collectives.topology import InNetwork
-from shardwise.layout.groups import RankRun
+from shardwise.cost.traffic.wired import Neighbours, as_wired
+from shardwise.layout.groups import RankRun, division_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
@@ -44,8 +45,14 @@ def _shape(level: NetworkLevel) -> Shape:
 
 
 @functools.lru_cache(maxsize=4096)
-def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology | None:
-    """The network of one group while all groups like it communicate at once; None for a group of one."""
+def spanned(
+    cluster: Cluster, runs: tuple[RankRun, ...], field: str, neighbours: Neighbours = "ring"
+) -> Topology | None:
+    """The network of one group while all groups like it communicate at once; None for a group of one.
+
+    Where the cluster's nodes are known one by one, ``neighbours`` says which members of a group send to each other: the
+    slowest link between two of them is the pace of all.
+    """
     try:
         parts = [place(network(cluster), run.stride, run.degree) for run in runs]
     except SpecError as error:
@@ -57,7 +64,8 @@ def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology
     if straddles:  # a run that reaches out may come before one that has a level inside
         names = [level.name for level in cluster.levels]
         levels.sort(key=lambda level: names.index(level.name))
-    return replace(network(cluster), levels=tuple(levels), straddles=straddles)
+    found = replace(network(cluster), levels=tuple(levels), straddles=straddles)
+    return found if cluster.wiring is None else as_wired(cluster, division_of(cluster.devices, runs), found, neighbours)
 
 
 def level_names(topology: Topology) -> str:

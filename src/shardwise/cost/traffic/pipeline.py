@@ -12,6 +12,7 @@ from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import COST_FIGURES
 from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, collective_price, priced, sent_backward, sent_forward
+from shardwise.cost.traffic.wired import Neighbours
 from shardwise.layout.groups import group_runs
 from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
@@ -34,7 +35,8 @@ def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 def boundary(job: Job) -> Topology | None:
     """The network of the slowest stage boundary: stages move in step, so the outermost level sets the pace."""
-    topology = spanned(job.cluster, group_runs(job.strategy, ("pp",)), "strategy.pp")
+    neighbours: Neighbours = "line" if job.strategy.chunks_per_rank == 1 else "ring"
+    topology = spanned(job.cluster, group_runs(job.strategy, ("pp",)), "strategy.pp", neighbours)
     return None if topology is None else Topology(levels=topology.levels[-1:])
 
 

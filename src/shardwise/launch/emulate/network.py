@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import combinations
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from shardwise.launch.pool import Pool
 from shardwise.layout.ranks import local_rank, node_of
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
+from shardwise.spec.wiring import Wiring
 
 Shaping = Literal["auto", "kernel", "switch"]
 _ANSWER_SECONDS = 20.0
@@ -109,6 +111,19 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
                 holder.wait(_ANSWER_SECONDS)
             except subprocess.TimeoutExpired:
                 holder.kill()
+
+
+@contextmanager
+def wired(emulation: Emulation, wiring: Wiring | None) -> Iterator[Network]:
+    """The same, with the links of a wiring: virtual node i stands for its i-th host."""
+    links = {} if wiring is None else {
+        pair: link for pair in combinations(range(emulation.nodes), 2) if (link := wiring.link(*pair))
+    }  # fmt: skip
+    with emulated(emulation, "switch" if links else "auto") as network:
+        for pair, link in links.items():
+            rate = min(emulation.rate, link.bandwidth * emulation.ranks_per_node)  # all ranks of a node at once
+            network.reshape(rate=rate, delay=link.latency, pair=pair)
+        yield network
 
 
 def require_emulation() -> None:

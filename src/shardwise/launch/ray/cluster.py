@@ -14,7 +14,14 @@ from typing import Any
 
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ray.pipe import GROUPS, AgentActor
-from shardwise.launch.ray.placement import RayNode, bundle_size, bundle_sizes, missing_words, ranks_of_bundles
+from shardwise.launch.ray.placement import (
+    RayNode,
+    bundle_size,
+    bundle_sizes,
+    missing_words,
+    ranks_of_bundles,
+    wanted_order,
+)
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 
@@ -157,7 +164,7 @@ class RayCluster:
                 if group is None or best != size:
                     _remove(group)
                     size, group = best, _group(device, best, world // best)
-                if group.wait(timeout_seconds=_LOOK_SECONDS) and (found := self._bundles(group, size, device)):
+                if group.wait(timeout_seconds=_LOOK_SECONDS) and (found := self._bundles(group, size, job)):
                     given, group = group, None
                     return PlacedGang(given, found, device)
                 if stopped():
@@ -167,16 +174,17 @@ class RayCluster:
         finally:
             _remove(group)
 
-    def _bundles(self, group: Any, size: int, device: str) -> list[Bundle]:
+    def _bundles(self, group: Any, size: int, job: Job) -> list[Bundle]:
         """In the order of their ranks; none if a node was lost since."""
         from ray.util.placement_group import placement_group_table
 
-        nodes = {node.number: node for node in self.nodes(device)}
+        nodes = {node.number: node for node in self.nodes_for(job)}
         places = placement_group_table(group)["bundles_to_node_id"]
         where = [places[index] for index in sorted(places)]
         if not set(where) <= set(nodes):
             return []
-        ranks = ranks_of_bundles(where, size, {name: node.address for name, node in nodes.items()})
+        addresses = {name: node.address for name, node in nodes.items()}
+        ranks = ranks_of_bundles(where, size, addresses, wanted_order(job, [addresses[name] for name in where]))
         found = [Bundle(index, nodes[where[index]], ranks[index]) for index in range(len(where))]
         return sorted(found, key=lambda bundle: bundle.ranks.start)
 

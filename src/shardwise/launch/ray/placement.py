@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.layout.groups import along, division
 from shardwise.layout.ranks import node_of
+from shardwise.planner.placement import place_nodes
+from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import counted
 
@@ -38,17 +40,29 @@ def bundle_size(sizes: Sequence[int], world: int, nodes: Sequence[RayNode]) -> i
     return next((size for size in sizes if sum(node.room // size for node in nodes) * size >= world), None)
 
 
-def ranks_of_bundles(nodes_of_bundles: Sequence[str], size: int, addresses: Mapping[str, str]) -> list[range]:
+def ranks_of_bundles(
+    nodes_of_bundles: Sequence[str], size: int, addresses: Mapping[str, str], wanted: Sequence[str] = ()
+) -> list[range]:
     """For every bundle its ranks, given the node that Ray put it on: bundles of one node get neighbouring ranks.
 
-    Nodes are taken in the order of their addresses, so a restart on the same nodes has the same ranks there.
+    Nodes are taken in the order of their addresses, so a restart on the same nodes has the same ranks there; before
+    that those that are ``wanted``, by their addresses, in that order.
     """
-    order = sorted(
-        range(len(nodes_of_bundles)),
-        key=lambda bundle: (_address_order(addresses[nodes_of_bundles[bundle]]), nodes_of_bundles[bundle], bundle),
-    )
+    first = {address: place for place, address in enumerate(wanted)}
+
+    def key(bundle: int) -> tuple[object, ...]:
+        node = nodes_of_bundles[bundle]
+        return first.get(addresses[node], len(first)), _address_order(addresses[node]), node, bundle
+
+    order = sorted(range(len(nodes_of_bundles)), key=key)
     places = {bundle: place for place, bundle in enumerate(order)}
     return [range(places[bundle] * size, (places[bundle] + 1) * size) for bundle in range(len(order))]
+
+
+def wanted_order(job: Job, addresses: Sequence[str]) -> Sequence[str]:
+    """The best order of the nodes that Ray chose, where the job's wiring knows them by their addresses."""
+    found = place_nodes(job, sorted(set(addresses), key=_address_order)) if job.run.reorder else None
+    return () if found is None else found.hosts
 
 
 def _address_order(address: str) -> tuple[tuple[int, str], ...]:

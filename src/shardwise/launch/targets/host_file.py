@@ -22,6 +22,11 @@ class Host:
     name: str
     slots: int | None = None
 
+    @property
+    def address(self) -> str:
+        """Its name without a user."""
+        return self.name.rpartition("@")[2]
+
 
 def read_hosts(text: str, field: str = "--on") -> list[Host]:
     """The hosts in their order; what follows a # is a comment."""

@@ -27,6 +27,7 @@ from shardwise.launch.targets.host_file import Host, placed, read_hosts
 from shardwise.launch.targets.installed import installed, require_same
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 from shardwise.training.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
 from shardwise.training.environment.host import HOST
@@ -49,7 +50,7 @@ _OWN = (
 def start_on(request: TargetRequest) -> Iterator[HostTarget]:
     """Connects to all hosts that are needed and compares what they have installed, before any rank starts."""
     path = Path(request.named)
-    hosts = read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    hosts = in_order(read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path)), request.job)
     places = placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
     with ExitStack() as open_agents, OwnedFolder("hosts") as folder:
         target = HostTarget(request, places, len(hosts))
@@ -57,6 +58,13 @@ def start_on(request: TargetRequest) -> Iterator[HostTarget]:
         for agent in target.connected:
             open_agents.callback(agent.close)
         yield target
+
+
+def in_order(hosts: list[Host], job: Job) -> list[Host]:
+    """As the job's wiring has them, which is the order of its ranks; the others after them."""
+    wanted = () if job.cluster.wiring is None else job.cluster.wiring.hosts
+    places = {name: place for place, name in enumerate(wanted)}
+    return sorted(hosts, key=lambda host: places.get(host.address, len(places)))
 
 
 @dataclass
@@ -272,12 +280,12 @@ class HostRanks:
         first = agents[0].facts
         start = {
             "command": list(command), "world": len(self.all), "attempt": folder.name,
-            "address": first.get("address") or agents[0].host.name.rpartition("@")[2], "port": first["port"],
+            "address": first.get("address") or agents[0].host.address, "port": first["port"],
             "working_folder": str(Path.cwd()),
         }  # fmt: skip
         given = {**passed_environment(), **environment}
         for one in agents:
-            own = {**given, HOST: one.host.name.rpartition("@")[2]}
+            own = {**given, HOST: one.host.address}
             one.say(start={**start, "ranks": [one.ranks.start, one.ranks.stop], "environment": own})
 
     @classmethod

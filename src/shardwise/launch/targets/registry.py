@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.launch.local import StartRanks
+from shardwise.launch.targets.host_file import read_hosts
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
@@ -105,6 +106,13 @@ def target_named(text: str) -> LaunchTarget:
         raise SpecError("--on", f"there is no file of hosts {shown(text)}", "write one host in a line: `host slots=8`")
     remedy = f"name a file of hosts, or {', '.join(TARGETS)}"
     raise SpecError("--on", f"{shown(text)} is not a launch target", remedy)
+
+
+def hosts_named(target: LaunchTarget, named: str) -> list[str] | None:
+    """The hosts of a file, in its order; None where a manager chooses them."""
+    if target is not HOSTS:
+        return None
+    return [host.address for host in read_hosts(Path(named).read_text(encoding="utf-8", errors="replace"), named)]
 
 
 def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:

@@ -7,16 +7,19 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.interop.fabric.infiniband import InfinibandPort, read_ports
-from shardwise.interop.fabric.nvidia import read_nvlinks
+from shardwise.interop.fabric.nvidia import PATHS, DeviceTopology, read_nvlinks, read_topology
 from shardwise.launch.targets.installed import installed
 from shardwise.measure.doctor.host import Checked
 from shardwise.measure.doctor.software import driver, visible_devices
+from shardwise.planner.placement import device_order, spread
+from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
 
 _SMI_SECONDS = 120  # with the driver not loaded it takes its time
@@ -24,15 +27,15 @@ _SMI_SECONDS = 120  # with the driver not loaded it takes its time
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """``nvlinks`` are the states of each GPU's links; None without nvidia-smi."""
+    """``nvlinks`` are the states of each GPU's links, ``topology`` how GPUs and cards are joined; None if unknown."""
 
     versions: Mapping[str, str]
     nvlinks: Mapping[int, Sequence[str]] | None
     ports: tuple[InfinibandPort, ...]
-    file_system: str
+    topology: DeviceTopology | None = None
 
 
-def node_facts(folder: Path) -> NodeFacts:
+def node_facts() -> NodeFacts:
     versions = installed(Path.cwd())
     if count := visible_devices():
         versions |= {"the GPUs": f"{count} × {torch.cuda.get_device_name(0)}", "the driver": driver() or "unknown"}
@@ -40,9 +43,15 @@ def node_facts(folder: Path) -> NodeFacts:
     if dist.is_nccl_available() and count:
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     status = nvidia_smi("nvlink", "-s")
-    return NodeFacts(
-        versions, None if status is None else read_nvlinks(status), tuple(read_ports()), file_system_of(folder)
-    )
+    nvlinks = None if status is None else read_nvlinks(status)
+    return NodeFacts(versions, nvlinks, tuple(read_ports()), _topology() if count > 1 else None)
+
+
+def _topology() -> DeviceTopology | None:
+    try:
+        return read_topology(nvidia_smi("topo", "-m") or "")
+    except SpecError:  # a driver that prints something else
+        return None
 
 
 def nvidia_smi(*arguments: str) -> str | None:
@@ -83,6 +92,42 @@ def told(what: str, values: Mapping[str, str]) -> str | None:
     others = len(values) - len(odd)
     named = ", ".join(f"{value} on {host}" for host, value in odd.items())
     return f"{what} is {named}; {usual} on {'the other' if others == 1 else f'the {others} others'}"
+
+
+def gpu_findings(facts: Mapping[str, NodeFacts], tp: int) -> Iterator[Checked]:
+    """Whether tensor-parallel groups are on the GPUs that are nearest to each other, and every GPU has a near card."""
+    for host, topology in ((host, one.topology) for host, one in facts.items()):
+        if topology is None:
+            continue
+        count = len(topology.gpus)
+        if 1 < tp < count and count % tp == 0:
+            yield _gpu_order(host, topology, tp)
+        paths = [
+            min((PATHS.index(topology.paths[gpu, nic]) for nic in topology.nics), default=0) for gpu in topology.gpus
+        ]
+        far = [number for number, path in enumerate(paths) if path > min(paths)]
+        if far:
+            named = ", ".join(f"GPU {number} ({PATHS[paths[number]]})" for number in far)
+            figure = f"{host}: no network card is near {named}; others have one at {PATHS[min(paths)]}"
+            yield Checked("cards", "warn", figure, "see `nvidia-smi topo -m`")
+
+
+def _gpu_order(host: str, topology: DeviceTopology, tp: int) -> Checked:
+    count = len(topology.gpus)
+    distances = [[topology.distance(one, other) for other in range(count)] for one in range(count)]
+    best = device_order(distances, tp)
+
+    def worst(order: Sequence[int]) -> tuple[int, int]:
+        return max(spread(distances, order[first : first + tp]) for first in range(0, count, tp))
+
+    as_is = range(count)
+    if worst(as_is)[0] <= worst(best)[0]:
+        return Checked("GPU order", "pass", f"{host}: groups of tp {tp} are on the nearest GPUs")
+    first = next(at for at in range(0, count, tp) if spread(distances, as_is[at : at + tp]) == worst(as_is))
+    far = max(combinations(range(first, first + tp), 2), key=lambda pair: distances[pair[0]][pair[1]])
+    path = topology.paths[topology.gpus[far[0]], topology.gpus[far[1]]]
+    figure = f"{host}: GPUs {far[0]} and {far[1]} of one tp group are joined by {path}"
+    return Checked("GPU order", "warn", figure, f"CUDA_VISIBLE_DEVICES={','.join(map(str, best))} joins nearer ones")
 
 
 def compared(facts: Mapping[str, NodeFacts]) -> Iterator[Checked]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.cost.traffic.wired import joining_level, rate_for_each
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import node_of
 from shardwise.measure.calibrate.ranks import Rank, StoreBarrier
@@ -256,15 +257,8 @@ _LATE, _LATE_SECONDS = 3.0, 1e-3  # times the others' latency, and at least so m
 
 def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
     """What the cluster's description promises to one device while all devices of both nodes send."""
-    here, below = cluster.node_devices, 1
-    first, last = (node * here for node in pair)
-    for level in cluster.levels:
-        ports = level.ports
-        share = 1.0 if ports is None else min(1.0, ports / min(below, here))
-        below *= level.width
-        if first // below == last // below:
-            return PairFigures(level.bandwidth_per_direction * level.reached_share * share, level.latency_per_step)
-    raise AssertionError("the outermost level joins all nodes")
+    level = joining_level(cluster, *pair)
+    return PairFigures(rate_for_each(cluster, level), level.latency_per_step)
 
 
 def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float]) -> float:

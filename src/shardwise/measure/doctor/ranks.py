@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.engine.world import joined
 from shardwise.interop.fabric.switches import of_hosts
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, hosts_of, started_ranks
-from shardwise.measure.doctor.facts import NodeFacts, compared, node_facts
+from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings, node_facts
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.measure.doctor.pairs import (
     Pair,
@@ -78,10 +78,9 @@ def _of_each(found: Sequence[Sequence[Checked]], hosts: Sequence[str], ranks_per
 
 def _between(ranks: StartedRanks, hosts: Sequence[str], request: Examination, here: Started) -> Iterator[Checked]:
     each = here.ranks_per_host
-    facts = {
-        host: one for host, one in zip(hosts, ranks.run(_facts, request.folder)[::each], strict=True) if one is not None
-    }
+    facts = {host: one for host, one in zip(hosts, ranks.run(_facts)[::each], strict=True) if one is not None}
     yield from compared(facts)
+    yield from gpu_findings(facts, request.tp)
     yield ports_finding(ranks.run(closed_ports, here.address)[::each], hosts)
     yield clocks_finding(ranks.run(clock_offsets)[0], hosts)
     seen = [one for one in ranks.run(seen_files, request.folder) if one is not None]
@@ -124,8 +123,8 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.3g}")
 
 
-def _facts(rank: Rank, folder: Path) -> NodeFacts | None:
-    return node_facts(folder) if rank.first_of_host else None
+def _facts(rank: Rank) -> NodeFacts | None:
+    return node_facts() if rank.first_of_host else None
 
 
 def _examine_host(rank: Rank, request: Examination) -> list[Checked]:

@@ -1,0 +1,110 @@
+"""One slow pair among four virtual nodes: a step with the ranks in the order of the nodes, and reordered.
+
+The pairs are measured as `doctor` does, on a network of which one link is slow. From what was measured the planner
+finds an order; both orders then train, and their steps are compared with the prediction. The links are slow, so that
+they and not the cores of this machine are the pace. Needs root.
+
+    python bench/placement.py [--steps 6] [--slow 0.2] [--repeats 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import shardwise
+from shardwise.launch.emulate.network import EmulatedPool
+from shardwise.launch.pool import WorkerPlace
+from shardwise.measure.calibrate.ranks import Rank
+from shardwise.measure.doctor.pairs import measure_pairs, rounds_of_pairs, slowest_of_ranks
+from shardwise.measure.doctor.ranks import write_wiring
+from shardwise.planner.placement import place_nodes
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.emulation import Emulation, cluster_of
+from shardwise.spec.job import Job
+from shardwise.spec.units import readable_rate, readable_seconds
+from shardwise.spec.wiring import wiring_from
+from shardwise.training.metrics.lines import read_lines
+
+NODES, RATE, DELAY = 4, "20Mbit", "1ms"
+SLOW_PAIR = (1, 2)
+# Strategy, global batch, tokens of a sequence.
+LAYOUTS: tuple[tuple[dict[str, int], int, int], ...] = (
+    ({"dp": 4}, 4, 16), ({"dp": 4, "zero": 1}, 4, 16), ({"pp": 4}, 8, 128),
+)  # fmt: skip
+SKIPPED = 2  # first steps of a run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--slow", type=float, default=0.2, help="the slow pair's share of the rate")
+    parser.add_argument("--repeats", type=int, default=1, help="of both runs, in turn; the fastest of each counts")
+    parsed = parser.parse_args()
+    emulation = Emulation.parse(f"{NODES}x1,{RATE},{DELAY}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "wiring.yaml"
+        hosts = [f"node-{node}" for node in range(NODES)]
+        measure(emulation, parsed.slow, hosts, path)
+        wiring = wiring_from(str(path))
+        for link in wiring.links:
+            figures = f"{readable_rate(link.bandwidth)}, {readable_seconds(link.latency)}"
+            print(f"measured  {' with '.join(link.between)}: {figures}")
+        cluster = replace(cluster_of(emulation, cluster_from("laptop")), wiring=wiring)
+        print(f"\n{'layout':<16}  {'nodes':<12}  {'order':<8}  {'predicted':>10}  {'measured':>10}")
+        for layout, batch, seq in LAYOUTS:
+            training = {"global_batch": batch, "seq": seq, "precision": "fp32"}
+            run = {"steps": parsed.steps, "emulate": str(emulation), "evaluation": {"batches": 0}}
+            given = {"model": "tiny", "cluster": cluster, "strategy": layout, "training": training, "run": run}
+            compare(Job.from_dict(given), parsed.repeats, Path(folder))
+
+
+def measure(emulation: Emulation, slow: float, hosts: list[str], path: Path) -> None:
+    with EmulatedPool(emulation, ("torch", "shardwise.measure.doctor.pairs")) as pool:
+        pool.network.reshape(rate=slow * emulation.rate, pair=SLOW_PAIR)
+        found = pool.run(_pairs, NODES, rounds_of_pairs(NODES))
+    write_wiring(path, hosts, slowest_of_ranks(found), {})
+
+
+def _pairs(place: WorkerPlace, rounds: list[list[tuple[int, int]]]) -> object:
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
+    return measure_pairs(Rank(place.rank, place.world, 1, store), "cpu", rounds)
+
+
+def compare(job: Job, repeats: int, folder: Path) -> None:
+    assert job.cluster.wiring is not None
+    found = place_nodes(job, job.cluster.wiring.hosts)
+    assert found is not None
+    strategy = job.strategy
+    layout = f"dp={strategy.dp} pp={strategy.pp}" + (f" zero={strategy.zero}" if strategy.zero else "")
+    orders = {"as they are": (found.given, found.given_seconds), "reordered": (found.hosts, found.seconds)}
+    measured: dict[str, list[float]] = {name: [] for name in orders}
+    for repeat in range(repeats):
+        for name in orders:
+            place = folder / f"{layout}-{repeat}-{name}".replace(" ", "-")
+            measured[name].append(trained(job, name == "reordered", place))
+    for name, (hosts, predicted) in orders.items():
+        order = " ".join(host.removeprefix("node-") for host in hosts)
+        figures = f"{readable_seconds(predicted):>10}  {readable_seconds(min(measured[name])):>10}"
+        print(f"{layout:<16}  {name:<12}  {order:<8}  {figures}")
+    ratio = min(measured["as they are"]) / min(measured["reordered"])
+    print(f"{'':<16}  {'ratio':<22}  {found.given_seconds / found.seconds:>10.2f}  {ratio:>10.2f}\n")
+
+
+def trained(job: Job, reorder: bool, folder: Path) -> float:
+    """The median step of a run, without its first ones."""
+    done = shardwise.train(replace(job, run=replace(job.run, reorder=reorder)), run_folder=folder)
+    assert done.ok, done.failure
+    seconds = [float(one["seconds"]) for one in read_lines(folder / "metrics.jsonl") if one.get("seconds")]
+    return statistics.median(seconds[SKIPPED:])
+
+
+if __name__ == "__main__":
+    assert os.geteuid() == 0, "virtual nodes need root"
+    main()

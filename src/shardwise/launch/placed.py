@@ -1,0 +1,36 @@
+"""The nodes of a run: in the order in which its step should be the fastest, or in theirs, with what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.planner.placement import WORTHWHILE, place_nodes, placement_words
+from shardwise.spec.job import Job
+
+
+def on_nodes(job: Job, hosts: Sequence[str] | None, *, started: bool) -> tuple[Job, list[str]]:
+    """The job with its wiring in the order of the ranks, and notes; a job without a wiring as it is.
+
+    ``hosts`` are those that a target names, in its order; None: the first of the wiring. ``started``: the ranks are on
+    them already.
+    """
+    wiring = job.cluster.wiring
+    if wiring is None:
+        return job, []
+    named = wiring.hosts[: job.cluster.nodes] if hosts is None else tuple(hosts)
+    unknown = [host for host in named if host not in wiring.hosts]
+    if unknown or len(named) < job.cluster.nodes:
+        why = f"it does not know {unknown[0]}" if unknown else f"it names {len(named)} of {job.cluster.nodes} nodes"
+        return replace(job, cluster=replace(job.cluster, wiring=None)), [f"cluster.wiring is not used: {why}"]
+    as_given = replace(job, cluster=replace(job.cluster, wiring=wiring.of(named)))
+    found = place_nodes(job, named)
+    words = None if found is None else placement_words(found)
+    if found is None or words is None:
+        return as_given, []
+    if not started and job.run.reorder:
+        return found.job, [f"ranks go to the nodes in another order: {words}"]
+    if found.gain < WORTHWHILE:
+        return as_given, []
+    remedy = "start the ranks on the hosts in that order" if started else "run.reorder: true does it"
+    return as_given, [f"the nodes are not in their best order, {words}; {remedy}"]

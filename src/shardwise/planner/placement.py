@@ -1,0 +1,245 @@
+"""Which node gets which ranks: the order of the nodes in which the step is predicted to be the fastest.
+
+A dimension's groups wait for the slowest link that they use. So an order is judged by what each dimension sends, over
+the slowest link between neighbours of its groups; the best order found is then priced as any other job is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
+
+from shardwise.collectives import CollectiveKind
+from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.traffic.wired import Neighbours, NodeLink, joining_level, link_between, neighbours_of, pairs_used
+from shardwise.layout.groups import along, division, expert_shape
+from shardwise.spec.job import Job
+from shardwise.spec.network import NetworkLevel
+from shardwise.spec.units import readable_change, readable_seconds
+from shardwise.spec.wiring import Wiring
+
+WORTHWHILE = 0.01  # of a step: less is within the noise of any run
+_ALL_ORDERS = 6  # nodes of which every order is tried: 720
+_MOST_LOOKS = 2_000_000  # at links, in the search for an order of many nodes
+_NEARNESS = 1e-3  # what all links together count, beside the slowest: of equal orders the nearer one
+
+
+@dataclass(frozen=True)
+class NodePlacement:
+    """``job`` with its wiring in the order of the ranks; ``seconds`` of its step, and as the hosts were given."""
+
+    job: Job
+    given: tuple[str, ...]
+    hosts: tuple[str, ...]
+    given_seconds: float
+    seconds: float
+
+    @property
+    def gain(self) -> float:
+        """The share of a step that is saved."""
+        return 1 - self.seconds / self.given_seconds
+
+
+def place_nodes(job: Job, hosts: Sequence[str]) -> NodePlacement | None:
+    """The best order of ``hosts``, of which the job may need only some; None if its wiring does not know them all.
+
+    The order stays as given where another is not predicted to be faster, nor its nodes to be nearer.
+    """
+    wiring = None if job.cluster.wiring is None else job.cluster.wiring.of(hosts)
+    nodes = job.cluster.nodes
+    if wiring is None or nodes < 2 or len(hosts) < nodes:
+        return None
+    given = _wired(job, wiring)
+    order = _best_order(given, len(hosts))
+    best = _wired(job, wiring.ordered(order))
+    before, after = (analyze(one).predicted_seconds for one in (given, best))
+    judged = _Judged(given)
+    first = tuple(range(nodes))
+    if after > before or judged.seconds(order[:nodes]) >= judged.seconds(first):
+        best, after = given, before
+    assert best.cluster.wiring is not None
+    chosen = best.cluster.wiring.hosts[:nodes]
+    return NodePlacement(best, tuple(hosts[:nodes]), chosen, before, after)
+
+
+def _wired(job: Job, wiring: Wiring) -> Job:
+    return replace(job, cluster=replace(job.cluster, wiring=wiring))
+
+
+def placement_words(found: NodePlacement) -> str | None:
+    """What another order is worth; None if the nodes stay in theirs."""
+    if found.hosts == found.given:
+        return None
+    if found.gain < WORTHWHILE:
+        return f"{_few(found.hosts)}: neighbouring ranks on neighbouring nodes, with the same predicted step"
+    step = f"a step of {readable_seconds(found.seconds)} instead of {readable_seconds(found.given_seconds)}"
+    return f"{_few(found.hosts)}: {step} ({readable_change(-found.gain)}) is predicted"
+
+
+def _few(hosts: Sequence[str], most: int = 8) -> str:
+    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
+# -- how good an order is --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one dimension sends between nodes in a step, at the planned links, and between which of them."""
+
+    bandwidth_seconds: float
+    latency_seconds: float
+    pairs: tuple[tuple[int, int], ...]
+
+
+class _Judged:
+    """Seconds of communication for an order of the nodes; ``job`` has them in the order that counts as the first."""
+
+    def __init__(self, job: Job) -> None:
+        plain = analyze(replace(job, cluster=replace(job.cluster, wiring=None)))
+        self._cluster = job.cluster
+        self._sent = list(_sent(plain))
+        self.pairs = sum(len(one.pairs) for one in self._sent)
+        self._levels = {pair: joining_level(job.cluster, *pair) for one in self._sent for pair in one.pairs}
+        self._links: dict[tuple[str, int, int], NodeLink] = {}
+
+    def seconds(self, order: Sequence[int]) -> float:
+        total = 0.0
+        for one in self._sent:
+            slow, late = [], []
+            for pair in one.pairs:
+                level = self._levels[pair]
+                link = self._link(level, order[pair[0]], order[pair[1]])
+                slow.append(1 / link.share)
+                late.append(link.latency / (level.latency_per_step or 1e-9))
+            for weight, figures in ((one.bandwidth_seconds, slow), (one.latency_seconds, late)):
+                total += weight * (max(figures) + _NEARNESS * sum(figures) / len(figures))
+        return total + _NEARNESS**2 * self._tiers(order)
+
+    def _link(self, level: NetworkLevel, one: int, other: int) -> NodeLink:
+        key = (level.name, one, other)
+        if key not in self._links:
+            self._links[key] = link_between(self._cluster, level, one, other)
+        return self._links[key]
+
+    def _tiers(self, order: Sequence[int]) -> int:
+        """Switches between neighbours: where nothing has a price, nearer is better."""
+        wiring = self._cluster.wiring
+        assert wiring is not None
+        return sum(wiring.tier(one, other) or 0 for one, other in zip(order, [*order[1:], order[0]]))
+
+
+def _sent(analysis: Analysis) -> Iterator[_Sent]:
+    job = analysis.job
+    node_devices, below, inner = job.cluster.node_devices, 1, set[str]()
+    for level in job.cluster.levels:
+        below *= level.width
+        if below <= node_devices:
+            inner.add(level.name)
+    for dimension in COMMUNICATION:
+        sent: dict[Neighbours, list[tuple[float, float]]] = {}
+        for one in analysis.dimension_traffics(dimension):
+            for part in one.cost.levels:
+                if part.level_name not in inner:
+                    figures = one.count * float(part.bandwidth_seconds), one.count * float(part.latency_seconds)
+                    sent.setdefault(_neighbours_in(job, dimension, one.kind), []).append(figures)
+        for neighbours, parts in sent.items():
+            pairs = tuple(sorted(set(pairs_used(_groups(job, dimension), node_devices, neighbours))))
+            if pairs:
+                yield _Sent(sum(one for one, _ in parts), sum(one for _, one in parts), pairs)
+
+
+def _neighbours_in(job: Job, dimension: str, kind: CollectiveKind) -> Neighbours:
+    """As `cost` prices it."""
+    if dimension == "pp":
+        return "line" if job.strategy.chunks_per_rank == 1 else "ring"
+    if dimension == "ep" or (dimension == "cp" and job.strategy.context_method == "ulysses"):
+        return "all"
+    return neighbours_of(job.cluster.library, kind) if dimension == "dp" else "ring"
+
+
+def _groups(job: Job, dimension: str) -> Iterable[Sequence[int]]:
+    strategy = job.strategy
+    if dimension == "offload":
+        return ()
+    if dimension == "ep":
+        return division(strategy, expert_shape(strategy))
+    return division(strategy, along(strategy, *(("cp", "dp") if dimension == "dp" else (dimension,))))
+
+
+# -- the search --------------------------------------------------------------------------------------------
+
+
+def _best_order(job: Job, hosts: int) -> tuple[int, ...]:
+    """All orders of few nodes; of more, swaps and reversals of the best of some first guesses, until none helps."""
+    nodes, judged = job.cluster.nodes, _Judged(job)
+    if hosts <= _ALL_ORDERS:
+        return min(permutations(range(hosts), nodes), key=lambda order: (judged.seconds(order), order))
+    best = min(_guesses(job, hosts), key=lambda order: judged.seconds(order[:nodes]))
+    least, tries, most = judged.seconds(best[:nodes]), 0, _MOST_LOOKS // max(1, judged.pairs)
+    improved = True
+    while improved and tries < most:
+        improved = False
+        for order in _neighbours(best, nodes):
+            tries += 1
+            seconds = judged.seconds(order[:nodes])
+            if seconds < least * (1 - 1e-12):
+                best, least, improved = order, seconds, True
+            if tries >= most:
+                break
+    return tuple(best)
+
+
+def _guesses(job: Job, hosts: int) -> Iterator[list[int]]:
+    """As given; by switches, the outermost first; and chains that begin somewhere and go on to the best link."""
+    wiring = job.cluster.wiring
+    assert wiring is not None
+    yield list(range(hosts))
+    yield sorted(range(hosts), key=lambda host: (tuple(reversed(wiring.switches.get(wiring.hosts[host], ()))), host))
+    for first in range(min(hosts, 8)):
+        chain, left = [first], set(range(hosts)) - {first}
+        while left:
+            link = {host: wiring.link(chain[-1], host) for host in left}
+            rate = {host: one.bandwidth if one is not None else 0.0 for host, one in link.items()}
+            chain.append(max(left, key=lambda host: (rate[host], -(wiring.tier(chain[-1], host) or 0), -host)))
+            left.remove(chain[-1])
+        yield chain
+
+
+def _neighbours(order: Sequence[int], nodes: int) -> Iterator[list[int]]:
+    """One swap, also with a host that is not needed, or one reversed part away."""
+    for one in range(nodes):
+        for other in range(one + 1, len(order)):
+            swapped = list(order)
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            yield swapped
+            if other < nodes and other - one > 1:
+                yield [*order[:one], *reversed(order[one : other + 1]), *order[other + 1 :]]
+
+
+# -- devices of one node -----------------------------------------------------------------------------------
+
+
+def device_order(distances: Sequence[Sequence[int]], group: int) -> tuple[int, ...]:
+    """The devices so that each ``group`` of neighbours is as near as can be: the farthest two, then all of them.
+
+    Group by group, around the first device that is left: exact for the pairs and quads that a node is made of.
+    """
+    left, order = list(range(len(distances))), list[int]()
+    while left:
+        first, *others = left
+        best = min(
+            combinations(others, min(group, len(left)) - 1),
+            key=lambda some: (spread(distances, (first, *some)), some),
+        )
+        order += [first, *best]
+        left = [one for one in others if one not in best]
+    return tuple(order)
+
+
+def spread(distances: Sequence[Sequence[int]], devices: Sequence[int]) -> tuple[int, int]:
+    """How far the farthest two of some devices are apart, and all of them together."""
+    apart = [distances[one][other] for one, other in combinations(devices, 2)]
+    return max(apart, default=0), sum(apart)
