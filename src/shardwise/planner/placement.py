@@ -86,7 +86,7 @@ def _few(hosts: Sequence[str], most: int = 8) -> str:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _BetweenNodes:
     """What one dimension sends between nodes in a step, at the planned links, and between which of them."""
 
     bandwidth_seconds: float
@@ -131,7 +131,7 @@ class _Judged:
         return sum(wiring.tier(one, other) or 0 for one, other in zip(order, [*order[1:], order[0]]))
 
 
-def _sent(analysis: Analysis) -> Iterator[_Sent]:
+def _sent(analysis: Analysis) -> Iterator[_BetweenNodes]:
     job = analysis.job
     node_devices, below, inner = job.cluster.node_devices, 1, set[str]()
     for level in job.cluster.levels:
@@ -148,7 +148,7 @@ def _sent(analysis: Analysis) -> Iterator[_Sent]:
         for neighbours, parts in sent.items():
             pairs = tuple(sorted(set(pairs_used(_groups(job, dimension), node_devices, neighbours))))
             if pairs:
-                yield _Sent(sum(one for one, _ in parts), sum(one for _, one in parts), pairs)
+                yield _BetweenNodes(sum(one for one, _ in parts), sum(one for _, one in parts), pairs)
 
 
 def _neighbours_in(job: Job, dimension: str, kind: CollectiveKind) -> Neighbours:
