@@ -23,7 +23,7 @@ HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
 SLOW = PairLink(between=HOSTS[1:3], bandwidth=5e6, latency=1e-3)
 
 
-def job(**run: bool) -> Job:
+def job(**run: object) -> Job:
     emulation = Emulation.parse("4x1,200Mbit,1ms")
     cluster = replace(cluster_of(emulation, cluster_from("laptop")), wiring=Wiring(hosts=HOSTS, links=(SLOW,)))
     training = {"global_batch": 64, "seq": 64, "precision": "fp32"}
@@ -35,7 +35,10 @@ def hosts_of(placed: Job) -> tuple[str, ...] | None:
 
 
 def test_nodes_are_reordered_and_it_is_said_why() -> None:
-    placed, (note,) = on_nodes(job(), None, started=False)
+    placed, (note,) = on_nodes(job(), HOSTS, started=False)
+    emulated = job(emulate="4x1,200Mbit,1ms")
+    assert hosts_of(on_nodes(emulated, None, started=False)[0]) == hosts_of(placed)
+    assert on_nodes(job(), None, started=False) == (job(), [])  # a manager chooses
     assert hosts_of(placed) == (HOSTS[0], HOSTS[1], HOSTS[3], HOSTS[2])
     assert note.startswith("ranks go to the nodes in another order: 10.0.0.1, 10.0.0.2, 10.0.0.4, 10.0.0.3: a step of")
     assert " instead of " in note and note.endswith(" is predicted")

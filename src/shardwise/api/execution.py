@@ -129,8 +129,8 @@ def train(
     def ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, metrics_port=metrics_port, started_as=here, elsewhere=on is not None, note=report,
-            profile=profile, started_as=here, elsewhere=on is not None, hosts=hosts, note=report,
+            profile=profile, metrics_port=metrics_port, started_as=here, elsewhere=on is not None, hosts=hosts,
+            note=report,
         )  # fmt: skip
 
     if here is not None:

@@ -203,7 +203,6 @@ def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _as_rank(here: Started, made_ready: Callable[[], ReadyRun], parsed: argparse.Namespace) -> int:
 def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRun], parsed: argparse.Namespace) -> int:
     """Under another launcher; only rank 0 prints."""
     if parsed.rehearse is not None:

@@ -12,11 +12,11 @@ from shardwise.spec.job import Job
 def on_nodes(job: Job, hosts: Sequence[str] | None, *, started: bool) -> tuple[Job, list[str]]:
     """The job with its wiring in the order of the ranks, and notes; a job without a wiring as it is.
 
-    ``hosts`` are those that a target names, in its order; None: the first of the wiring. ``started``: the ranks are on
-    them already.
+    ``hosts`` are those that a target names, in its order; None for virtual nodes, which stand for those of the wiring,
+    and where a manager chooses them later. ``started``: the ranks are on them already.
     """
     wiring = job.cluster.wiring
-    if wiring is None:
+    if wiring is None or (hosts is None and job.run.emulate is None):
         return job, []
     named = wiring.hosts[: job.cluster.nodes] if hosts is None else tuple(hosts)
     unknown = [host for host in named if host not in wiring.hosts]
