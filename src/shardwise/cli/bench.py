@@ -1,4 +1,4 @@
-"""`shardwise bench collectives`: latency and bandwidth of every collective and algorithm; `bench step` is beside it."""
+"""`shardwise bench collectives`: every collective and algorithm, timed; the other benches are beside it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
 shardwise bench collectives --emulate 2x2,1Gbit,1ms --kinds all_reduce --algorithms backend,hierarchical --out bench.csv
 torchrun --nproc-per-node 8 -m shardwise bench collectives --run-device cuda --cluster dgx-h100:1
 """
-WHAT = ("collectives", "step")
+WHAT = ("collectives", "step", "parameter-server")
 LARGEST_BYTES = 2**30
 COPIES = 12  # of the largest size that a rank may hold: input, output, staging, reference
 
@@ -54,6 +54,10 @@ def run(arguments: list[str]) -> int:
         from shardwise.cli import bench_step
 
         return bench_step.run(arguments[1:])
+    if arguments[:1] == ["parameter-server"]:
+        from shardwise.cli import bench_parameter_server
+
+        return bench_parameter_server.run(arguments[1:])
     parser = _parser()
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
@@ -95,7 +99,8 @@ def _parser() -> Parser:
         "bench",
         "Measures collectives: every algorithm that has a schedule and the backend's own, from 8 B on, each result "
         "checked; per network level and for the whole world. Bandwidths by the definitions of nccl-tests. "
-        "`shardwise bench step --help`: one training step beside its prediction.",
+        "`shardwise bench step --help`: one training step beside its prediction. "
+        "`shardwise bench parameter-server --help`: parameter servers beside an all-reduce.",
         _EXAMPLE,
     )
     parser.add_argument("what", metavar="collectives", help="what to measure")

@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _overview() -> str:
-    lines = "\n".join(f"  {name:<12} {topic.line}" for name, topic in TOPICS.items())
+    lines = "\n".join(f"  {name:<17} {topic.line}" for name, topic in TOPICS.items())
     examples = "\n".join(f"  {one.example}" for one in (_COLLECTIVE, TOPICS["zero"], TOPICS["activations"]))
     return (
         "usage: shardwise explain TOPIC [options]\n\nOne formula with the numbers put in, and its source.\n\n"
@@ -200,6 +200,14 @@ def _dimension(name: str, parsed: argparse.Namespace) -> Explanation:
     return explain_dimension(name, analyze(job_from(parsed)))
 
 
+def _parameter_server(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.parameter_server import explain_parameter_server
+
+    job = job_from(parsed)
+    servers = None if parsed.servers is None else whole_number(parsed.servers, "--servers")
+    return explain_parameter_server(job, servers)
+
+
 def _sent(name: str, line: str, job: Mapping[str, str]) -> Topic:
     example = f"shardwise explain {name} --model llama3-70b --cluster dgx-h100:8"
     return Topic(line, f"What {name} sends in one step of a job.", example, _dimension, job=job)
@@ -262,6 +270,11 @@ TOPICS = {
         (("--n", "8", "how many times as many devices"), ("--t1", "10s", "step on the smaller machine"),
          ("--strong", "1.5s", "step on the larger machine with the same batch"),
          ("--weak", "11s", "step on the larger machine with n times the batch")),
+    ),
+    "parameter-server": Topic(
+        "parameter servers beside an all-reduce", "What parameter servers send and wait for, beside an all-reduce.",
+        "shardwise explain parameter-server --model llama3-8b --cluster dgx-h100:8", _parameter_server,
+        (("--servers", None, "how many servers share the weights (default: 1 up to one for each worker)"),), job={},
     ),
     "tp": _sent("tp", "what tensor parallelism sends", {"strategy.tp": "8"}),
     "dp": _sent("dp", "what data parallelism and ZeRO send", {"strategy.zero": "1"}),

@@ -25,7 +25,7 @@ VERBS = {
     "checkpoint": "inspect, verify and reshard checkpoints",
     "convert": "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file",
     "generate": "continue prompts with a trained model, with a key-value cache, on one rank or several",
-    "bench": "time collectives, or one training step, on this machine, against the prediction",
+    "bench": "time collectives, one training step, or parameter servers on this machine, against the prediction",
     "compare": "compare a profiled run with its prediction: every part of the step, slow ranks and links, causes",
     "calibrate": "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
     "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",

@@ -6,8 +6,9 @@ Unlike other choices of a strategy, some of these change what is computed, so no
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from shardwise.spec.codec import Spec, count, reference
 from shardwise.spec.errors import SpecError
@@ -93,6 +94,16 @@ class Synchronise(Spec):
     outer_learning_rate: float = field(default=0.7, metadata={"above": 0})
     outer_momentum: float = field(default=0.9, metadata={"minimum": 0, "maximum": 0.999})
     staleness: int = count(1, maximum=64)
+
+    @classmethod
+    def from_dict(cls, data: object, path: str = "") -> Self:
+        """Raises SpecError for a parameter server, with the reason: people know the word, and none trains here."""
+        if isinstance(data, Mapping) and data.get("method") == "parameter-server":
+            problem = "parameter-server is a comparison here, no way to train: the link of a server carries the "
+            problem += "gradients and weights of all workers, an all-reduce spreads them"
+            remedy = "every-step, or async; `shardwise bench parameter-server` shows the difference"
+            raise SpecError(f"{path}.method" if path else "method", problem, remedy)
+        return super().from_dict(data, path)
 
     @property
     def every_step(self) -> bool:
