@@ -1,20 +1,20 @@
 """Loss on real text, FP8 beside bf16: a decoder of 13M parameters reads Python sources byte by byte.
 
-    PYTHONPATH=src python bench/fp8_text.py bf16 --seeds 0 1 2 --out bf16.json   # one process per recipe
-    PYTHONPATH=src python bench/fp8_text.py --compare *.json
+    PYTHONPATH=src python bench/fp8_text.py bf16 fp8 --seeds 20 --compile --out both.json
+    PYTHONPATH=src python bench/fp8_text.py --compare *.json   # of several processes, one for each recipe
 
 The text is the source of the standard library and of PyTorch, as installed: tens of megabytes. All recipes start from
 the same weights and see the same batches; the learning rate warms up and falls to zero along a straight line, so that
 the last weights are no snapshot of a moving trajectory. The last losses are means of the last 20 steps; the held-out
 ones are of a million bytes from all over the text that are not trained on. A single run tells little: two runs of one
 seed that differ in rounding alone (bf16 and bf16-fp32-grads) are as far apart as any. So there are several seeds, and
-the mean of their differences from bf16 stands beside its standard error.
+the mean of their differences from bf16 stands beside its standard error. A recipe is built and compiled once; every
+seed sets its weights and states back in place.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import statistics
@@ -29,7 +29,9 @@ from torch import Tensor
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.offload.store import MASTER
 from shardwise.engine.world import joined
+from shardwise.models.initialise import initial_value
 from shardwise.spec.job import Job
 
 CLUSTER = {"levels": [{"size": 1, "link": "nvlink-4"}]}
@@ -76,36 +78,54 @@ def batch_from(data: Tensor, sequences: int, seq: int, random: torch.Generator) 
     return Batch.of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-def trained(precision: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    begun, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
-    held_out, data = (one.to(device) for one in divided(source_text()))
-    model = {**MODEL, "max_seq": given.seq, **(SMALL if device == "cpu" else {})}
-    job = Job.from_dict({
-        "model": model, "cluster": {**CLUSTER, "device": "h200-sxm" if device == "cuda" else "cpu"},
-        "strategy": {"microbatch": given.batch},
-        "training": {"precision": precision, "seq": given.seq, "global_batch": given.batch, "compile": given.compile},
-    })  # fmt: skip
-    engine = Engine(job, device=device, seed=seed)
-    random = torch.Generator().manual_seed(seed)
-    losses, spent = [], time.monotonic()
-    for step in range(given.steps):
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate_at(step, given.steps, given.rate)
-        losses.append(engine.step(batch_from(data, given.batch, given.seq, random)).loss)
-        if step % 50 == 49:
-            now = time.monotonic()
-            print(f"{precision} seed {seed}: step {step + 1}, {float(losses[-1]):.4f}, {now - begun:.0f} s since "
-                  f"the start, {now - spent:.0f} s of steps, {_reserved():.1f} GB", flush=True)  # fmt: skip
-    random = torch.Generator().manual_seed(12345)
-    with torch.compiler.set_stance("force_eager"):  # no second compilation for so few batches
-        unseen = [engine.evaluate(batch_from(held_out, given.batch, given.seq, random))
-                  for _ in range(given.held_out // (given.batch * given.seq))]  # fmt: skip
-    print(f"{precision} seed {seed}: CUDA graphs {engine.graphs.reason or 'used'}", flush=True)
-    found = [float(one) for one in torch.stack(losses).cpu()]
-    return {"precision": precision, "seed": seed, "steps": given.steps, "rate": given.rate,
-            "text_bytes": len(data), "last": statistics.fmean(found[-LAST:]),
-            "held_out": float(torch.stack(unseen).mean()),
-            "losses": found}  # fmt: skip
+class Recipe:
+    """An engine of one precision that trains from any seed."""
+
+    def __init__(self, precision: str, given: argparse.Namespace, device: str) -> None:
+        model = {**MODEL, "max_seq": given.seq, **(SMALL if device == "cpu" else {})}
+        job = Job.from_dict({
+            "model": model, "cluster": {**CLUSTER, "device": "h200-sxm" if device == "cuda" else "cpu"},
+            "strategy": {"microbatch": given.batch},
+            "training": {"precision": precision, "seq": given.seq, "global_batch": given.batch,
+                         "compile": given.compile},
+        })  # fmt: skip
+        self.precision, self.given = precision, given
+        self.engine = Engine(job, device=device)
+
+    def restart(self, seed: int) -> None:
+        """All that a new engine of this seed would have, in the same memory: recorded steps stay valid."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        for one in engine.parameters:
+            for name, state in optimizer.state[one.parameter].items():
+                if name != MASTER:
+                    state.zero_()
+            value = initial_value(one.name, one.part.shape, seed, engine.job.model, device=engine.device)
+            optimizer.write(one.parameter, MASTER, value)
+        for group in optimizer.param_groups:
+            group["step"].zero_()
+        if engine.delayed is not None:
+            engine.delayed.history.zero_()
+        engine.on_weights_loaded()
+
+    def trained(self, seed: int, data: Tensor, held_out: Tensor) -> dict[str, Any]:
+        given, engine, begun = self.given, self.engine, time.monotonic()
+        self.restart(seed)
+        random = torch.Generator().manual_seed(seed)
+        losses = []
+        for step in range(given.steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate_at(step, given.steps, given.rate)
+            losses.append(engine.step(batch_from(data, given.batch, given.seq, random)).loss)
+        random = torch.Generator().manual_seed(12345)
+        with torch.compiler.set_stance("force_eager"):  # no second compilation for so few batches
+            unseen = [engine.evaluate(batch_from(held_out, given.batch, given.seq, random))
+                      for _ in range(given.held_out // (given.batch * given.seq))]  # fmt: skip
+        found = [float(one) for one in torch.stack(losses).cpu()]
+        last, after = statistics.fmean(found[-LAST:]), float(torch.stack(unseen).mean())
+        print(f"{self.precision} seed {seed}: last {last:.4f}, held out {after:.4f}, {time.monotonic() - begun:.1f} s, "
+              f"{_reserved():.1f} GB, CUDA graphs {engine.graphs.reason or 'used'}", flush=True)  # fmt: skip
+        return {"precision": self.precision, "seed": seed, "steps": given.steps, "rate": given.rate,
+                "text_bytes": len(data), "last": last, "held_out": after, "losses": found}  # fmt: skip
 
 
 def _reserved() -> float:
@@ -139,7 +159,9 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--rate", type=float, default=4e-4, help="the highest")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, metavar="BYTES")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", nargs="*", type=Path)
@@ -147,15 +169,16 @@ def main() -> None:
     if given.compare is not None:
         compare([row for path in given.compare for row in json.loads(path.read_text())])
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    rows = []
-    with joined(0, 1, store, device="cuda" if torch.cuda.is_available() else "cpu"):
-        for seed in given.seeds:
-            for precision in given.precisions:
-                rows.append(trained(precision, seed, given))
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+    rows, begun = [], time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    held_out, data = (one.to(device) for one in divided(source_text()))
+    with joined(0, 1, dist.HashStore(), device=device):  # type: ignore[attr-defined]
+        recipes = [Recipe(precision, given, device) for precision in given.precisions]
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            for recipe in recipes:
+                if time.monotonic() - begun > given.seconds:
+                    break
+                rows.append(recipe.trained(seed, data, held_out))
                 if given.out is not None:
                     given.out.write_text(json.dumps(rows))
     compare(rows)

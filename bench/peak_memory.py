@@ -1,6 +1,7 @@
 """What a GPU holds at the peak of a step, allocation by allocation, beside the parts of the predicted memory.
 
     PYTHONPATH=src python bench/peak_memory.py 20 16 --most 24      # numbers of bench/unseen_steps.yaml's steps, from 0
+    PYTHONPATH=src python bench/peak_memory.py 19 --configurations bench/unseen_steps_3.yaml
 
 PyTorch records every allocation with the lines of Python that made it; the record is replayed up to its fullest moment.
 What the same lines made counts together. Steps are not recorded as CUDA graphs, which reserve the same tensors.
@@ -14,6 +15,7 @@ import linecache
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,8 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("numbers", nargs="+", type=int)
     parser.add_argument("--most", type=int, default=24)
+    parser.add_argument("--configurations", type=Path, default=CONFIGURATIONS, help="other steps, as YAML")
     given = parser.parse_args()
-    rows = yaml.safe_load(CONFIGURATIONS.read_text())
+    rows = yaml.safe_load(given.configurations.read_text())
     for number in given.numbers:
         try:
             peak_of(rows[number], given.most)
