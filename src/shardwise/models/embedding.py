@@ -1,6 +1,7 @@
 """The embedding of tokens, whose gradient on a GPU is one pass over the gradients of the tokens.
 
-PyTorch's own takes several, each as long as several of ours, and rounds every sum more than once.
+PyTorch's own takes several, each as long as several of ours, and rounds every sum more than once. Where gradients are
+accumulated in fp32, ours is made so: rounded first, it would be there twice.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ class _Found(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
+        ctx.rows = weight.shape[0]
+        ctx.dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        return None, summed_rows(gradient.flatten(0, -2), tokens.flatten(), ctx.shape[0])
+        return None, summed_rows(gradient.flatten(0, -2), tokens.flatten(), ctx.rows, ctx.dtype)
 
 
-def summed_rows(gradient: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """For each token of the vocabulary the sum of its rows of ``gradient`` [tokens, features], rounded once."""
+def summed_rows(gradient: Tensor, tokens: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """For each token of the vocabulary the sum of its rows of ``gradient`` [tokens, features], rounded at most once."""
     from shardwise.models.kernels.embedding_kernel import FEATURES, WARPS, row_sums
 
     ordered, order = tokens.sort(stable=True)
-    sums = torch.zeros((vocabulary, gradient.shape[1]), dtype=gradient.dtype, device=gradient.device)
+    sums = torch.zeros((vocabulary, gradient.shape[1]), dtype=dtype, device=gradient.device)
     features = gradient.shape[1]
     row_sums[(len(tokens), -(-features // FEATURES))](
         gradient.contiguous(), ordered, order, sums, len(tokens), features, FEATURES, num_warps=WARPS
