@@ -98,7 +98,11 @@ class Job(Spec):
         cuda = self.cluster.device.vendor in ("nvidia", "amd") and self.run_device == "cuda"
         graphs = cuda and self.why_not_recorded is None
         elementwise = "compiled" if self.training.compile else self.stack.elementwise
-        return self.stack.unchecked(cuda_graphs="step" if graphs else self.stack.cuda_graphs, elementwise=elementwise)
+        # Only an exchange of tokens between ranks takes their numbers from the host.
+        routing = "on device" if self.strategy.ep == self.strategy.tp == 1 else self.stack.routing
+        return self.stack.unchecked(
+            cuda_graphs="step" if graphs else self.stack.cuda_graphs, elementwise=elementwise, routing=routing
+        )
 
     @property
     def recomputed_operators(self) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class Stack(Spec):
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
-    routing: Literal["dropless", "capacity"] = "dropless"
+    routing: Literal["dropless", "capacity", "on device"] = "dropless"
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
     gated_activation: Literal["fused", "separate"] = "fused"
     casts: Literal["fused", "transposed", "separate"] = "transposed"

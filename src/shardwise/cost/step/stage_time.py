@@ -145,20 +145,36 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     return slowed["product"], slowed["attention"], other
 
 
+_PASSES = 3  # forward, gradients of inputs, gradients of weights: kernels of an operator are counted by pass
+
+
 def step_overhead(job: Job) -> float:
     """What the host adds to a step: nothing where the step is one graph, its optimizer included.
 
-    Where the host's launches were measured, only what the kernels of the layers do not hide.
+    Our engine's host waits for nothing in a step, and so adds only what the kernels of the layers do not hide: where
+    its launches were measured, and on a single device, where nothing else could make it wait.
     """
     efficiency, stack = job.cluster.device.efficiency, job.running_stack
     if stack.cuda_graphs == "step":
         return 0.0
-    if efficiency.own is None or not stack.is_own:
+    alone = job.strategy.world == 1 and job.run_device == "cuda"
+    if not stack.is_own or (efficiency.own is None and not alone):
         return efficiency.step_seconds
-    layers = ((job.model.layers - job.model.moe_layers, False), (job.model.moe_layers, True))
-    host = job.microbatches * sum(n * _host_seconds(job, efficiency.own, moe=moe) for n, moe in layers)
-    ahead = (sum(unslowed_seconds(job)) - host) / job.strategy.pp
+    ahead = (sum(unslowed_seconds(job)) - _launches(job)) / job.strategy.pp
     return max(0.0, efficiency.step_seconds - max(0.0, ahead))
+
+
+def _launches(job: Job) -> float:
+    """Seconds in which the host launches the layers of a step."""
+    efficiency, model = job.cluster.device.efficiency, job.model
+    total = 0.0
+    for count, moe in ((model.layers - model.moe_layers, False), (model.moe_layers, True)):
+        if count and efficiency.own is not None:
+            total += count * _host_seconds(job, efficiency.own, moe=moe)
+        elif count:
+            kernels = sum(one.kernels for one in layer_operators(model, layer_shape(job), moe=moe))
+            total += count * _PASSES * kernels * efficiency.operator_seconds
+    return job.microbatches * total
 
 
 def _update_seconds(job: Job, moved: Any, parameters: Any) -> Any:
