@@ -1,6 +1,6 @@
 """FP8 on one GPU: `check` against float64; time `casts`, `linear` layers and a training `step`.
 
-python bench/fp8.py check|casts|linear
+python bench/fp8.py check|casts|linear|grouped
 python bench/fp8.py step bf16 fp8 [--layers 8] [--batch 2] [--recompute full] [--optimizer adamw] [--profile fp8]
 python bench/fp8.py gradients fp8 [--layers 2]
 """
@@ -183,6 +183,56 @@ def linear() -> None:
         print(line, flush=True)
 
 
+# Routed experts: of a mixture, their number, the rows that 8,192 tokens send them, inputs and outputs of each.
+EXPERTS = {"Qwen3-30B-A3B, up": (128, 65536, 2048, 768), "Qwen3-30B-A3B, down": (128, 65536, 768, 2048),
+           "Mixtral 8x7B, up": (8, 16384, 4096, 14336), "Mixtral 8x7B, down": (8, 16384, 14336, 4096)}  # fmt: skip
+
+
+def cast_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales, *_ = fp8_cast([rows], list(fp8_largest([rows], False)), "row", False, False, True, False)
+    return values, scales
+
+
+def cast_experts(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """In plain PyTorch, with a scale for every output; stored so that sums lie along rows."""
+    turned = matrices.mT.contiguous().float()
+    scales = turned.abs().amax(-1) / 448
+    return (turned / scales[..., None]).to(torch.float8_e4m3fn).mT, scales
+
+
+def grouped_fp8(rows: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
+    by_row = torch.nn.functional.ScalingType.RowWise
+    return torch.nn.functional.scaled_grouped_mm(
+        rows[0], matrices[0], rows[1], by_row, matrices[1], by_row, offs=ends, use_fast_accum=True
+    )
+
+
+def grouped() -> None:
+    """Matmuls of experts by a scale per row, with the cast of their rows, beside bf16: output and input gradient.
+
+    Weights are cast once a step, which is timed apart. The gradient of the weights adds along the rows of an expert,
+    whose number is no multiple of 16, as FP8 wants it: it would stay in bf16.
+    """
+    for name, (experts, count, inner, columns) in EXPERTS.items():
+        matrices = random(experts, inner, columns, scale=0.02)
+        counts = torch.multinomial(torch.ones(experts), count, replacement=True).bincount(minlength=experts)
+        ends = counts.cumsum(0).to("cuda", torch.int32)
+        for what, width, weight in (("output", inner, matrices), ("input gradient", columns, matrices.mT)):
+            rows = random(count, width)
+            multiply = partial(torch.nn.functional.grouped_mm, rows, weight, offs=ends)
+            wide, expected = milliseconds(multiply), multiply().double()
+            try:
+                narrow, given = cast_experts(weight), cast_rows(rows)
+                off = error(grouped_fp8(given, narrow, ends), expected)
+                bare, casting = (milliseconds(one) for one in (partial(grouped_fp8, given, narrow, ends),
+                                                               partial(cast_rows, rows)))  # fmt: skip
+                print(f"{name}, {what}: bf16 {wide:.3f} ms, fp8 {bare:.3f} and casts {casting:.3f} "
+                      f"({wide / (bare + casting):.2f}x), {off:.2%} apart; casting the weights, in plain PyTorch, "
+                      f"{milliseconds(partial(cast_experts, weight)):.3f}", flush=True)  # fmt: skip
+            except Exception as failure:
+                print(f"{name}, {what}: bf16 {wide:.3f} ms, fp8: {str(failure).splitlines()[0][:300]}", flush=True)
+
+
 def world_of_one() -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
@@ -290,7 +340,7 @@ def print_kernels(run: Callable[[], Any], times: int = 2, most: int = 24) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("check", "casts", "linear", "step", "gradients"))
+    parser.add_argument("what", choices=("check", "casts", "linear", "grouped", "step", "gradients"))
     parser.add_argument("precisions", nargs="*", default=["bf16", "fp8", "fp8-rowwise", "fp8-blockwise"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2)
@@ -305,7 +355,7 @@ def main() -> None:
     if given.what in ("step", "gradients"):
         {"step": step, "gradients": gradients}[given.what](given)
     else:
-        {"check": check, "casts": casts, "linear": linear}[given.what]()
+        {"check": check, "casts": casts, "linear": linear, "grouped": grouped}[given.what]()
 
 
 if __name__ == "__main__":
