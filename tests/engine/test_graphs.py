@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.workers import on_ranks
 from shardwise.engine import graphs
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.graphs import MOST_GRAPHS, WARM_STEPS, StepGraphs, why_not_recorded
+from shardwise.engine.graphs import WARM_STEPS, StepGraphs, why_not_recorded
 from shardwise.engine.trainer import StepResult
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -90,20 +89,14 @@ def run_once(steps: Steps, graphs: StepGraphs, number: int = 2) -> None:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "why_not_recorded", lambda job, device: None)
     monkeypatch.setattr(graphs, "_too_little_room", lambda: None)
-    monkeypatch.setattr(graphs, "_waits_of_the_host", lambda: nullcontext([]))
 
 
 class Replayed:
     """In place of a graph."""
 
-    def __init__(self, groups: Any, batch: Batch) -> None:
-        self.batch = batch
+    pool = None
 
-    def rehearse(self, step: Any, batch: Batch, rates: list[float], loss_limit: float | None) -> StepResult:
-        result: StepResult = step(batch, loss_limit=loss_limit)
-        return result
-
-    def record(self, step: Any, pool: Any) -> None:
+    def __init__(self, step: Any, groups: Any, batch: Batch, pool: Any) -> None:
         self.steps: Steps = step.__self__
 
     def replay(self, batch: Batch, rates: list[float], loss_limit: float | None) -> StepResult:
@@ -137,8 +130,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_written(
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nSearch for ...")
 
-    monkeypatch.setattr(graphs, "_Graph", Replayed)
-    monkeypatch.setattr(Replayed, "record", fails)
+    monkeypatch.setattr(graphs, "_Graph", fails)
     steps, run = steps_of(job())
     with caplog.at_level(logging.WARNING):
         for _ in range(WARM_STEPS + 3):
@@ -168,8 +160,7 @@ def test_the_first_problem_of_a_recording_is_told(monkeypatch: pytest.MonkeyPatc
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(graphs, "_Graph", Replayed)
-    monkeypatch.setattr(Replayed, "record", fails)
+    monkeypatch.setattr(graphs, "_Graph", fails)
     steps, run = steps_of(job())
     for _ in range(WARM_STEPS + 1):
         run_once(steps, run)
@@ -182,21 +173,26 @@ def test_the_first_problem_of_a_recording_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_compiler_s_problem_is_told_with_its_name() -> None:
-    error = RuntimeError(
-        "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory.\n\nSet TORCHDYNAMO_VERBOSE=1"
-    )
-    assert graphs._first_problem(error) == "backend='inductor' raised: OutOfMemoryError: CUDA out of memory."
+    told = ["backend='inductor' raised:", "OutOfMemoryError: CUDA out of memory.", "", "Set TORCHDYNAMO_VERBOSE=1 ..."]
+    assert graphs._first_problem(RuntimeError("\n".join(told))) == " ".join(told[:2])
 
 
-@pytest.mark.usefixtures("on_gpu")
-def test_no_more_shapes_are_rehearsed_than_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_Graph", Replayed)
-    steps, run = steps_of(job())
-    shapes = range(1, MOST_GRAPHS + 3)
-    for _ in range(WARM_STEPS + 2):
-        for number in shapes:
-            run_once(steps, run, number)
-    assert (run.recorded, steps.replayed) == (MOST_GRAPHS, 2 * MOST_GRAPHS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_recorded_batch_is_laid_out_as_the_others(rows: int) -> None:
+    """A compiled layer that is given positions of other strides would be compiled anew while it is recorded."""
+    text = torch.arange(rows * 5).view(rows, 5)
+    for given in (text, text[:, 1:], text[:1].expand(rows, -1), torch.arange(5).expand_as(text), text[:1, 1:]):
+        copy = graphs.laid_out_as(given)
+        assert torch.equal(copy, given) and copy.stride() == given.stride()
+        graphs._elements(copy).zero_()
+        assert not copy.any() and int(text.sum()) == sum(range(rows * 5))
+
+
+def test_rows_with_positions_of_their_own_have_another_graph() -> None:
+    tokens, labels = batch(GPT, 0)
+    shared = Batch.of(tokens, labels)
+    apart = replace(shared, positions=shared.positions.contiguous())
+    assert graphs._shape(shared) != graphs._shape(apart)
 
 
 def an_engine_lives_on() -> bool:

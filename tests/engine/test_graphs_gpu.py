@@ -133,17 +133,18 @@ def test_a_replay_makes_no_one_wait() -> None:
 
 def test_a_failed_recording_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a wait is not seen before."""
-    monkeypatch.setattr("shardwise.engine.graphs._waits_of_the_host", lambda: nullcontext([]))
+    monkeypatch.setattr("shardwise.engine.graphs._waits_of_the_host", lambda seen: nullcontext([]))
     job, stream = job_with(GPT, "fp32", False), torch.cuda.current_stream()
     engine = Engine(replace(job, training=replace(job.training, graphs="auto")), device="cuda")
     (stage,) = engine.stages.values()
     stage.register_forward_hook(lambda module, inputs, output: output * float(output.isfinite()))
     batches = [of_step(GPT, number) for number in range(STEPS)]
-    losses = [engine.step(one).loss for one in batches[:WARM_STEPS]]
+    before = [engine.step(one).loss for one in batches[:WARM_STEPS]]
     held = torch.cuda.memory_allocated()
-    losses = torch.stack([*losses, *(engine.step(one).loss for one in batches[WARM_STEPS:])])
+    losses = torch.stack([*before, *(engine.step(one).loss for one in batches[WARM_STEPS:])])
     assert "cannot be recorded" in str(engine.graphs.reason) and torch.cuda.current_stream() == stream
     assert torch.cuda.memory_allocated() <= held + 1024 * STEPS  # losses alone
+    assert torch.rand(4, device="cuda").unique().numel() == 4
     plain = Engine(job, device="cuda")
     torch.testing.assert_close(losses, torch.stack([plain.step(one).loss for one in batches]), rtol=1e-5, atol=1e-6)
 

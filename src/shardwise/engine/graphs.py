@@ -3,8 +3,7 @@
 A step of a small model is a thousand kernels of a few microseconds, which the host launches more slowly than the device
 runs them. A graph runs the same kernels on the same memory again, so what changes from step to step has to be a tensor:
 tokens, learning rates and the limit of the loss are copied in before; the optimizer's step number and the scale of the
-loss are on the device anyway. The last step before is a rehearsal: a step on those tensors and on the stream of the
-recording, so that whatever the compiler makes for them alone is there.
+loss are on the device anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardwise.spec.units import readable_bytes
 
 _logger = logging.getLogger("shardwise.engine")
 
-WARM_STEPS = 3  # before a step is recorded: kernels are compiled and chosen; the last is its rehearsal
+WARM_STEPS = 3  # before a step is recorded: kernels are compiled and chosen; the last shows what a graph cannot do
 MOST_GRAPHS = 4  # rows of packed documents have a shape for each power of two
 USABLE = 0.95  # of a device's memory
 
@@ -61,7 +60,6 @@ class StepGraphs:
         self._required = job.training.graphs is True
         self.reason: str | None = None
         self._seen: Counter[Hashable] = Counter()
-        self._rehearsals: dict[Hashable, _Graph] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool = new_graph_pool() if device.type == "cuda" else None  # all graphs share it: they never run at once
         problem = why_not_recorded(job, device)
@@ -75,47 +73,34 @@ class StepGraphs:
         if self.reason is not None or profiler_enabled():  # a profile needs the ranges that the host marks
             return step(batch, loss_limit=loss_limit)
         shape = _shape(batch)
-        if shape not in self._graphs and shape not in self._rehearsals:
-            return self._warm_up(step, batch, shape, loss_limit)
-        graph = self._graphs.get(shape) or self._recorded(step, forget, shape)
-        if graph is None:
-            return step(batch, loss_limit=loss_limit)
-        return graph.replay(batch, self._rates, loss_limit)
+        graph = self._graphs.get(shape) or self._recorded(step, forget, batch, shape)
+        if graph is not None:
+            return graph.replay(batch, [group["lr"] for group in self._groups], loss_limit)
+        with _waits_of_the_host(seen=self._seen[shape] == WARM_STEPS) as waits:
+            result = step(batch, loss_limit=loss_limit)
+        if waits:
+            self._give_up(f"the host waits for the device, in {waits[0]}")
+        return result
 
     @property
     def recorded(self) -> int:
         """How many graphs there are."""
         return len(self._graphs)
 
-    @property
-    def _rates(self) -> list[float]:
-        return [group["lr"] for group in self._groups]
-
-    def _warm_up(self, step: PlainStep, batch: Batch, shape: Hashable, loss_limit: Tensor | float | None) -> StepResult:
-        """A step before there is a graph; the last of them is rehearsed, unless there are graphs enough."""
+    def _recorded(self, step: PlainStep, forget: Callable[[], None], batch: Batch, shape: Hashable) -> _Graph | None:
+        """A new graph, once there have been enough steps of that shape."""
         self._seen[shape] += 1
-        if self._seen[shape] != WARM_STEPS or len(self._graphs) + len(self._rehearsals) == MOST_GRAPHS:
-            return step(batch, loss_limit=loss_limit)
-        graph = self._rehearsals[shape] = _Graph(self._groups, batch)
-        with _waits_of_the_host() as waits:
-            result = graph.rehearse(step, batch, self._rates, loss_limit)
-        if waits:
-            self._give_up(f"the host waits for the device, in {waits[0]}")
-        return result
-
-    def _recorded(self, step: PlainStep, forget: Callable[[], None], shape: Hashable) -> _Graph | None:
-        """A new graph, of a step that was rehearsed."""
-        graph = self._rehearsals.pop(shape)
+        if self._seen[shape] <= WARM_STEPS or self.recorded == MOST_GRAPHS:
+            return None
         problem = None if self._required else _too_little_room()
         if problem is None:
             try:
-                graph.record(step, self._pool)
-                self._graphs[shape] = graph
-                return graph
+                self._graphs[shape] = _Graph(step, self._groups, batch, self._pool)
+                return self._graphs[shape]
             except RuntimeError as error:
                 forget()
                 problem = f"the step cannot be recorded: {_first_problem(error)}"
-        gc.collect()  # what the failed step has made is in the frames of its error, and those in cycles
+        gc.collect()  # what the failed step has made is in the frames of its error, and those are in cycles
         self._give_up(problem)
         return None
 
@@ -123,7 +108,6 @@ class StepGraphs:
         if self._required:
             raise SpecError("training.graphs", f"there are no CUDA graphs: {problem}", "graphs: auto")
         self.reason = problem
-        self._rehearsals.clear()
         if told:
             _logger.warning("no CUDA graphs: %s", problem)
 
@@ -136,55 +120,50 @@ def _first_problem(error: BaseException) -> str:
 
 
 class _Graph:
-    """One step to record: the tensors it reads and writes have the same places in every replay."""
+    """One recorded step: the tensors it reads and writes have the same places in every replay."""
 
-    def __init__(self, groups: list[dict[str, Any]], batch: Batch) -> None:
-        self._groups = groups
-        self._batch = batch.changed(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+    def __init__(self, step: PlainStep, groups: list[dict[str, Any]], batch: Batch, pool: Any) -> None:
+        self._batch = batch.changed(laid_out_as)
         device = batch.tokens.device
         self._rates = [torch.empty((), device=device) for _ in groups]
         self._limit = torch.full((), torch.inf, device=device)
-        self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
-
-    def rehearse(
-        self, step: PlainStep, batch: Batch, rates: list[float], loss_limit: Tensor | float | None
-    ) -> StepResult:
-        """The step itself, under all that holds while it is recorded."""
-        self._fill(batch, rates, loss_limit)
-        gc.collect()
-        torch.cuda.empty_cache()  # the other stream has memory of its own
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with _rates_of(self._groups, self._rates), torch.cuda.stream(self._stream):
-            result = self._numbers_of(step)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return StepResult(*result.unbind())
-
-    def record(self, step: PlainStep, pool: Any) -> None:
         gc.collect()  # tensors of earlier steps must not be freed while recording
-        with _rates_of(self._groups, self._rates), recording(self._graph, pool, self._stream):
-            self._numbers = self._numbers_of(step)
-
-    def _numbers_of(self, step: PlainStep) -> Tensor:
-        result = step(self._batch, loss_limit=self._limit)
-        return torch.stack([result.loss, result.gradient_norm])
+        with _rates_of(groups, self._rates), recording(self._graph, pool):
+            result = step(self._batch, loss_limit=self._limit)
+            self._numbers = torch.stack([result.loss, result.gradient_norm])
 
     def replay(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> StepResult:
-        self._fill(batch, rates, loss_limit)
-        self._graph.replay()
-        return StepResult(*self._numbers.clone().unbind())  # the next replay writes there again
-
-    def _fill(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> None:
-        foreach_copy_(_tensors(self._batch), _tensors(batch))
+        foreach_copy_(*([_elements(one) for one in _tensors(some)] for some in (self._batch, batch)))
         for tensor, rate in zip(self._rates, rates):
             tensor.fill_(rate)
         self._limit.fill_(torch.inf if loss_limit is None else loss_limit)
+        self._graph.replay()
+        return StepResult(*self._numbers.clone().unbind())  # the next replay writes there again
+
+
+def laid_out_as(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the tensor: compiled layers, which know it by them, are compiled anew for others."""
+    own = _elements(tensor)
+    copy = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+    return copy.copy_(own).expand(tensor.shape)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Those with memory of their own: positions that all rows share are there once."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 @contextmanager
-def _waits_of_the_host() -> Iterator[list[str]]:
-    """Where the host waits for the device inside, which no graph can do; known when it ends."""
+def _waits_of_the_host(seen: bool) -> Iterator[list[str]]:
+    """Where the host waits for the device inside, which no graph can do; known when it ends, if ``seen``."""
     found: list[str] = []
+    if not (seen and torch.cuda.is_available()):
+        yield found
+        return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -220,7 +199,8 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _shape(batch: Batch) -> Hashable:
     """What a recorded step depends on, besides the values of tensors."""
-    return tuple(one.shape for one in _tensors(batch)), batch.documents is None, batch.most_documents
+    shapes = tuple((one.shape, _elements(one).shape) for one in _tensors(batch))
+    return shapes, batch.documents is None, batch.most_documents
 
 
 def _too_little_room() -> str | None:

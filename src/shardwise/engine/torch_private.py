@@ -231,8 +231,8 @@ def gather_stream(group: Any, async_op: bool) -> Any:
     return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
 
 
-# CUDA graphs (2.11 to 2.13): a recording that fails leaves its stream current, the allocator at its memory pool, and
-# the pool in use.
+# CUDA graphs (2.11 to 2.13): a recording that fails leaves its stream current, the allocator at its memory pool, which
+# stays in use, and the generator of random numbers in the state of being recorded.
 
 
 def new_graph_pool() -> Any:
@@ -240,11 +240,11 @@ def new_graph_pool() -> Any:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any, on: torch.cuda.Stream) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Records what is launched inside; relaxed, as calls of other threads, such as NCCL's, concern other streams."""
     stream = torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph, pool, on, capture_error_mode="relaxed"):
+        with torch.cuda.graph(graph, pool, capture_error_mode="relaxed"):
             yield
     except RuntimeError:
         with suppress(RuntimeError):
@@ -252,4 +252,6 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, on: torch.cuda.Stream) -> 
             _C._cuda_releasePool(stream.device_index, pool)
         torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
+        generator = torch.cuda.default_generators[stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
         raise

@@ -41,12 +41,12 @@ class _Found(torch.autograd.Function):
 
 def summed_rows(gradient: Tensor, tokens: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
     """For each token of the vocabulary the sum of its rows of ``gradient`` [tokens, features], rounded at most once."""
-    from shardwise.models.kernels.embedding_kernel import FEATURES, WARPS, row_sums
+    from shardwise.models.kernels.embedding_kernel import FEATURES, ROWS, WARPS, row_sums
 
     ordered, order = tokens.sort(stable=True)
     sums = torch.zeros((vocabulary, gradient.shape[1]), dtype=dtype, device=gradient.device)
     features = gradient.shape[1]
     row_sums[(len(tokens), -(-features // FEATURES))](
-        gradient.contiguous(), ordered, order, sums, len(tokens), features, FEATURES, num_warps=WARPS
+        gradient.contiguous(), ordered, order, sums, len(tokens), features, ROWS, FEATURES, num_warps=WARPS
     )
     return sums
