@@ -201,10 +201,12 @@ def cast_experts(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped_fp8(rows: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
-    by_row = torch.nn.functional.ScalingType.RowWise
-    return torch.nn.functional.scaled_grouped_mm(
+    functions: Any = torch.nn.functional
+    by_row = functions.ScalingType.RowWise
+    product: Tensor = functions.scaled_grouped_mm(
         rows[0], matrices[0], rows[1], by_row, matrices[1], by_row, offs=ends, use_fast_accum=True
     )
+    return product
 
 
 def grouped() -> None:

@@ -134,7 +134,8 @@ class _Graph:
             self._numbers = torch.stack([result.loss, result.gradient_norm])
 
     def replay(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> StepResult:
-        foreach_copy_(*([_elements(one) for one in _tensors(some)] for some in (self._batch, batch)))
+        kept, given = ([_elements(one) for one in _tensors(some)] for some in (self._batch, batch))
+        foreach_copy_(kept, given)
         for tensor, rate in zip(self._rates, rates):
             tensor.fill_(rate)
         self._limit.fill_(torch.inf if loss_limit is None else loss_limit)
