@@ -76,7 +76,13 @@ def require_equal(plain: Trained, replayed: Trained) -> None:
 
 @pytest.mark.parametrize(
     ("model", "precision", "compiled"),
-    [(GPT, "fp32", False), (LLAMA, "bf16", False), (MIXTURE, "bf16", False), (LLAMA, "bf16", True)],
+    [
+        (GPT, "fp32", False),
+        (LLAMA, "bf16", False),
+        (MIXTURE, "bf16", False),
+        (LLAMA, "bf16", True),
+        (MIXTURE, "bf16", True),
+    ],
 )
 def test_a_replayed_step_is_the_step_as_written(model: Model, precision: str, compiled: bool) -> None:
     plain, replayed = both(model, precision, [of_step(model, one) for one in range(STEPS)], compile=compiled)
