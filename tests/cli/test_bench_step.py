@@ -15,6 +15,7 @@ from shardwise.measure.step import PRESETS, cluster_name_here
 from shardwise.spec.clusters import cluster_from
 
 JOB = ["--model", "tiny", "--batch", "4", "--microbatch", "2", "--seq", "32", "--precision", "fp32"]
+ON_CPU = ["--cluster", "laptop:1"]  # also where there is a GPU
 
 
 def measured(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def measured(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
 
 
 def test_a_step_is_measured_beside_its_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    found = measured(capsys, "--steps", "3", "--warmup", "1")
+    found = measured(capsys, *ON_CPU, "--steps", "3", "--warmup", "1")
     assert len(found["step_seconds"]) == 3
     assert found["seconds"] == statistics.median(found["step_seconds"])
     assert found["least_seconds"] == min(found["step_seconds"]) <= max(found["step_seconds"]) == found["most_seconds"]
@@ -51,7 +52,7 @@ def test_a_seed_makes_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_table_names_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", *JOB, "--recompute", "full", "--steps", "1", "--warmup", "1"]) == 0
+    assert main(["bench", "step", *JOB, *ON_CPU, "--recompute", "full", "--steps", "1", "--warmup", "1"]) == 0
     shown = capsys.readouterr().out
     title = "tiny, 4 × 32 tokens in 2 microbatches, fp32, recompute full, on CPU: 1 step"
     assert title in shown and "peak memory" in shown and "MFU" in shown
