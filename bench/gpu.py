@@ -5,7 +5,8 @@
 Everyone trains the same decoder in bf16 with fp32 weights behind it: fused AdamW, clipping at 1.0, each layer compiled.
 Peers recompute nothing; shardwise makes norms and activations again, inside its backward kernels. A peer and shardwise
 stand in memory together and take turns step by step, so that both find the card as warm; medians are compared. Memory
-is the peak of one contender's tensors. Peers that cannot be imported are left out.
+is the peak of one contender's tensors. Peers that cannot be imported are left out. Their attention is PyTorch's (on a
+Hopper GPU cuDNN's); ours is FlashAttention-4 where that is installed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
+from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.measure.step import PRESETS
@@ -55,7 +57,7 @@ BATCHES = {"2x8192": (2, 8192), "4x4096": (4, 4096)}
 SHAPES = {f"{model}-{batch}": (MODELS[model], *BATCHES[batch]) for model in MODELS for batch in BATCHES}
 RATE, CLIP = 3e-4, 1.0
 KEPT = 64  # batches
-PACKAGES = ("torch", "triton", "transformers", "torchtitan")
+PACKAGES = ("torch", "triton", "transformers", "torchtitan", "flash-attn-4")
 Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and labels: the mean loss
 
 
@@ -71,6 +73,7 @@ class Row:
     mfu: float
     first_loss: float
     last_loss: float
+    attention: str
 
 
 def main() -> int:
@@ -107,7 +110,7 @@ def main() -> int:
 def print_row(row: Row) -> None:
     print(
         f"{row.shape:12} {row.contender:14} {row.milliseconds:8.1f} ms {row.gigabytes:7.1f} GB  {row.ratio:5.2f} x  "
-        f"MFU {row.mfu:5.1%}  loss {row.first_loss:.3f} to {row.last_loss:.3f}",
+        f"MFU {row.mfu:5.1%}  loss {row.first_loss:.3f} to {row.last_loss:.3f}  attention: {row.attention}",
         flush=True,
     )
 
@@ -145,7 +148,9 @@ def compared(shape: str, peers: list[str], given: argparse.Namespace) -> Iterato
 
     def row(name: str, found: Contender, ratio: float) -> Row:
         mfu = analysis.flops_per_step() / (found.median_seconds * analysis.peak_flops)
-        return Row(shape, name, found.median_seconds * 1e3, found.peak_bytes / 1e9, ratio, mfu, *found.losses)
+        attention = kernel_words(job, torch.device("cuda")) if found is ours else "PyTorch's"
+        milliseconds, gigabytes = found.median_seconds * 1e3, found.peak_bytes / 1e9
+        return Row(shape, name, milliseconds, gigabytes, ratio, mfu, *found.losses, attention)
 
     torch._dynamo.reset()  # another shape would be compiled for any
     with built(lambda: shardwise_step(job), data, given.warm_up) as ours:

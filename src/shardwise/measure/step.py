@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.engine.batch import Batch
+from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
@@ -53,6 +54,7 @@ class MeasuredStep:
     first_loss: float
     last_loss: float
     graphs: str  # whether steps were launched as CUDA graphs, and if not, why
+    attention: str  # whose kernel computed it
 
     @property
     def job(self) -> Job:
@@ -162,7 +164,7 @@ def measure_step(
             analyze(job), _name(engine.device),
             tuple(later.seconds_since(earlier) for earlier, later in pairwise(stamps)),
             peak, torch.cuda.max_memory_reserved() if engine.device.type == "cuda" else None,
-            float(first), float(result.loss), _graphs(engine),
+            float(first), float(result.loss), _graphs(engine), kernel_words(job, engine.device),
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.models import flash_attention_4
 from shardwise.models.entropy import softly_capped
 
 MOST_FEATURES = 256  # of a head, in FlashAttention-2
@@ -88,9 +89,14 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
     """
     if arguments.softcap is not None:
         return _capped_attention(query, key, value, arguments)
+    reach = _window(query.shape[1], arguments)
+    if (arguments.documents is None or arguments.bounds is not None) and flash_attention_4.takes(query, key, value):
+        bounds = None if arguments.documents is None else arguments.bounds
+        return flash_attention_4.attention(
+            query, key, value, bounds, causal=arguments.causal, window=reach, scale=arguments.scale
+        )
     bounds = _bounds(query, arguments) if takes(query, key, value) else None
     if bounds is not None:
-        reach = _window(query.shape[1], arguments)
         return packed_attention(query, key, value, bounds, causal=arguments.causal, window=reach, scale=arguments.scale)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     mask = attention_mask(query.shape[2], query.device, arguments)

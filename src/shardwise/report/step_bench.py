@@ -40,6 +40,7 @@ def step_page(found: MeasuredStep) -> Iterator[Piece | str]:
     yield table(title, ("", "measured", "predicted", "error"), rows)
     yield f"Loss {found.first_loss:.3f} in the first step, {found.last_loss:.3f} in the last."
     yield f"CUDA graphs: {found.graphs}."
+    yield f"Attention: {found.attention}."
 
 
 def step_data(found: MeasuredStep) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def step_data(found: MeasuredStep) -> dict[str, Any]:
         "predicted_seconds": found.analysis.predicted_seconds,
         "predicted_tokens_per_second": found.analysis.tokens_per_second,
         "predicted_mfu": found.analysis.mfu,
-        **picked(found, "predicted_bytes", "seconds_error", "memory_error", "first_loss", "last_loss", "graphs"),
+        **picked(found, "predicted_bytes", "seconds_error", "memory_error", "first_loss", "last_loss"),
+        **picked(found, "graphs", "attention"),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.engine.context.blocks import KernelChoice, kernel_for
@@ -13,7 +14,10 @@ from shardwise.engine.context.ring import RingAttention
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.context.ulysses import UlyssesAttention
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.optim.precision import precision_of
+from shardwise.models import flash_attention_4
 from shardwise.models.dot_product import unfused_attention
+from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -24,6 +28,24 @@ def apply_attention(module: nn.Module, training: Training) -> None:
         for part in module.modules():
             if hasattr(part, "attend"):
                 part.attend = unfused_attention  # type: ignore[assignment]
+
+
+def kernel_words(job: Job, device: torch.device) -> str:
+    """Whose kernel computes the attention of a job's steps on a device; where it is not FlashAttention-4, why."""
+    model = job.model
+    if job.training.attention == "unfused":
+        return "plain matmuls, scores are stored"
+    if model.numerics.attention_softcap is not None:
+        return "plain matmuls of some queries at a time, since scores are capped"
+    if device.type == "cpu":
+        return "PyTorch's"
+    dtype = precision_of(job.training).compute
+    against = flash_attention_4.misfit(dtype, model.query_key_dim, model.value_dim) or flash_attention_4.obstacle(
+        device
+    )
+    return (
+        f"PyTorch's, not FlashAttention-4: {against}" if against else f"FlashAttention-4 {flash_attention_4.version()}"
+    )
 
 
 def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: KernelChoice = kernel_for) -> None:

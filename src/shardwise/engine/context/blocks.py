@@ -31,6 +31,7 @@ from shardwise.engine.torch_private import (
     window_attention,
     window_attention_backward,
 )
+from shardwise.models import flash_attention_4
 from shardwise.models.dot_product import takes
 
 WIDEST_FLASH = 256  # features of a head
@@ -87,6 +88,8 @@ def kernel_for(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
     if query.device.type == "cuda" and (narrow_numbers or query.dtype == torch.float32):
         if wide or not narrow_numbers:
             return EFFICIENT
+        if not biased and flash_attention_4.fits(query, value):
+            return FLASH_4
         if _made_for_cudnn(query.device.index):
             return CUDNN
         return EFFICIENT if biased else FLASH
@@ -217,6 +220,19 @@ class Cudnn(_Fused):
         )  # fmt: skip
 
 
+class Flash4:
+    """FlashAttention-4, for what it `fits`: no bias. It takes tensors as they are."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        return flash_attention_4.forward(query, key, value, *self._seen(query, scores))
+
+    def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
+        return flash_attention_4.backward(*saved, *self._seen(saved.query, scores))
+
+    def _seen(self, query: Tensor, scores: Scores) -> tuple[Any, ...]:
+        return None, query.shape[1], scores.causal, None, scores.scale
+
+
 class Efficient(_Fused):
     """Memory-efficient attention on GPUs: fp32 and biases; heads are repeated for it, rows padded to 32."""
 
@@ -243,7 +259,7 @@ class Efficient(_Fused):
         )[:3]  # fmt: skip
 
 
-MATH, CPU_FLASH, FLASH, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(), Cudnn(), Efficient()
+MATH, CPU_FLASH, FLASH, FLASH_4, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(), Flash4(), Cudnn(), Efficient()
 
 
 def hidden_score(dtype: torch.dtype) -> float:

@@ -84,7 +84,7 @@ def _contexts(keeps: Keeps) -> tuple[Any, Any]:
     matmuls = count(), count()  # in the first pass and, before PyTorch 2.12, in the second
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        # Operators of our own are matmuls, attention over ranks, or casts to FP8, which are cheap.
+        # Operators of our own are matmuls, attention (FlashAttention-4, or over ranks), or cheap: casts to FP8.
         kept = operator in _COSTLY or (operator.namespace == "shardwise" and operator not in _CASTS)
         if operator in _MATMULS:
             kept = keeps(next(matmuls[context.is_recompute]), arguments[-1].shape)

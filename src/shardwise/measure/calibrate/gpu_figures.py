@@ -160,7 +160,7 @@ def _forms(matrix: Tensor, scaling: str, *, gradient: bool, stacked: bool) -> An
 def _attention_calls(figure: AttentionFigure, noise: RandomOperands) -> TimedCalls:
     one = figure
     query, key, value = (
-        noise(one.batch, one.seq, heads, features).requires_grad_(one.both)
+        noise(one.batch, one.seq, heads, features).requires_grad_()  # also forward: training's kernel
         for heads, features in ((one.heads, one.features), (one.key_heads, one.features),
                                 (one.key_heads, one.value_features))
     )  # fmt: skip

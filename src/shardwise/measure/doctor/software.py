@@ -18,6 +18,7 @@ from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.host import Checked, Examination
 from shardwise.measure.verify import available_bytes
+from shardwise.models import flash_attention_4
 from shardwise.spec.installation import TESTED_TORCH, is_installed, slow_formats
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
@@ -49,6 +50,8 @@ def check_versions(request: Examination) -> Iterator[Checked]:
         yield Checked("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
     if request.device == "cuda":
         yield _nccl()
+        if visible_devices():
+            yield _attention()
 
 
 def _processor() -> Checked:
@@ -64,6 +67,15 @@ def _nccl() -> Checked:
         return Checked("NCCL", "fail", "is not in this build of PyTorch", "install one of pytorch.org's for CUDA")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return Checked("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {driver() or 'unknown'}")
+
+
+def _attention() -> Checked:
+    """Imports FlashAttention-4, where it is installed: training would, too."""
+    against = flash_attention_4.obstacle(torch.device("cuda", 0))
+    if not against:
+        return Checked("attention", "pass", f"FlashAttention-4 {flash_attention_4.version()}")
+    installed = flash_attention_4.version() is not None
+    return Checked("attention", "warn" if installed else "pass", f"PyTorch's, not FlashAttention-4: {against}")
 
 
 def driver() -> str:
