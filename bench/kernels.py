@@ -1,10 +1,11 @@
-"""The optimizer's phase of a step and the loss on one GPU: our kernels beside what PyTorch has, in time and memory.
+"""The optimizer's phase of a step, the loss and attention on one GPU: our kernels beside others, in time and memory.
 
-    PYTHONPATH=src python bench/kernels.py [optimizer] [loss]
+    PYTHONPATH=src python bench/kernels.py [optimizer] [loss] [attention]
 
 The optimizer's phase is the norm of the gradients, clipping and AdamW on bf16 weights; beside it PyTorch's own
 `clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies. The loss goes from hidden states to all gradients;
 beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy`, Liger's and quack's, where there are any.
+Attention is FlashAttention-4, where it is installed, beside PyTorch's backends, in turns.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import build_optimizer
+from shardwise.models import flash_attention_4
+from shardwise.models.dot_product import AttentionArguments, document_bounds, packed_attention
 from shardwise.models.loss import cross_entropy_sum
 from shardwise.spec.training import Training
 
@@ -31,6 +36,13 @@ REPEATS, AT_ONCE = 5, 4  # medians of so many times, each of so many calls: the 
 # Name, hidden, layers, features of keys, features of the MLP.
 MODELS = (("1.5B", 2048, 16, 512, 8192), ("2.8B", 4096, 8, 1024, 14336))
 # Tokens, hidden, vocabulary.
+# Batch, tokens, heads, heads of keys, features of keys, features of values, and what a query sees.
+ATTENTIONS = (
+    (2, 8192, 32, 8, 128, 128, "causal"), (2, 8192, 32, 8, 64, 64, "causal"), (4, 4096, 32, 8, 64, 64, "causal"),
+    (2, 8192, 32, 8, 128, 128, "documents"), (2, 8192, 32, 8, 128, 128, "window"), (16, 1024, 12, 12, 64, 64, "causal"),
+    (2, 8192, 16, 16, 96, 96, "causal"), (2, 4096, 16, 16, 192, 128, "causal"), (2, 4096, 16, 8, 256, 256, "causal"),
+)  # fmt: skip
+DOCUMENTS, WINDOW = 8, 1024
 LOSSES = ((TOKENS, 2048, VOCABULARY), (TOKENS, 4096, VOCABULARY), (8192, 768, 50257))
 
 
@@ -45,17 +57,23 @@ def main(wanted: list[str]) -> None:
         for tokens, hidden, vocabulary in LOSSES:
             for name, loss in losses().items():
                 show(f"loss {tokens} x {hidden} x {vocabulary} {name}", *of_loss(loss, tokens, hidden, vocabulary))
+    if not wanted or "attention" in wanted:
+        for one in ATTENTIONS:
+            for name, (forward, both, flops) in of_attention(*one).items():
+                words = f"attention {one[0]} x {one[1]}, {one[4]} {one[5]}, {one[6]}: {name}"
+                rates = f"{flops / forward / 1e12:5.0f} {2 * flops / (both - forward) / 1e12:5.0f} TFLOP/s"
+                print(f"{words:62} {1e3 * forward:7.2f} {1e3 * (both - forward):7.2f} ms, {rates}", flush=True)
 
 
 def show(name: str, seconds: float, peak_bytes: float) -> None:
     print(f"{name:50} {1e3 * seconds:8.2f} ms {peak_bytes / 1e9:8.2f} GB", flush=True)
 
 
-def median_seconds(call: Callable[[], object]) -> float:
+def median_seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
     for _ in range(2):
         call()
     times: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(AT_ONCE):
@@ -153,6 +171,74 @@ def of_loss(loss: SummedLoss, tokens: int, hidden: int, vocabulary: int) -> tupl
     torch.cuda.reset_peak_memory_stats()
     both()
     return seconds, torch.cuda.max_memory_allocated() - before
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def attentions(seen: str) -> dict[str, Callable[..., Tensor]]:
+    """By name, each of queries, keys, values and `AttentionArguments`."""
+    found: dict[str, Callable[..., Tensor]] = {}
+    if not flash_attention_4.obstacle(torch.device(DEVICE)):
+
+        def fourth(query: Tensor, key: Tensor, value: Tensor, given: AttentionArguments) -> Tensor:
+            tensors = query, key, value, given.bounds
+            return flash_attention_4.attention(*tensors, causal=True, window=given.window, scale=given.scale)
+
+        found["FlashAttention-4"] = fourth
+    if seen != "causal":
+
+        def second(query: Tensor, key: Tensor, value: Tensor, given: AttentionArguments) -> Tensor:
+            ends = torch.arange(0, len(query) + 1, device=DEVICE, dtype=torch.int32) * query.shape[1]
+            bounds = ends if given.bounds is None else given.bounds
+            return packed_attention(query, key, value, bounds, causal=True, window=given.window, scale=given.scale)
+
+        return {**found, "FlashAttention-2": second}
+
+    def of_pytorch(backend: SDPBackend, *given: Any) -> Tensor:
+        query, key, value = (one.transpose(1, 2) for one in given[:3])
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=given[3].scale, enable_gqa=True
+            ).transpose(1, 2)
+
+    found["cuDNN"] = partial(of_pytorch, SDPBackend.CUDNN_ATTENTION)
+    found["FlashAttention-2"] = partial(of_pytorch, SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def both_passes(forward: Callable[[], Tensor], inputs: list[Tensor], gradient: Tensor) -> object:
+    return torch.autograd.grad(forward(), inputs, gradient)
+
+
+def of_attention(
+    batch: int, seq: int, heads: int, key_heads: int, features: int, value_features: int, seen: str
+) -> dict[str, tuple[float, float, float]]:
+    """Of each way seconds forward and of both passes, and the FLOPs forward of what the mask leaves."""
+    sizes = ((heads, features), (key_heads, features), (key_heads, value_features), (heads, value_features))
+    *inputs, gradient = (torch.randn(batch, seq, *one, device=DEVICE, dtype=torch.bfloat16) for one in sizes)
+    inputs = [one.requires_grad_() for one in inputs]
+    numbers = (torch.arange(seq, device=DEVICE) // (seq // DOCUMENTS)).expand(batch, seq)
+    packed, window = seen == "documents", WINDOW if seen == "window" else None
+    bounds = document_bounds(numbers, DOCUMENTS) if packed else None
+    arguments = AttentionArguments(True, window, features**-0.5, numbers if packed else None, bounds=bounds)
+    pairs = seq * seq / 2 / (DOCUMENTS if packed else 1) if window is None else seq * window - window**2 / 2
+    flops = 2.0 * batch * heads * pairs * (features + value_features)
+    ways: dict[str, list[Callable[[], Any]]] = {}
+    for name, attend in attentions(seen).items():
+        forward = partial(attend, *inputs, arguments)
+        ways[name] = [forward, partial(both_passes, forward, inputs, gradient)]
+        try:
+            ways[name][1]()
+        except (RuntimeError, AssertionError) as error:
+            print(f"{name} has no kernel for heads of {features}, {value_features}: {str(error).splitlines()[0]}")
+            del ways[name]
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
+    for _ in range(REPEATS):
+        for name, calls in ways.items():
+            for place, call in enumerate(calls):
+                times[name][place].append(median_seconds(call, repeats=1))
+    return {name: (statistics.median(one), statistics.median(two), flops) for name, (one, two) in times.items()}
 
 
 if __name__ == "__main__":

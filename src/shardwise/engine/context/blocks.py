@@ -224,10 +224,12 @@ class Flash4:
     """FlashAttention-4, for what it `fits`: no bias. It takes tensors as they are."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        return flash_attention_4.forward(query, key, value, *self._seen(query, scores))
+        out, log_sum = flash_attention_4.forward(query, key, value, *self._seen(query, scores))
+        return out, log_sum
 
     def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
-        return flash_attention_4.backward(*saved, *self._seen(saved.query, scores))
+        of_query, of_key, of_value = flash_attention_4.backward(*saved, *self._seen(saved.query, scores))
+        return of_query, of_key, of_value
 
     def _seen(self, query: Tensor, scores: Scores) -> tuple[Any, ...]:
         return None, query.shape[1], scores.causal, None, scores.scale
