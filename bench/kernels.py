@@ -3,8 +3,10 @@
     PYTHONPATH=src python bench/kernels.py [optimizer] [loss] [attention]
 
 The optimizer's phase is the norm of the gradients, clipping and AdamW on bf16 weights; beside it PyTorch's own
-`clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies. The loss goes from hidden states to all gradients;
-beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy`, Liger's and quack's, where there are any.
+`clip_grad_norm_` and fused AdamW on fp32 weights, with bf16 copies; the same with 8-bit moments of torchao, and
+flashoptim on bf16 weights with 8 or 16 more bits and 8-bit moments, where these are installed. The loss goes from
+hidden states to all gradients; beside it `F.cross_entropy` of all logits, compiled; `F.linear_cross_entropy`, Liger's
+and quack's, where there are any.
 Attention is FlashAttention-4, where it is installed, beside PyTorch's backends, in turns.
 """
 
@@ -52,7 +54,8 @@ def main(wanted: list[str]) -> None:
         for name, *shape in MODELS:
             for kind in ("adamw", "adamw-bf16-moments", "adam8bit"):
                 show(f"optimizer {name} {kind}", *ours(kind, *shape))
-            show(f"optimizer {name} PyTorch", *theirs(*shape))
+            for other, build, dtype in others():
+                show(f"optimizer {name} {other}", *theirs(build, dtype, *shape))
     if not wanted or "loss" in wanted:
         for tokens, hidden, vocabulary in LOSSES:
             for name, loss in losses().items():
@@ -113,12 +116,27 @@ def ours(kind: Any, *shape: int) -> tuple[float, float]:
     return median_seconds(phase), torch.cuda.memory_allocated()
 
 
-def theirs(*shape: int) -> tuple[float, float]:
-    given = [nn.Parameter(0.02 * torch.randn(one, device=DEVICE)) for _, one in shapes(*shape)]
-    copies = [one.detach().to(torch.bfloat16) for one in given]
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def others() -> Iterator[tuple[str, Build, torch.dtype]]:
+    """By name an optimizer, and the format of the weights that it updates."""
+    yield "PyTorch", lambda given: torch.optim.AdamW(given, fused=True), torch.float32
+    with suppress(ImportError):
+        eight_bits = importlib.import_module("torchao.optim").AdamW8bit
+        yield "torchao AdamW8bit", eight_bits, torch.float32
+    with suppress(ImportError):
+        flash = importlib.import_module("flashoptim").FlashAdamW
+        for bits in (24, 32):
+            yield f"flashoptim, {bits} bits of a weight", partial(flash, master_weight_bits=bits), torch.bfloat16
+
+
+def theirs(build: Build, dtype: torch.dtype, *shape: int) -> tuple[float, float]:
+    given = [nn.Parameter((0.02 * torch.randn(one, device=DEVICE)).to(dtype)) for _, one in shapes(*shape)]
+    copies = [one.detach().to(torch.bfloat16) for one in given] if dtype != torch.bfloat16 else []
     for one in given:
         one.grad = torch.randn_like(one)
-    optimizer = torch.optim.AdamW(given, fused=True)
+    optimizer = build(given)
 
     def phase() -> None:
         nn.utils.clip_grad_norm_(given, 1.0)

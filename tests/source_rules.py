@@ -228,6 +228,7 @@ def private_torch(module: Module) -> Iterator[str]:
 def _private_attributes(module: Module) -> Iterator[str]:
     """Attributes of other objects than ``self`` with a leading underscore that the module does not define itself."""
     own = {"_exit", "_replace", "_attn_implementation"}  # of os, of named tuples, and of transformers' configs
+    own |= {"_flash_attn_fwd", "_flash_attn_bwd"}  # FlashAttention-4's passes, which have no other names
     others = []
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef):
