@@ -51,7 +51,7 @@ def misfit(dtype: torch.dtype, features: int, value_features: int) -> str:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str:
     """Why it does not run on a device; nothing if it does. The first call on a GPU imports the package."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs a GPU of NVIDIA"
     if torch.cuda.get_device_capability(device)[0] not in GENERATIONS:
         return "it needs a GPU of the Hopper or Blackwell generation"
