@@ -63,7 +63,8 @@ Step = Callable[[Tensor, Tensor], Tensor]  # of tokens and labels: the mean loss
 
 @dataclass(frozen=True)
 class Row:
-    """A contender on a shape; ``ratio`` is how many times as long as shardwise's its step takes, in the same turns."""
+    """A contender on a shape; ``ratio`` is how many times as long as shardwise's its step takes, by the medians of the
+    same turns, and ``turns`` the same of each turn."""
 
     shape: str
     contender: str
@@ -74,6 +75,7 @@ class Row:
     first_loss: float
     last_loss: float
     attention: str
+    turns: list[float]
 
 
 def main() -> int:
@@ -109,8 +111,9 @@ def main() -> int:
 
 def print_row(row: Row) -> None:
     print(
-        f"{row.shape:12} {row.contender:14} {row.milliseconds:8.1f} ms {row.gigabytes:7.1f} GB  {row.ratio:5.2f} x  "
-        f"MFU {row.mfu:5.1%}  loss {row.first_loss:.3f} to {row.last_loss:.3f}  attention: {row.attention}",
+        f"{row.shape:12} {row.contender:14} {row.milliseconds:8.1f} ms {row.gigabytes:7.1f} GB  {row.ratio:5.3f} x "
+        f"({min(row.turns):.3f} to {max(row.turns):.3f})  MFU {row.mfu:5.1%}  loss {row.first_loss:.3f} to "
+        f"{row.last_loss:.3f}  attention: {row.attention}",
         flush=True,
     )
 
@@ -146,21 +149,23 @@ def compared(shape: str, peers: list[str], given: argparse.Namespace) -> Iterato
     data = Data(model.vocab, rows, seq)
     analysis = analyze(job)
 
-    def row(name: str, found: Contender, ratio: float) -> Row:
+    def row(name: str, found: Contender) -> Row:
         mfu = analysis.flops_per_step() / (found.median_seconds * analysis.peak_flops)
         attention = kernel_words(job, torch.device("cuda")) if found is ours else "PyTorch's"
         milliseconds, gigabytes = found.median_seconds * 1e3, found.peak_bytes / 1e9
-        return Row(shape, name, milliseconds, gigabytes, ratio, mfu, *found.losses, attention)
+        ratio = found.median_seconds / ours.median_seconds
+        turns = [theirs / mine for theirs, mine in zip(found.seconds, ours.seconds)]
+        return Row(shape, name, milliseconds, gigabytes, ratio, mfu, *found.losses, attention, turns)
 
     torch._dynamo.reset()  # another shape would be compiled for any
     with built(lambda: shardwise_step(job), data, given.warm_up) as ours:
         take_turns([ours], data, given.steps)
-        yield row("shardwise", ours, 1.0)
+        yield row("shardwise", ours)
         for name in peers:
             try:
                 with built(partial(PEERS[name], model, seq), data, given.warm_up) as peer:
                     take_turns([ours, peer], data, given.steps)
-                    yield row(name, peer, peer.median_seconds / ours.median_seconds)
+                    yield row(name, peer)
             except (ImportError, torch.OutOfMemoryError) as error:
                 print(f"{shape:12} {name:14} left out: {str(error).splitlines()[0]}", flush=True)
 
@@ -196,9 +201,14 @@ class Contender:
         self._events = []
 
     @property
-    def median_seconds(self) -> float:
+    def seconds(self) -> list[float]:
+        """Of each of the last turns."""
         torch.cuda.synchronize()
-        return float(statistics.median(began.elapsed_time(ended) for began, ended in self._events)) / 1e3
+        return [began.elapsed_time(ended) / 1e3 for began, ended in self._events]
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
 
     @property
     def losses(self) -> tuple[float, float]:

@@ -81,7 +81,8 @@ def test_a_kernel_agrees_with_the_written_out_one(name: str, widths: tuple[int, 
     if kernel is FLASH_4 and (against := misfit(number, *widths) or obstacle(torch.device("cuda"))):
         pytest.skip(against)
     sizes = ((128, 128, True), (128, 128, False), (100, 100, True), (257, 65, False))
-    for key_heads, (queries, keys, causal) in product((1, 2, 4), sizes):
+    groups = (2,) if kernel is FLASH_4 else (1, 2, 4)  # each kind of which takes it seconds to compile
+    for key_heads, (queries, keys, causal) in product(groups, sizes):
         shapes = [
             (queries, 4, widths[0]), (keys, key_heads, widths[0]), (keys, key_heads, widths[1]), (queries, 4, widths[1])
         ]  # fmt: skip
