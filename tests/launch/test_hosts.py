@@ -27,7 +27,7 @@ from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.targets import hosts as over_ssh
 from shardwise.launch.targets.host_file import Host, placed, read_hosts
-from shardwise.launch.targets.hosts import start_on
+from shardwise.launch.targets.host_target import start_on
 from shardwise.launch.targets.installed import installed, require_same
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec import SpecError
@@ -297,7 +297,7 @@ import sys
 from pathlib import Path
 from launch.test_torchrun import job
 from shardwise.launch.local import supervise
-from shardwise.launch.targets.hosts import start_on
+from shardwise.launch.targets.host_target import start_on
 from shardwise.launch.targets.registry import TargetRequest
 with start_on(TargetRequest(sys.argv[1], job("laptop:2", dp=2))) as target:
     supervise(sys.argv[3:], 2, Path(sys.argv[2]) / "run", restarts=0, start=target.start)

@@ -18,8 +18,9 @@ from cli.running import run as shardwise
 from launch.ray_nodes import RayNodes, ray_nodes
 from launch.running import alive, wait_until
 from required import require
+from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
 from shardwise.launch.local import supervise
-from shardwise.launch.ray.placement import RayNode, bundle_size, bundle_sizes, missing_words, ranks_of_bundles
+from shardwise.launch.ray.placement import RayNode, missing_words, ranks_of_bundles
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import HostRanks
 from shardwise.layout.groups import along, division
@@ -39,7 +40,7 @@ def test_every_rank_has_one_bundle_and_no_tp_group_is_cut(
     nodes = [RayNode(f"n{number}", f"10.0.0.{number}", room) for number, room in enumerate(rooms)]
     sizes = bundle_sizes(strategy, node_devices)
     assert sizes and all(strategy.world % size == 0 for size in sizes) and sizes[0] <= node_devices
-    size = bundle_size(sizes, strategy.world, nodes)
+    size = bundle_size(sizes, strategy.world, [node.room for node in nodes])
     if size is None:
         assert all(sum(room // one for room in rooms) * one < strategy.world for one in sizes)
         return
@@ -67,8 +68,8 @@ def test_smaller_nodes_than_planned_get_fewer_ranks_but_whole_tp_groups() -> Non
     strategy = Strategy(tp=2, dp=4)
     assert bundle_sizes(strategy, 8) == [8, 4, 2]
     nodes = [RayNode(name, name, room) for name, room in (("a", 4), ("b", 3), ("c", 3))]
-    assert bundle_size([8, 4, 2], 8, nodes) == 2
-    assert bundle_size([8, 4, 2], 8, nodes[:2]) is None
+    assert bundle_size([8, 4, 2], 8, [node.room for node in nodes]) == 2
+    assert bundle_size([8, 4, 2], 8, [node.room for node in nodes[:2]]) is None
     assert missing_words(8, "GPU", [8, 4, 2], nodes[:2], 5.0) == (
         "asked for 8 GPUs, 2 or more of them on one node (whole tensor-parallel groups); "
         "present: 7 on 2 nodes (4 on a, 3 on b), of which 5 are free"
@@ -77,9 +78,8 @@ def test_smaller_nodes_than_planned_get_fewer_ranks_but_whole_tp_groups() -> Non
 
 def test_options_of_ray_are_for_ray() -> None:
     small = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
-    for option in ("--ray-address", "--wait-for-resources", "--least-devices"):
-        found = shardwise("train", *small, option, "5")
-        assert (found.status, found.err) == (2, f"shardwise: error: {option}: is for --on ray; leave it out\n")
+    found = shardwise("train", *small, "--ray-address", "5")
+    assert (found.status, found.err) == (2, "shardwise: error: --ray-address: is for --on ray; leave it out\n")
 
 
 def test_a_stop_while_a_place_is_waited_for(tmp_path: Path) -> None:

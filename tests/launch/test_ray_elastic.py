@@ -13,14 +13,13 @@ from launch.ray_nodes import ray_nodes
 from launch.running import wait_until
 from launch.test_ray import SMALL, begun, ended, losses, nothing_left, ranks_of, reaches
 from launch.test_torchrun import job
-from shardwise.launch.ray.elastic import SmallerSplits
-from shardwise.launch.ray.placement import RayNode
+from shardwise.launch.elastic.splits import SmallerSplits
 
 
 def test_the_split_for_fewer_devices_keeps_the_batches() -> None:
     whole = job("laptop:4", dp=4)
     splits = SmallerSplits(whole, 1)
-    nodes = [RayNode(name, name, 1) for name in "abcd"]
+    nodes = [1, 1, 1, 1]
     for count in (4, 3, 2, 1):  # 32 sequences do not divide over dp 3: there it is a pipeline
         found = next(splits.on(nodes[:count]))
         assert found.strategy.world == count and found.training.sequences(found.strategy.data_parallel) == 32

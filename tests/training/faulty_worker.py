@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ class Fault:
     shard is on disk), ``written`` (all of it, nobody knows), ``sealed`` (the manifest too, before the rename),
     ``committed`` of the checkpoint after that many steps.
     ``what``: ``kill``, ``stop``, ``raise``, ``nan``, ``differ`` (calls another collective), ``skip`` (leaves out its
-    next all-reduce), ``second`` (starts the run once more), ``limit`` (can write no large file any more), ``fill PATH``
+    next all-reduce), ``second`` (starts the run once more), ``slow`` (waits in every layer from now on), ``limit`` (can
+    write no large file any more), ``fill PATH``
     (takes what is left of a disk), ``free``.
     """
 
@@ -76,6 +78,8 @@ def _do(what: str, trainer: Any) -> None:
         _skip_one_reduction()
     elif word == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    elif word == "slow":
+        _slow_down()
     elif word == "second":
         _start_second_run()
     elif word == "fill":
@@ -95,6 +99,13 @@ def _skip_one_reduction() -> None:
         return SimpleNamespace(wait=lambda: True) if named.get("async_op") else None
 
     dist.all_reduce = skipped
+
+
+def _slow_down() -> None:
+    """This rank needs many times as long for a layer as others do."""
+    from shardwise.models.layer import Layer
+
+    around(Layer, "forward", before=lambda *_: time.sleep(0.05))
 
 
 def _start_second_run() -> None:

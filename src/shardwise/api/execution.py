@@ -17,21 +17,14 @@ from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
+from shardwise.launch.elastic.recutting import FindsRecuts
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.placed import on_nodes
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
-from shardwise.launch.targets.registry import (
-    WAIT_SECONDS,
-    LaunchTarget,
-    TargetPlace,
-    TargetRequest,
-    hosts_named,
-    started_on,
-    target_named,
-)
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, started_on, target_named
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
@@ -118,19 +111,20 @@ def train(
     Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
-    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine, which has
-    ``wait_for_resources`` (60 s) to make room for all; then the run goes on with fewer, if at least ``least_devices``,
-    and with more when they come. ``metrics_port`` serves the run's state to Prometheus on loopback while it goes on.
-    ``on_progress`` is called with notes and events.
+    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine. Devices that are missing are
+    waited for (``wait_for_resources``, `run.restarts.wait`); then the run goes on with fewer, if at least
+    ``least_devices`` (`run.restarts.shrink`), and with more when they come. ``metrics_port`` serves the
+    run's state to Prometheus on loopback while it goes on. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
     target = None if on is None else starting_target(on, here)
+    require_ray_for(ray_address, target)
 
     def ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, metrics_port=metrics_port, started_as=here, elsewhere=on is not None, hosts=hosts,
-            note=report,
+            profile=profile, metrics_port=metrics_port, wait_for_resources=wait_for_resources,
+            least_devices=least_devices, started_as=here, elsewhere=on is not None, hosts=hosts, note=report,
         )  # fmt: skip
 
     if here is not None:
@@ -143,10 +137,7 @@ def train(
         return launch.supervised(report_event)
 
     prepared = ready(None if target is None else hosts_named(target, str(on)))
-    where = target_place(
-        target, ray_address=ray_address, wait_for_resources=wait_for_resources, least_devices=least_devices
-    )
-    run = supervised if target is None else on_target(target, str(on), prepared, supervised, where)
+    run = supervised if target is None else on_target(target, str(on), prepared, supervised, ray_address)
     return trained(prepared, run, grace=grace, debug=debug)
 
 
@@ -185,9 +176,18 @@ def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, d
         step = ready.finished_step()
         if server is not None and step is None:
             ready.note(f"metrics at {server.url}")
-        launch = Launch(ready.job, ready.folder, grace_seconds, debug, metrics=server)
+        recuts = _recuts(ready.job, ready.folder)
+        launch = Launch(ready.job, ready.folder, grace_seconds, debug, metrics=server, recuts=recuts)
         outcome = run(launch) if step is None else None
     return TrainingResult(ready.job, run_summary(ready.folder, step), outcome)
+
+
+def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
+    if job.run.recut is None:
+        return None
+    from shardwise.measure.recut_in_run import RunRecuts  # imports torch
+
+    return RunRecuts(folder, job.run.recut)
 
 
 def ready_run(
@@ -200,6 +200,8 @@ def ready_run(
     emulate: str | None = None,
     profile: str | None = None,
     metrics_port: int | str | None = None,
+    wait_for_resources: Size | None = None,
+    least_devices: int | str | None = None,
     here: bool = True,
     started_as: Started | None = None,
     elsewhere: bool = False,
@@ -217,7 +219,7 @@ def ready_run(
     described, notes = job_from(given, fields)
     for text in notes:
         note(text)
-    job = _completed(described, run_folder, data, profile)
+    job = _shrinking(_completed(described, run_folder, data, profile), wait_for_resources, least_devices)
     if metrics_port is not None:
         logging = replace(job.run.logging, metrics_port=port_number(metrics_port))
         job = replace(job, run=replace(job.run, logging=logging))
@@ -254,39 +256,44 @@ def starting_target(on: str, here: Started | None) -> LaunchTarget:
     return target
 
 
-def target_place(
-    target: LaunchTarget | None,
-    *,
-    ray_address: str | None = None,
-    wait_for_resources: Size | None = None,
-    least_devices: int | str | None = None,
-) -> TargetPlace:
-    """Where a cluster is, and what it may take; raises SpecError for a target that is none."""
-    given = {
-        "--ray-address": ray_address, "--wait-for-resources": wait_for_resources, "--least-devices": least_devices
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None and (target is None or target.name != "ray"):
-            raise SpecError(name, "is for --on ray", "leave it out")
-    wait = (
-        WAIT_SECONDS
-        if wait_for_resources is None
-        else float(parse(wait_for_resources, "seconds", "--wait-for-resources"))
-    )
-    least = None if least_devices is None else whole_number(least_devices, "--least-devices")
-    return TargetPlace(ray_address, wait, least)
+def require_ray_for(address: str | None, target: LaunchTarget | None) -> None:
+    """Raises SpecError for a Ray cluster that nothing is started on."""
+    if address is not None and (target is None or target.name != "ray"):
+        raise SpecError("--ray-address", "is for --on ray", "leave it out")
+
+
+def _shrinking(job: Job, wait: Size | None, least_devices: int | str | None) -> Job:
+    """The job with its `run.restarts` as the flags have them, checked."""
+    restarts = job.run.restarts
+    if wait is not None:
+        seconds = float(parse(wait, "seconds", "--wait-for-resources"))
+        try:
+            restarts = replace(restarts, wait=seconds)
+        except SpecError as error:
+            raise SpecError("--wait-for-resources", error.problem, error.remedy) from None
+    if least_devices is not None:
+        restarts = replace(restarts, shrink=True, least_devices=whole_number(least_devices, "--least-devices"))
+    if restarts.shrink and restarts.least_devices > job.strategy.world:
+        name = "run.restarts.least_devices" if least_devices is None else "--least-devices"
+        problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
+        raise SpecError(name, problem, "use at most as many")
+    return job if restarts == job.run.restarts else replace(job, run=replace(job.run, restarts=restarts))
 
 
 def on_target(
-    target: LaunchTarget, on: str, ready: ReadyRun, supervised: Callable[[Launch], Outcome], where: TargetPlace
+    target: LaunchTarget,
+    on: str,
+    ready: ReadyRun,
+    supervised: Callable[[Launch], Outcome],
+    ray_address: str | None = None,
 ) -> Callable[[Launch], Outcome]:
     """Supervises a launch whose ranks the target starts."""
 
     def run(launch: Launch) -> Outcome:
-        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, where)) as found:
+        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, ray_address)) as found:
             for text in found.notes:
                 ready.note(text)
-            return supervised(replace(launch, start=found.start))
+            return supervised(replace(launch, target=found))
 
     return run
 

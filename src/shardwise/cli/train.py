@@ -19,9 +19,9 @@ from shardwise.api.execution import (
     no_metrics,
     on_target,
     ready_run,
+    require_ray_for,
     run_summary,
     starting_target,
-    target_place,
     trained,
     trained_as_rank,
 )
@@ -31,11 +31,12 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.launch.targets.registry import WAIT_SECONDS, LaunchTarget, TargetRequest, hosts_named, target_named
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, target_named
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
 from shardwise.spec.job import Job
+from shardwise.spec.run import Restarts
 from shardwise.spec.units import parse
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.environment.reader import Started, started
@@ -78,9 +79,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--on", metavar="TARGET", help=on)
     address = "with --on ray: the cluster (default RAY_ADDRESS; without it one is started here)"
     parser.add_argument("--ray-address", metavar="ADDRESS", help=address)
-    wait = f"with --on ray: how long to wait for room for all processes (default {WAIT_SECONDS:g}s)"
+    wait = f"how long to wait for devices that are missing (run.restarts.wait; default {Restarts().wait:g}s)"
     parser.add_argument("--wait-for-resources", metavar="TIME", help=wait)
-    least = "with --on ray: continue on at least N devices after a loss, replanned; use all again when they return"
+    least = "after a loss go on with at least N devices, replanned, and with all when they return (run.restarts.shrink)"
     parser.add_argument("--least-devices", metavar="N", help=least)
     parser.add_argument("--submit", action="store_true", help="with --on slurm: submit the script, and follow the job")
     more = "with --on slurm: an option of sbatch, such as time=4:00:00; repeat for several"
@@ -107,7 +108,7 @@ def run(arguments: list[str]) -> int:
             raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
     here = None if parsed.print_torchrun else started()
     target = _target(parsed, here)
-    where = target_place(target, **keywords(target_place, parsed))
+    require_ray_for(parsed.ray_address, target)
 
     def made_ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
@@ -138,7 +139,7 @@ def run(arguments: list[str]) -> int:
     def supervised(launch: Launch) -> Outcome:
         return _watched(launch, quiet=parsed.json)
 
-    run = supervised if target is None else on_target(target, parsed.on, ready, supervised, where)
+    run = supervised if target is None else on_target(target, parsed.on, ready, supervised, parsed.ray_address)
     return _show(trained(ready, run, grace=parsed.grace, debug=parsed.debug), parsed)
 
 

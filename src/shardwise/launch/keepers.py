@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,12 +33,14 @@ class Keepers:
         self._secret = secrets.token_hex(16)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._ports: list[int] = []
+        self._used: tuple[int, ...] = ()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         try:
             for node in range(self.nodes if network is None else network.emulation.nodes):
                 self.processes.append(self._started(node))
                 self._ports.append(_port_of(self.processes[node]))
-            self._write()
+            self.use(range(len(self.processes)))
         except BaseException:
             self.close()
             raise
@@ -57,11 +59,19 @@ class Keepers:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
 
+    def use(self, nodes: Sequence[int]) -> None:
+        """The nodes that ranks are on now, in the order of the ranks; what others keep is lost."""
+        with self._lock:
+            self._used = tuple(nodes)
+            for node in set(range(len(self.processes))) - set(nodes):
+                self.processes[node].kill()  # an empty one replaces it
+            self._write()
+
     def _write(self) -> None:
         """In one piece: ranks may read it at any time."""
         part = self.file.with_suffix(".part")
         part.unlink(missing_ok=True)
-        addresses = [f"{self._host(node)}:{port}" for node, port in enumerate(self._ports)]
+        addresses = [f"{self._host(node)}:{self._ports[node]}" for node in self._used]
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
             json.dump({"secret": self._secret, "keepers": addresses}, file)
         part.replace(self.file)
@@ -70,9 +80,10 @@ class Keepers:
         while not self._closed.wait(_POLL_SECONDS):
             for node, process in enumerate(self.processes):
                 if process.poll() is not None and not self._closed.is_set():
-                    self.processes[node] = self._started(node)
-                    self._ports[node] = _port_of(self.processes[node])
-                    self._write()
+                    with self._lock:
+                        self.processes[node] = self._started(node)
+                        self._ports[node] = _port_of(self.processes[node])
+                        self._write()
 
     def close(self) -> None:
         self._closed.set()

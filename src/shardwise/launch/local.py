@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from shardwise.launch.diagnosis import diagnose, overdue, with_collectives
-from shardwise.launch.emulate.network import Network
 from shardwise.launch.outcome import (
     DONE,
     FAILED,
@@ -40,9 +40,30 @@ END_SECONDS = 0.5  # between SIGTERM after a failure and SIGKILL: most ranks wai
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 KEPT = 10  # folders of attempts
 ROOM_BYTES = 2**18
+LOOK_SECONDS = 3.0  # between two looks for a better layout
 # A command, in a folder, with variables; and whether it was asked to stop, for a start that has to wait.
 StartRanks = Callable[[Sequence[str], Path, Mapping[str, str], Callable[[], bool]], RankGroup]
 _NAME = re.compile(r"attempt-(\d+)")
+
+
+class Layouts(Protocol):
+    """Decides on which devices, and split how, the ranks of the next attempt are."""
+
+    def better(self) -> str | None:
+        """Why the ranks, which all train, should save and start anew; None if they should go on."""
+
+    def leave_out(self, failure: Failure) -> str | None:
+        """Restarts did not help: what the next attempt does without, in words; None if there is no way."""
+
+
+class SameLayout:
+    """The one that the run began with."""
+
+    def better(self) -> str | None:
+        return None
+
+    def leave_out(self, failure: Failure) -> str | None:
+        return None
 
 
 def supervise(
@@ -55,41 +76,46 @@ def supervise(
     grace_seconds: float = 30,
     last_commit: Callable[[], Commit] = Commit,
     environment: Mapping[str, str] | None = None,
-    network: Network | None = None,
     gang: Gang | None = None,
     start: StartRanks | None = None,
+    layouts: Layouts | None = None,
     debug: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
 
-    With a ``network`` each rank runs on its virtual node, with a ``gang`` only some run here; ``start`` starts all of
-    them elsewhere. After a failure all ranks are restarted, at most ``restarts`` times in a row without a new
-    ``last_commit``. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``,
-    or at a second signal, they are killed. Call it in the main thread: signals arrive there, and ranks end with it.
+    With a ``gang`` only some run here; ``start`` starts all of them as it likes. After a failure all ranks are
+    restarted, at most ``restarts`` times in a row without a new ``last_commit``; what ``layouts`` then leave out is
+    done without, and where they know a better layout all ranks save and start anew. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``, or at a second signal, they are killed.
+    Call it in the main thread: signals arrive there, and ranks end with it.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
-    tries, committed = 0, last_commit()
+    tries, committed, layouts = 0, last_commit(), layouts or SameLayout()
     with _stop_requests() as stop:
         while True:
             own_folder = new_folder(folder)
             if start is not None:
                 ranks: RankGroup = start(command, own_folder, given, lambda: stop.requested > 0)
             else:
-                ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given, network)
-            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop)
+                ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given)
+            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop, layouts)
             here = f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"
             on_event(Event("started", len(attempts), here, own_folder))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
-            if ranks.again and status == DONE and not stop.requested:
+            if one.changes and status == DONE and not stop.requested:
                 continue
             if failure is None or status != FAILED or stop.requested:
                 return Outcome(status, stop.requested > 0, tuple(attempts))
             now = last_commit()
             tries, committed = (1, now) if now > committed else (tries + 1, committed)
+            if tries > restarts and (without := layouts.leave_out(failure)):
+                tries = 0
+                on_event(Event("failed", len(attempts) - 1, f"{failure}; {without}, from step {now.step}"))
+                continue
             if tries > restarts:
                 on_event(Event("failed", len(attempts) - 1, f"{failure}; gave up after {counted(restarts, 'restart')}"))
                 return Outcome(FAILED, False, tuple(attempts))
@@ -97,7 +123,7 @@ def supervise(
             on_event(Event("failed", len(attempts) - 1, f"{failure}; {next_step}"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Supervision:
     """One attempt, from the start of its ranks to the end of the last of them."""
 
@@ -105,6 +131,9 @@ class _Supervision:
     _timeouts: Timeouts
     _grace_seconds: float
     _stop: _Stop
+    _layouts: Layouts
+    changes: bool = False  # the ranks were asked to save and end, for a better layout
+    _looked: float = field(default_factory=time.monotonic)
 
     def run(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """The exit status and, unless all succeeded, what happened."""
@@ -122,9 +151,23 @@ class _Supervision:
                     failure = self._settled(stuck)
                     if failure is not None:
                         return self._status(failure), failure
+                if not self.changes and (why := self._better()):
+                    self.changes = True
+                    report("changing", f"{why}: the ranks save and start anew")
+                    self._ranks.send_signal(signal.SIGTERM)
                 time.sleep(POLL_SECONDS)
         finally:
             self._ranks.end(end_seconds)
+
+    def _better(self) -> str | None:
+        """Asked now and then, while all ranks train: before that they have nothing to save."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = time.monotonic()
+        train = len(self._ranks.running) == len(self._ranks.all) and all(
+            rank.where[0] in ("data", "step") for rank in self._ranks.all
+        )
+        return self._layouts.better() if train else None
 
     def _settled(self, stuck: bool) -> Failure | None:
         """Who failed first, after waiting for the failures it causes; None if all ranks continue after all."""

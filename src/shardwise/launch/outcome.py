@@ -8,7 +8,7 @@ from typing import Literal
 
 DONE, FAILED, MISTAKE, STOPPED_WITHOUT_CHECKPOINT = 0, 1, 2, 75
 
-EventKind = Literal["started", "failed", "stopping", "killing"]
+EventKind = Literal["started", "failed", "changing", "stopping", "killing"]
 Cause = Literal["raised", "killed", "exited", "silent", "stuck"]
 
 

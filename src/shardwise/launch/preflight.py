@@ -54,6 +54,12 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
     if job.run.checkpoints.memory is not None and (not here or started is not None or elsewhere):
         problem = "needs a process on every node that keeps the copies; only `train` on this machine starts them"
         raise SpecError("run.checkpoints.memory", problem, "leave it out")
+    for name, asked in (("run.restarts.shrink", job.run.restarts.shrink), ("run.recut", job.run.recut is not None)):
+        if asked and (not here or started is not None):
+            problem = "needs a launcher that starts ranks anew; only `shardwise train` by itself is one"
+            raise SpecError(name, problem, "leave it out")
+    if job.run.recut is not None:
+        _require_recut(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:
@@ -84,6 +90,14 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
     if fit_of(job) == "tight":
         notes.append(tight_words(job))
     return Preflight(price, tuple(notes))
+
+
+def _require_recut(job: Job) -> None:
+    if job.strategy.pp == 1:
+        problem = "the run has one pipeline stage: no layer can move to another rank"
+        raise SpecError("run.recut", problem, "leave it out, or strategy.pp: 2")
+    if job.training.compile:
+        raise SpecError("run.recut", "compiled layers are not recorded one by one", "training.compile: false")
 
 
 def require_fits(job: Job) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
-from shardwise.layout.ranks import node_of
+from shardwise.layout.ranks import local_rank, node_of
 from shardwise.training.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
 from shardwise.training.environment.interfaces import loopback_interface
 from shardwise.training.environment.reader import OWN_LAUNCHER
@@ -116,10 +116,9 @@ class RankProcess:
 
 
 class RankGroup(Protocol):
-    """All ranks of one attempt, wherever they are; ``again``: they end well to start anew, on more devices."""
+    """All ranks of one attempt, wherever they are."""
 
     all: list[RankProcess]
-    again: bool
 
     def poll(self) -> None: ...
     @property
@@ -129,13 +128,23 @@ class RankGroup(Protocol):
     def end(self, seconds: float) -> None: ...
 
 
+@dataclass(frozen=True)
+class NodeSeats:
+    """The virtual nodes that ranks are on: ``each`` consecutive ones on every one of ``nodes``."""
+
+    network: Network
+    nodes: tuple[int, ...]
+    each: int
+
+    def of(self, rank: int) -> int:
+        return self.nodes[node_of(rank, self.each)]
+
+
 class RankProcesses:
     """The processes of one attempt on this host; `end` kills all of them and their children, however they behave.
 
-    With a ``network`` each starts on its virtual node.
+    With ``seats`` each starts on its virtual node.
     """
-
-    again = False
 
     def __init__(
         self,
@@ -143,10 +152,10 @@ class RankProcesses:
         gang: Gang,
         folder: Path,
         environment: Mapping[str, str],
-        network: Network | None = None,
+        seats: NodeSeats | None = None,
     ) -> None:
         self.folder, self._gang = folder, gang
-        self._network = network
+        self._seats = seats
         self.all: list[RankProcess] = []
         self._rendezvous = _rendezvous(folder)
         self._guard = subprocess.Popen(
@@ -162,10 +171,10 @@ class RankProcesses:
 
     def _start(self, command: Sequence[str], number: int, environment: Mapping[str, str]) -> RankProcess:
         own = {**_environment(number, self._gang, self.folder, self._rendezvous.path / "store"), **environment}
-        if self._network is not None:
-            own |= self._network.environment_of_rank(number)
-            node = node_of(number, self._network.emulation.ranks_per_node)
-            command = self._network.command(node, command)
+        if self._seats is not None:
+            network, node = self._seats.network, self._seats.of(number)
+            own |= network.environment_on(node, local_rank(number, self._seats.each), self._seats.each)
+            command = network.command(node, command)
         with rank_file(self.folder, number, "log").open("wb") as log:
             process = subprocess.Popen(
                 list(command), env=own,

@@ -8,19 +8,24 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.emulate.network import wired
+from shardwise.launch.elastic.here import HereTarget
+from shardwise.launch.elastic.recutting import FindsRecuts, RecutTarget
+from shardwise.launch.emulate.network import Network, wired
+from shardwise.launch.emulate.reach import Reach
+from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import keepers
-from shardwise.launch.local import StartRanks, supervise
+from shardwise.launch.local import supervise
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
+from shardwise.launch.targets.registry import StartsRanks
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder, companions_at
 from shardwise.training.metrics.events import EventLog, ends_recorded
-from shardwise.training.metrics.recorder import require_writable, write_prediction
+from shardwise.training.metrics.recorder import require_writable
 from shardwise.training.storage.place import place_of
 
 
@@ -35,23 +40,13 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
         start = job.run.start_from
         came_from = None if start is None else companions_at(place_of(start))
         folder.checkpoints.keep_companions(came_from or model_folder)
-    # Runs measure the tensors of a rank, not the framework's own memory.
-    tensors = checked.price.memory.total - checked.price.memory.allowance
     try:
-        write_job(job, folder)
-        write_prediction(folder.path, checked.price.step_seconds, tensors)
+        write_job(job, folder, checked.price)
         record_data(job, folder)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None
     require_writable(job, folder.path)
-
-
-def write_job(job: Job, folder: RunFolder) -> None:
-    """What the processes read: there is always a whole one."""
-    temporary = folder.job.with_suffix(".part")
-    temporary.write_text(job.to_yaml(), encoding="utf-8")
-    temporary.replace(folder.job)
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,10 @@ class Launch:
     folder: RunFolder
     grace_seconds: float = 30
     debug: bool = False
-    start: StartRanks | None = None  # on other hosts
+    target: StartsRanks | None = None  # on other hosts
     metrics: MetricsServer | None = None
+    network: Network | None = None  # of virtual nodes, if it is there already
+    recuts: FindsRecuts | None = None  # if the pipeline may be cut anew
 
     def supervised(self, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
@@ -84,14 +81,23 @@ class Launch:
         emulation = self.job.run.emulate
         command = [sys.executable, "-m", WORKER, str(self.folder.path.resolve())]
         with ExitStack() as stack:
-            network = None if emulation is None else stack.enter_context(wired(emulation, self.job.cluster.wiring))
+            network = self.network
+            if network is None and emulation is not None:
+                network = stack.enter_context(wired(emulation, self.job.cluster.wiring))
             self.folder.copied.unlink(missing_ok=True)
+            keep = None
             if self.job.run.checkpoints.memory is not None:
-                stack.enter_context(keepers(self.folder.keepers, network))
+                keep = stack.enter_context(keepers(self.folder.keepers, network))
+            reach = Reach(network) if network is not None and self.job.run.restarts.shrink else None
+            here = HereTarget(self.job, self.folder, network, keep, reach)
+            stack.callback(here.close)
+            target: StartsRanks = self.target or here
+            if self.recuts is not None:
+                target = RecutTarget(target, self.recuts, self.folder)
             return supervise(
                 command, self.job.strategy.world, self.folder.attempts,
-                timeouts=self.job.run.timeouts, restarts=self.job.run.restarts, grace_seconds=self.grace_seconds,
-                last_commit=self._last_commit, network=network, start=self.start, debug=self.debug, on_event=on_event,
+                timeouts=self.job.run.timeouts, restarts=self.job.run.restarts.most, grace_seconds=self.grace_seconds,
+                last_commit=self._last_commit, start=target.start, layouts=target, debug=self.debug, on_event=on_event,
             )  # fmt: skip
 
     def _last_commit(self) -> Commit:

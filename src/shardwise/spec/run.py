@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.emulation import Emulation, emulation_from
@@ -142,6 +143,51 @@ class Timeouts(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restarts(Spec):
+    """At most ``most`` restarts are tried without a new checkpoint between them; a number alone means that.
+
+    ``shrink``: the run goes on without a node, host or device that does not come back, if at least ``least_devices``
+    are left, in a layout of the planner's, and with it when it is there again. Lost nodes and hosts are waited for at
+    most ``wait``. A device whose rank has failed too often is tried again after ``retry``.
+    """
+
+    most: int = count(3, minimum=0)
+    shrink: bool = False
+    least_devices: int = count(1)
+    wait: float = quantity("seconds", 60, minimum=0)
+    retry: float = quantity("seconds", 600)
+
+
+def restarts_from(value: Any) -> Restarts:
+    """From a mapping, or from the number of restarts."""
+    if isinstance(value, Mapping):
+        return Restarts.from_dict(value)
+    try:
+        return Restarts(most=value)
+    except SpecError as error:
+        raise SpecError("", error.problem, error.remedy) from None
+
+
+def _shortest(restarts: Restarts) -> Any:
+    return restarts.most if restarts == Restarts(most=restarts.most) else restarts.to_dict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecutPolicy(Spec):
+    """Of every ``every`` steps the last ``steps`` are recorded; if the same rank is slow in each, the stages of the
+    pipeline are cut anew by the measured speeds, where a step is expected to be shorter by ``gain`` at least.
+    """
+
+    every: int = count(500, minimum=10)
+    steps: int = count(5, maximum=MOST_STEPS)
+    gain: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
+
+    def check(self) -> None:
+        if self.steps >= self.every:
+            raise SpecError("steps", f"{self.steps} of {self.every}", "record fewer, or raise every")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Spec):
     """``warmup`` steps up from zero, then down to ``final`` times the peak rate at the last step.
 
@@ -211,12 +257,12 @@ class Run(Spec):
     ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run; the optimizer's
     offload is adjusted to the memory measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
     another run's folder whose weights are loaded at step 0. ``profile`` names steps whose phases and collectives are
-    recorded on all ranks, for `shardwise compare`. The run stops at step ``stop_at``, if given, and can be resumed.
-    ``seed`` is that of weights and data. At most ``restarts`` restarts are tried without a new checkpoint between
-    them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the
-    probability of running out of device memory that whoever chooses a strategy accepts: one start in twenty.
-    ``backend`` is what CPU ranks communicate by: gloo, or the MPI that started them. ``reorder``: the nodes of a wiring
-    get their ranks in the order in which a step is predicted to be the fastest, not in the order of the hosts.
+    recorded on all ranks, for `shardwise compare`; ``recut`` records some by itself, and acts on them. The run stops at
+    step ``stop_at``, if given, and can be resumed. ``seed`` is that of weights and data. ``emulate`` puts the ranks on
+    virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the probability of running out of device
+    memory that whoever chooses a strategy accepts: one start in twenty. ``backend`` is what CPU ranks communicate by:
+    gloo, or the MPI that started them. ``reorder``: the nodes of a wiring get their ranks in the order in which a step
+    is predicted to be the fastest, not in the order of the hosts.
     """
 
     steps: int = count(1000)
@@ -232,9 +278,10 @@ class Run(Spec):
     non_finite: NonFinite = NonFinite()
     spikes: Spikes = Spikes()
     timeouts: Timeouts = Timeouts()
-    restarts: int = count(3, minimum=0)
+    restarts: Restarts = reference(restarts_from, _shortest, default=Restarts())
     logging: Logging = Logging()
     profile: Profile | None = None
+    recut: RecutPolicy | None = None
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
     emulate: Emulation | None = reference(emulation_from, str, default=None)
@@ -247,6 +294,8 @@ class Run(Spec):
             raise SpecError("schedule.warmup", problem, "use fewer")
         if self.profile is not None and self.profile.last > self.steps:
             raise SpecError("profile", f"step {self.profile.last} is after the last, {self.steps}", "name earlier ones")
+        if self.recut is not None and self.profile is not None:
+            raise SpecError("recut", "records steps by itself, run.profile others", "leave one of them out")
         if self.evaluation.batches and not self.data.validation and not self.data.held_out:
             remedy = "name run.data.validation, hold out some (run.data.held_out: 2%), or evaluation.batches: 0"
             raise SpecError("evaluation", "there is no held-out data", remedy)

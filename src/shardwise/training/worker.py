@@ -23,6 +23,7 @@ from shardwise.layout.ranks import node_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
+from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
@@ -131,13 +132,22 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
             if memory is not None and state.position.step:
                 origin = "checkpoint" if state.saved else "memory"
                 recorder.write({"step": state.position.step, "restored_from": origin})
-        profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
+        profiler = _profiler_of(job, engine, folder)
         parts = LoopParts(
             job, engine, training, validation, folder.checkpoints, reporter, recorder, profiler, stop, memory
         )  # fmt: skip
         Loop(parts, state).run()
         if recorder:
             recorder.close()
+
+
+def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | None:
+    """What records steps: those of `run.profile`, or now and then some for `run.recut`."""
+    recut = job.run.recut
+    if recut is not None:
+        window = Profile(first=recut.every - recut.steps + 1, last=recut.every)
+        return Profiler(engine, window, folder.profile, every=recut.every)
+    return None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
 
 
 def _memory_of(job: Job, folder: RunFolder, place: WorldPlace) -> MemoryFolder | None:

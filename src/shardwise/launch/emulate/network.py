@@ -41,12 +41,15 @@ class Network:
 
     def environment_of_rank(self, rank: int) -> dict[str, str]:
         """The environment variables of a rank on its node."""
-        per_node = self.emulation.ranks_per_node
+        each = self.emulation.ranks_per_node
+        return self.environment_on(node_of(rank, each), local_rank(rank, each), each)
+
+    def environment_on(self, node: int, local: int, ranks_here: int) -> dict[str, str]:
+        """The environment variables of the rank number ``local`` of ``ranks_here`` on a node."""
         # NCCL would notice that all nodes are one machine, and bypass the link between them.
-        node = {"NCCL_HOSTID": f"node-{node_of(rank, per_node)}", "NCCL_IB_DISABLE": "1"}
+        apart = {"NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), namespace.INTERFACE)
-        place = {"LOCAL_RANK": str(local_rank(rank, per_node)), "LOCAL_WORLD_SIZE": str(per_node)}
-        return {**interfaces, **node, **place}
+        return {**interfaces, **apart, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks_here)}
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """``command`` wrapped so that, started outside, it runs inside the node in the same process."""

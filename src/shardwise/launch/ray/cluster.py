@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ray.pipe import GROUPS, AgentActor
-from shardwise.launch.ray.placement import (
-    RayNode,
-    bundle_size,
-    bundle_sizes,
-    missing_words,
-    ranks_of_bundles,
-    wanted_order,
-)
+from shardwise.launch.ray.placement import RayNode, missing_words, ranks_of_bundles, wanted_order
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 
@@ -160,7 +154,7 @@ class RayCluster:
         group, size = None, 0
         try:
             while True:
-                best = bundle_size(sizes, world, self.nodes(device)) or sizes[0]
+                best = bundle_size(sizes, world, [node.room for node in self.nodes(device)]) or sizes[0]
                 if group is None or best != size:
                     _remove(group)
                     size, group = best, _group(device, best, world // best)

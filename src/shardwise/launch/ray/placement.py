@@ -1,7 +1,6 @@
-"""Which ranks share a bundle of a placement group, and which bundle gets which ranks.
+"""Which bundle of a placement group gets which ranks, and what is missing for one.
 
-A bundle is never split over nodes. So it holds as many consecutive ranks as a node of the plan, or fewer where nodes
-are smaller, but never a part of a tensor-parallel group. Ray spreads the bundles over its nodes.
+A bundle is never split over nodes (`elastic/splits.py` knows its sizes). Ray spreads the bundles over its nodes.
 """
 
 from __future__ import annotations
@@ -9,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.groups import along, division
-from shardwise.layout.ranks import node_of
 from shardwise.planner.placement import place_nodes
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import counted
 
 
@@ -24,20 +20,6 @@ class RayNode:
     number: str
     address: str
     room: int
-
-
-def bundle_sizes(strategy: Strategy, node_devices: int) -> list[int]:
-    """How many ranks a bundle may hold, the best first: as many as a node of the plan."""
-    planned = min(node_devices, strategy.world)
-    sizes = [size for size in range(planned, 0, -1) if strategy.world % size == 0]
-    groups = division(strategy, along(strategy, "tp"))
-    whole = [size for size in sizes if all(len({node_of(rank, size) for rank in group}) == 1 for group in groups)]
-    return whole or sizes[:1]  # a plan whose TP crosses nodes knows it: its nodes are not made smaller still
-
-
-def bundle_size(sizes: Sequence[int], world: int, nodes: Sequence[RayNode]) -> int | None:
-    """The first of ``sizes`` of which the nodes hold enough bundles; None if they do of none."""
-    return next((size for size in sizes if sum(node.room // size for node in nodes) * size >= world), None)
 
 
 def ranks_of_bundles(

@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.launch.elastic.splits import SmallerSplits
+from shardwise.launch.job_file import write_job
+from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, ray_cluster
-from shardwise.launch.ray.elastic import ElasticRanks, SmallerSplits
 from shardwise.launch.ray.pipe import RayPipe
-from shardwise.launch.run import write_job
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
 from shardwise.launch.targets.registry import TargetRequest
@@ -35,15 +36,13 @@ _REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python
 def start_on(request: TargetRequest) -> Iterator[RayTarget]:
     """Waits for a place for all ranks and compares what its nodes have installed, before any rank starts."""
     require_packages("--on ray", "ray")
-    job, address = request.job, request.where.address or os.environ.get(ADDRESS)
+    job, address = request.job, request.ray_address or os.environ.get(ADDRESS)
     cores = len(os.sched_getaffinity(0))
     if not address and job.run_device == "cpu":
         require_cores("cluster", job.strategy.world, "join a cluster (--ray-address), or plan for fewer devices")
-    least = request.where.least_devices
-    if least is not None and least > job.strategy.world:
-        raise SpecError("--least-devices", f"{least}, and the job has {job.strategy.world}", "use at most as many")
+    splits = SmallerSplits(job, job.run.restarts.least_devices) if job.run.restarts.shrink else None
     with ray_cluster(address, max(cores, job.strategy.world)) as cluster, OwnedFolder("gang") as folder:
-        target = RayTarget(request, cluster, None if least is None else SmallerSplits(job, least), job)
+        target = RayTarget(request, cluster, splits, job, job)
         try:
             target.connect(folder)
             yield target
@@ -59,8 +58,9 @@ class RayTarget:
     cluster: RayCluster
     splits: SmallerSplits | None
     job: Job  # as it runs now
+    written: Job  # what the run's folder has, but for another cut of its stages
     gang: PlacedGang | None = None
-    ranks: HostRanks | None = None
+    growing: bool = False  # the ranks were asked to end because there is room for more
     connected: list[Agent] = field(default_factory=list)
 
     @property
@@ -86,12 +86,18 @@ class RayTarget:
                 return HostRanks.lost(self._places(), folder, str(error))
         agents, self.connected = self.connected, []
         threads = {} if self.request.job.run_device == "cuda" else {"OMP_NUM_THREADS": "1"}  # a CPU for every rank
-        given = {**threads, **environment}
-        if self.job is self.request.job:
-            self.ranks = HostRanks(agents, command, folder, given)
-        else:
-            self.ranks = ElasticRanks(agents, command, folder, given, self._more)
-        return self.ranks
+        return HostRanks(agents, command, folder, {**threads, **environment})
+
+    def better(self) -> str | None:
+        """Whether there is room for more ranks of a run that has fewer than planned."""
+        if self.job is self.request.job or not self._more():
+            return None
+        self.growing = True
+        return "there is room for more ranks"
+
+    def leave_out(self, failure: Failure) -> str | None:
+        """Ray says which nodes are left."""
+        return None
 
     def connect(self, folder: Path, stopped: Callable[[], bool] = lambda: False) -> bool:
         """An agent in every bundle of a new placement group; False if ``stopped`` before there is one."""
@@ -100,8 +106,9 @@ class RayTarget:
         if self.gang is None:
             return False
         gang = self.gang
-        if self.splits is not None and self.request.folder is not None:
+        if self.job != self.written and self.request.folder is not None:
             write_job(self.job, RunFolder(self.request.folder))
+        self.written = self.job
         path = os.environ.get("PYTHONPATH")
         variables = {"PYTHONPATH": path} if path else {}
         agents = []
@@ -115,29 +122,32 @@ class RayTarget:
 
     def _placed(self, stopped: Callable[[], bool]) -> PlacedGang | None:
         """A place for all ranks, or after a while for as many as there is room for; at once, to make use of more."""
-        ranks, self.ranks, self.job = self.ranks, None, self.request.job
-        wait_seconds = self.request.where.wait_seconds
-        if ranks is not None and ranks.again:
+        growing, self.growing, self.job = self.growing, False, self.request.job
+        wait_seconds = self.job.run.restarts.wait
+        if growing:
             wait_seconds = _SHORT_SECONDS if self._holds_all() else 0.0
         try:
             return self.cluster.placed(self.job, wait_seconds, stopped)
         except DoesNotFit:
             if self.splits is None:
                 raise
-            for split in self.splits.on(self.cluster.nodes_for(self.job)):
+            for split in self.splits.on(self._rooms()):
                 self.job = split
                 with suppress(DoesNotFit):  # others use it, or a node is lost and not yet known to be
                     return self.cluster.placed(self.job, _SHORT_SECONDS, stopped)
             raise
 
     def _holds_all(self) -> bool:
-        return sum(node.room for node in self.cluster.nodes_for(self.job)) >= self.job.strategy.world
+        return sum(self._rooms()) >= self.job.strategy.world
+
+    def _rooms(self) -> list[int]:
+        return [node.room for node in self.cluster.nodes_for(self.job)]
 
     def _more(self) -> bool:
         """Whether a larger split has room, beside what this run has itself."""
         assert self.splits is not None
         free, now = self.cluster.free(self.job), self.job.strategy.world
-        larger = self.splits.on(self.cluster.nodes_for(self.job), more_than=now)
+        larger = self.splits.on(self._rooms(), more_than=now)
         return any(one.strategy.world - now <= free for one in larger)
 
     def close(self) -> None:

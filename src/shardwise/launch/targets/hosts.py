@@ -14,21 +14,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import RankProcess
 from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK
-from shardwise.launch.targets.host_file import Host, placed, read_hosts
+from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.installed import installed, require_same
-from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
-from shardwise.spec.job import Job
-from shardwise.spec.units import counted
 from shardwise.training.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
 from shardwise.training.environment.host import HOST
 from shardwise.training.flight.record import write_flight
@@ -46,72 +42,17 @@ _OWN = (
 )  # fmt: skip
 
 
-@contextmanager
-def start_on(request: TargetRequest) -> Iterator[HostTarget]:
-    """Connects to all hosts that are needed and compares what they have installed, before any rank starts."""
-    path = Path(request.named)
-    hosts = in_order(read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path)), request.job)
-    places = placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
-    with ExitStack() as open_agents, OwnedFolder("hosts") as folder:
-        target = HostTarget(request, places, len(hosts))
-        target.connected = connect(places, folder, request.folder)
-        for agent in target.connected:
-            open_agents.callback(agent.close)
-        yield target
-
-
-def in_order(hosts: list[Host], job: Job) -> list[Host]:
-    """As the job's wiring has them, which is the order of its ranks; the others after them."""
-    wanted = () if job.cluster.wiring is None else job.cluster.wiring.hosts
-    places = {name: place for place, name in enumerate(wanted)}
-    return sorted(hosts, key=lambda host: places.get(host.address, len(places)))
-
-
-@dataclass
-class HostTarget:
-    """Hosts that have answered; the agents that did serve the first attempt."""
-
-    request: TargetRequest
-    places: Sequence[tuple[Host, range]]
-    listed: int
-    connected: list[Agent] = field(default_factory=list)
-
-    @property
-    def notes(self) -> Sequence[str]:
-        found, here = [], len(self.places[0][1])
-        if here != min(self.request.job.cluster.node_devices, self.request.job.strategy.world):
-            nodes = self.request.job.cluster.node_devices
-            found.append(
-                f"the prediction is for nodes of {nodes} devices: these hosts have {counted(here, 'rank')} each"
-            )
-        if len(self.places) < self.listed:
-            found.append(f"{len(self.places)} of {self.listed} hosts are needed: the others stay idle")
-        return found
-
-    def start(
-        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
-    ) -> HostRanks:
-        """One attempt; after the first the hosts are connected anew."""
-        connected, self.connected = self.connected, []
-        try:
-            agents = connected or connect(self.places, folder, self.request.folder)
-        except SpecError as error:  # a host that was there before
-            return HostRanks.lost(self.places, folder, str(error))
-        return HostRanks(agents, command, folder, environment)
-
-
-def connect(places: Sequence[tuple[Host, range]], folder: Path, run_folder: Path | None) -> list[Agent]:
-    """An agent on every host, which all have the same installed as this one; raises SpecError for one that has not."""
-    agents = []
-    for number, (host, ranks) in enumerate(places):
-        log = folder / f"agent-{number}.log"
-        remedy = f"`{shlex.join(_ssh(host.name))} {sys.executable} -m shardwise --version` must work"
-        agents.append(Agent(host, ranks, log, _ssh_process(host.name, log), remedy))
-    return compared(agents, run_folder)
+def agent_on(host: Host, ranks: range, log: Path) -> Agent:
+    """Starts an agent over ssh, for these ranks."""
+    remedy = f"`{shlex.join(_ssh(host.name))} {sys.executable} -m shardwise --version` must work"
+    return Agent(host, ranks, log, _ssh_process(host.name, log), remedy)
 
 
 def compared(agents: list[Agent], run_folder: Path | None) -> list[Agent]:
-    """The agents, if what is installed where they are is the same as here; raises SpecError, and closes all, if not."""
+    """The agents, if what is installed where they are is the same as here; raises SpecError, and closes all, if not.
+
+    Of one that does not answer, HostLost.
+    """
     job_file = None if run_folder is None else (run_folder / "job.yaml").resolve()
     try:
         for agent in agents:
@@ -125,6 +66,10 @@ def compared(agents: list[Agent], run_folder: Path | None) -> list[Agent]:
             agent.close()
         raise
     return agents
+
+
+class HostLost(SpecError):
+    """A host that does not answer; ``field`` is its name."""
 
 
 class AgentProcess(Protocol):
@@ -158,7 +103,7 @@ class Agent:
             self.process.stdin.flush()
 
     def answer(self, name: str) -> Any:
-        """What the agent answers to a question; raises SpecError if it does not."""
+        """What the agent answers to a question; raises HostLost if it does not."""
         deadline = time.monotonic() + ANSWER_SECONDS
         with self._changed:
             while name not in self.facts and time.monotonic() < deadline and self.process.poll() is None:
@@ -167,7 +112,7 @@ class Agent:
                 return self.facts[name]
         time.sleep(0.1)  # ssh's last words
         reason = self.lost() or f"no answer within {ANSWER_SECONDS:g} s"
-        raise SpecError(self.host.name, reason, self._remedy)
+        raise HostLost(self.host.name, reason, self._remedy)
 
     def lost(self) -> str | None:
         """Why there is no connection any more."""
@@ -260,8 +205,6 @@ class RemoteProcess:
 
 class HostRanks:
     """All ranks of one attempt on the hosts of ``agents``."""
-
-    again = False
 
     def __init__(
         self, agents: Sequence[Agent], command: Sequence[str], folder: Path, environment: Mapping[str, str]

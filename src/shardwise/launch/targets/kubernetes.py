@@ -150,7 +150,7 @@ def _failure_policy(found: ManifestJob) -> dict[str, Any]:
     statuses = "|".join(map(str, found.final_statuses))
     by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
-        "maxRestarts": found.job.run.restarts,
+        "maxRestarts": found.job.run.restarts.most,
         "rules": [
             {
                 "name": "final",

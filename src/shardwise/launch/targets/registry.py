@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from shardwise.launch.local import StartRanks
+from shardwise.launch.local import Layouts, StartRanks
 from shardwise.launch.targets.host_file import read_hosts
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -31,7 +31,7 @@ class LaunchTarget:
 
 
 HOSTS = LaunchTarget(
-    "FILE", "hosts over ssh, one in a line: `host slots=8`", "starts", "shardwise.launch.targets.hosts"
+    "FILE", "hosts over ssh, one in a line: `host slots=8`", "starts", "shardwise.launch.targets.host_target"
 )
 TARGETS = {
     one.name: one
@@ -46,27 +46,20 @@ TARGETS = {
         LaunchTarget("skypilot", "a task for SkyPilot", "renders", "shardwise.launch.targets.skypilot"),
     )
 }
-WAIT_SECONDS = 60.0
 _DEVICES = ("cpu", "cuda")  # which `--on` named before it named targets
 
 
 @dataclass(frozen=True)
-class TargetPlace:
-    """The cluster at ``address``, which has ``wait_seconds`` to make room for all ranks, or for ``least_devices``."""
-
-    address: str | None = None
-    wait_seconds: float = WAIT_SECONDS
-    least_devices: int | None = None
-
-
-@dataclass(frozen=True)
 class TargetRequest:
-    """What is to be started on ``named``, as it was given: a job's ranks; in ``folder``, for a run."""
+    """What is to be started on ``named``, as it was given: a job's ranks; in ``folder``, for a run.
+
+    ``ray_address`` is that of a Ray cluster.
+    """
 
     named: str
     job: Job
     folder: Path | None = None
-    where: TargetPlace = TargetPlace()
+    ray_address: str | None = None
 
 
 class SubmittedJob(Protocol):
@@ -78,11 +71,13 @@ class SubmittedJob(Protocol):
         """Its exit status, once it has ended."""
 
 
-class StartsRanks(Protocol):
-    """A target that starts ranks: `start` starts one attempt; ``notes`` are for the user."""
+class StartsRanks(Layouts, Protocol):
+    """A target that starts ranks: `start`, a `StartRanks`, starts one attempt; ``notes`` are for the user."""
 
-    notes: Sequence[str]
-    start: StartRanks
+    @property
+    def notes(self) -> Sequence[str]: ...
+    @property
+    def start(self) -> StartRanks: ...
 
 
 @dataclass(frozen=True)
@@ -136,5 +131,10 @@ def command_status(target: LaunchTarget, request: TargetRequest, command: Sequen
 
 
 def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) -> Written:
+    if request.job.run.restarts.shrink:
+        problem = f"a script for {target.name} starts as many ranks as the job has"
+        raise SpecError("run.restarts.shrink", problem, "leave it out")
+    if request.job.run.recut is not None:
+        raise SpecError("run.recut", f"a script for {target.name} has no launcher that cuts anew", "leave it out")
     found: Written = importlib.import_module(target.module).write_for(request, **options)
     return found

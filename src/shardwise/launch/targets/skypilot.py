@@ -82,7 +82,7 @@ def _resources(found: ManifestJob) -> dict[str, Any]:
         **made,
         "job_recovery": {
             "strategy": "EAGER_NEXT_REGION",
-            "max_restarts_on_errors": found.job.run.restarts,
+            "max_restarts_on_errors": found.job.run.restarts.most,
             "recover_on_exit_codes": [STOPPED],
         },
     }

@@ -55,7 +55,7 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
         "working_folder": shlex.quote(str(Path.cwd())),
         "exports": _exports(),
         "worker": shlex.join([sys.executable, "-m", WORKER]),
-        "restarts": str(job.run.restarts),
+        "restarts": str(job.run.restarts.most),
     }
     found = _SCRIPT
     for name, value in values.items():

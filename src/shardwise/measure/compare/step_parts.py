@@ -110,7 +110,7 @@ def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchan
         sum(step.seconds for step in steps) / count,
         {part: seconds / count for part, seconds in parts.items() if seconds > 0},
         {part: seconds / count for part, seconds in hidden.items() if seconds > 0},
-        _layers(steps),
+        layers_of(steps),
     )
 
 
@@ -129,7 +129,7 @@ def _hidden(step: Step) -> dict[str, float]:
     return found
 
 
-def _layers(steps: Sequence[Step]) -> dict[int, float]:
+def layers_of(steps: Sequence[Step]) -> dict[int, float]:
     """The mean forward pass of each layer: a rank that shares its processor is slow in some passes only."""
     each: dict[int, list[float]] = defaultdict(list)
     for step in steps:

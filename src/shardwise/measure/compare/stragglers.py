@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.measure.compare.exchanges import Exchange
-from shardwise.measure.compare.step_parts import Measured, exchange_seconds
+from shardwise.measure.compare.step_parts import Measured, exchange_seconds, layers_of
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -43,6 +43,15 @@ def straggler(slowness: tuple[float, ...] | None) -> int | None:
         return None
     slowest = max(range(len(slowness)), key=lambda rank: slowness[rank])
     return slowest if slowness[slowest] >= SLOW else None
+
+
+def straggler_of_steps(model: Model, found: Measured) -> int | None:
+    """The rank that is the slowest, and slow, in every one of the steps; None if no rank is."""
+    named = set()
+    for number in range(len(found.numbers)):
+        ranks = tuple(replace(one, layers=layers_of([own[number]])) for one, own in zip(found.ranks, found.steps))
+        named.add(straggler(rank_slowness(model, replace(found, ranks=ranks))))
+    return named.pop() if len(named) == 1 else None
 
 
 # -- slow links, found by the collectives and messages that cross them -------------------------------

@@ -159,6 +159,7 @@ class RunFolder:
         self.data = path / "data.json"  # a fingerprint of the data when the run began
         self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
         self.profile = path / "profile"  # of every rank, the steps that were profiled
+        self.recut = path / "recut.yaml"  # the job with the stages that were cut anew in the run
         self.attempts = path / "attempts"
         self.events = path / "events.jsonl"  # what happened to the run
         self.keepers = path / "keepers.json"  # the processes that keep copies in memory, while there are any

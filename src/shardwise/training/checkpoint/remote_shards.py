@@ -43,11 +43,11 @@ class _RemoteFile:
     @cached_property
     def entries(self) -> dict[str, _StoredEntry]:
         """Raises ValueError for a header that is not one."""
-        (length,) = _LENGTH.unpack(self.reader.read(0, _LENGTH.size).ljust(_LENGTH.size, b"\xff"))
+        (length,) = _LENGTH.unpack(bytes(self.reader.read(0, _LENGTH.size)).ljust(_LENGTH.size, b"\xff"))
         begin = _LENGTH.size + length
         if length > MOST_HEADER_BYTES or begin > self.reader.size:
             raise ValueError("its header is longer than the file")
-        header = json.loads(self.reader.read(_LENGTH.size, begin))
+        header = json.loads(bytes(self.reader.read(_LENGTH.size, begin)))
         return {name: _entry(one, begin, self.reader.size) for name, one in header.items() if name != "__metadata__"}
 
     def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:

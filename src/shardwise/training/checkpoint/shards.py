@@ -34,6 +34,7 @@ from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.manifest import Shard
 from shardwise.training.checkpoint.remote_shards import RemoteShardReader, remote_header_problem
 from shardwise.training.storage.place import Place, RemotePlace
+from shardwise.training.storage.stores import Content
 
 BLOCK_BYTES = 8 * 2**20
 BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk
@@ -170,13 +171,19 @@ def content_problem(path: Place, wanted: Shard, progress: Callable[[int], None] 
         return problem
     try:
         checksum = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                checksum.update(chunk)
-                progress(len(chunk))
+        chunks: Iterator[Content] = path.blocks() if isinstance(path, RemotePlace) else _chunks(path)
+        for chunk in chunks:
+            checksum.update(chunk)
+            progress(len(chunk))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
 def size_problem(path: Place, wanted: Shard) -> str | None:

@@ -123,17 +123,25 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
 
 
 class Profiler:
-    """`step` wraps every step of a run; those of ``window`` are recorded and written to ``folder``."""
+    """`step` wraps every step of a run; those of ``window`` are recorded and written to ``folder``.
 
-    def __init__(self, trainer: Trainer[Any], window: Profile, folder: Path) -> None:
-        self.trainer, self.window, self.folder = trainer, window, folder
+    With ``every`` the window comes again after so many steps, and its record replaces the one before.
+    """
+
+    def __init__(self, trainer: Trainer[Any], window: Profile, folder: Path, every: int | None = None) -> None:
+        self.trainer, self.window, self.folder, self.every = trainer, window, folder, every
         self._open: ExitStack | None = None
         self._ranges: Callable[[int], list[NamedRange]] = lambda zero_ns: []
         self._offset_ns = self._error_ns = 0
 
     def covers(self, number: int) -> bool:
         """Whether the step, counted from 1, is recorded: none if a run begins in the middle of the window."""
-        return number == self.window.first or (self._open is not None and number <= self.window.last)
+        return self._place(number) == self.window.first or self._open is not None
+
+    def _place(self, number: int) -> int:
+        """The step of the first window that this one is like."""
+        beyond = number - self.window.first
+        return number if self.every is None or beyond < 0 else self.window.first + beyond % self.every
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -144,7 +152,7 @@ class Profiler:
             self._begin()
         with named(step_name(number)):
             yield
-        if number == self.window.last:
+        if self._place(number) == self.window.last:
             self._end()
 
     def _begin(self) -> None:

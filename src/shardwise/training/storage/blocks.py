@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.spec.errors import SpecError
 from shardwise.training.storage.place import AHEAD, RemotePlace
+from shardwise.training.storage.stores import Content, fresh_bytes
 
 
-def block_sum(content: bytes) -> str:
+def block_sum(content: Content) -> str:
     """The checksum of a block of data; CPUs without instructions for SHA-256 compute this one as fast."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -25,17 +26,17 @@ class BlockCache:
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes, self.held_bytes = limit_bytes, 0
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], Content] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[str, int]) -> bytes | None:
+    def get(self, key: tuple[str, int]) -> Content | None:
         with self._lock:
             found = self._blocks.get(key)
             if found is not None:
                 self._blocks.move_to_end(key)
             return found
 
-    def keep(self, key: tuple[str, int], block: bytes) -> None:
+    def keep(self, key: tuple[str, int], block: Content) -> None:
         with self._lock:
             if key in self._blocks or len(block) > self.limit_bytes:
                 return
@@ -54,25 +55,25 @@ class BlockReader:
     ) -> None:
         self.place, self.size, self.block_bytes, self.cache, self.sums = place, size, block_bytes, cache, sums
 
-    def read(self, first: int, last: int) -> bytearray:
+    def read(self, first: int, last: int) -> memoryview:
         """Blocks that are not in the cache are requested at the same time; the answer is the caller's own."""
         last = min(last, self.size)
         if first >= last:
-            return bytearray()
+            return memoryview(b"")
         numbers = range(first // self.block_bytes, (last - 1) // self.block_bytes + 1)
         if len(numbers) == 1:
             blocks = [self._block(numbers[0])]
         else:
             with ThreadPoolExecutor(min(AHEAD, len(numbers))) as threads:
                 blocks = list(threads.map(self._block, numbers))
-        found, at = bytearray(last - first), 0
+        found, at = fresh_bytes(last - first), 0
         for number, block in zip(numbers, blocks):
             part = memoryview(block)[max(0, first - number * self.block_bytes) : last - number * self.block_bytes]
             found[at : at + len(part)] = part
             at += len(part)
         return found
 
-    def _block(self, number: int) -> bytes:
+    def _block(self, number: int) -> Content:
         key = (str(self.place), number)
         found = self.cache.get(key)
         if found is None:
@@ -80,7 +81,7 @@ class BlockReader:
             self.cache.keep(key, found)
         return found
 
-    def _checked(self, number: int) -> bytes:
+    def _checked(self, number: int) -> Content:
         """Asks once more for a block that differs from its checksum: it may have been damaged on the way."""
         first = number * self.block_bytes
         for _ in range(2):

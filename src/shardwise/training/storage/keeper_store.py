@@ -12,10 +12,11 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-from shardwise.training.storage.stores import Blocks, ObjectFacts, StoreError
+from shardwise.training.storage.stores import Blocks, ObjectFacts, StoreError, fresh_bytes
 
 KEEPER = "keeper"  # the scheme
 _FRAME = struct.Struct("<I")  # as in `launch/keeper.py`
@@ -33,7 +34,7 @@ class KeeperStore:
 
     def __init__(self, file: Path, node: int) -> None:
         self.file, self.node = file, node
-        self._read: dict[tuple[str, int, int], bytes] = {}
+        self._read: dict[tuple[str, int, int], memoryview] = {}
         self._lock = threading.Lock()
 
     def _keepers(self) -> tuple[str, list[str]]:
@@ -74,7 +75,7 @@ class KeeperStore:
         except OSError as error:
             raise StoreError(uri, f"a keeper did not take it ({error.strerror or error})") from None
 
-    def read(self, uri: str, first: int = 0, last: int | None = None) -> bytes:
+    def read(self, uri: str, first: int = 0, last: int | None = None) -> memoryview:
         if last is None:
             return self._fetched(uri, first, last)
         key = (uri, first, last)
@@ -88,7 +89,7 @@ class KeeperStore:
                 self._read[key] = found
         return found
 
-    def _fetched(self, uri: str, first: int, last: int | None) -> bytes:
+    def _fetched(self, uri: str, first: int, last: int | None) -> memoryview:
         secret, addresses = self._keepers()
         for address in addresses:
             try:
@@ -137,7 +138,7 @@ class KeeperStore:
 
 
 @contextmanager
-def _asked(address: str, secret: str, what: str, **how: Any) -> Iterator[BinaryIO]:
+def _asked(address: str, secret: str, what: str, **how: Any) -> Iterator[BufferedRWPair]:
     """A request that has been sent; what follows it is written to and read from the file."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
@@ -145,22 +146,22 @@ def _asked(address: str, secret: str, what: str, **how: Any) -> Iterator[BinaryI
         with connection.makefile("rwb", _BUFFER_BYTES) as file:
             file.write(f"{secret}\n{json.dumps({'what': what, 'how': how})}\n".encode())
             file.flush()
-            yield cast(BinaryIO, file)
+            yield cast(BufferedRWPair, file)
 
 
-def _answer(file: BinaryIO) -> dict[str, Any]:
+def _answer(file: BufferedRWPair) -> dict[str, Any]:
     line = file.readline()
     if not line:
         raise ConnectionError("the keeper is gone")
     return dict(json.loads(line))
 
 
-def _content(file: BinaryIO) -> bytes | None:
+def _content(file: BufferedRWPair) -> memoryview | None:
     """What a keeper has of an object; None if it has none of it."""
     size = _answer(file).get("size")
     if size is None:
         return None
-    content = file.read(size)
-    if len(content) != size:
+    content = fresh_bytes(size)
+    if file.readinto(content) != size:
         raise ConnectionError("the keeper is gone")
     return content

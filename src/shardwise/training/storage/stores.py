@@ -13,6 +13,14 @@ from functools import lru_cache
 from typing import Protocol
 
 Blocks = Callable[[], Iterator[memoryview]]  # the content of an object, from its begin each time it is called
+Content = bytes | memoryview
+
+
+def fresh_bytes(size: int) -> memoryview:
+    """To be filled. numpy asks for large pages, of which the first use costs a third of that of small ones."""
+    import numpy as np
+
+    return np.empty(size, np.uint8).data
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class ObjectStore(Protocol):
     def upload(self, uri: str, content: Blocks) -> None:
         """A large object; ``content`` is asked for again if the store fails."""
 
-    def read(self, uri: str, first: int = 0, last: int | None = None) -> bytes:
+    def read(self, uri: str, first: int = 0, last: int | None = None) -> Content:
         """All of the bytes from ``first`` up to ``last``."""
 
     def facts(self, uri: str) -> ObjectFacts: ...

@@ -1,0 +1,99 @@
+"""A run on fewer devices than it was planned for: the planner's split for what is left.
+
+The batches stay the same, and checkpoints are loaded under any layout: only the split changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.layout.groups import along, division
+from shardwise.layout.ranks import node_of
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.planner.search.space import plain_strategy
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+
+PLAN_SECONDS = 1.0
+_DEGREES = ("dp", "tp", "pp")
+
+
+def job_for(job: Job, devices: int) -> Job | None:
+    """The same job with the planner's best split for so many of its devices; None if it has none."""
+    if devices == job.strategy.world:
+        return job
+    try:
+        cluster = replace(job.cluster, wiring=None).with_devices(devices)  # what is left is wired otherwise
+    except SpecError:  # not a whole number of nodes
+        return None
+    run = replace(job.run, emulate=_emulation(job.run.emulate, devices))
+    for name in _DEGREES:  # the search needs some valid split to begin with
+        try:
+            begin = replace(job, cluster=cluster, strategy=_split(job, name, devices), run=run)
+            found = plan(Request(begin, time_limit_seconds=PLAN_SECONDS))
+        except SpecError:
+            continue
+        if isinstance(found, Plan) and _sequences(found.best.job) == _sequences(job):
+            return found.best.job
+    return None
+
+
+class SmallerSplits:
+    """The splits of a job for fewer devices, at least ``least``; each is planned once."""
+
+    def __init__(self, job: Job, least: int) -> None:
+        self.job, self.least = job, least
+        self._planned: dict[int, Job | None] = {}
+
+    def on(self, rooms: Sequence[int], more_than: int = 0) -> Iterator[Job]:
+        """Those that nodes with ``rooms`` for so many ranks hold, for most devices first."""
+        most = min(self.job.strategy.world, sum(rooms))
+        for devices in range(most, max(self.least, more_than + 1) - 1, -1):
+            if devices not in self._planned:
+                self._planned[devices] = job_for(self.job, devices)
+            found = self._planned[devices]
+            if found is not None and bundle_size_of(found, rooms) is not None:
+                yield found
+
+
+def bundle_sizes(strategy: Strategy, node_devices: int) -> list[int]:
+    """How many ranks may share a node, the best first: as many as on a node of the plan, whole tensor-parallel groups.
+
+    Such a bundle of consecutive ranks is never split over nodes.
+    """
+    planned = min(node_devices, strategy.world)
+    sizes = [size for size in range(planned, 0, -1) if strategy.world % size == 0]
+    groups = division(strategy, along(strategy, "tp"))
+    whole = [size for size in sizes if all(len({node_of(rank, size) for rank in group}) == 1 for group in groups)]
+    return whole or sizes[:1]  # a plan whose TP crosses nodes knows it: its nodes are not made smaller still
+
+
+def bundle_size(sizes: Sequence[int], world: int, rooms: Sequence[int]) -> int | None:
+    """The first of ``sizes`` of which nodes with these ``rooms`` hold enough bundles; None if they do of none."""
+    return next((size for size in sizes if sum(room // size for room in rooms) * size >= world), None)
+
+
+def bundle_size_of(job: Job, rooms: Sequence[int]) -> int | None:
+    return bundle_size(bundle_sizes(job.strategy, job.cluster.node_devices), job.strategy.world, rooms)
+
+
+def _emulation(whole: Emulation | None, devices: int) -> Emulation | None:
+    """Of the virtual nodes that are left; None if they are not whole ones, or no other is left."""
+    if whole is None or devices % whole.ranks_per_node or devices <= whole.ranks_per_node:
+        return None
+    return replace(whole, nodes=devices // whole.ranks_per_node)
+
+
+def _split(job: Job, name: str, devices: int) -> Strategy:
+    """All devices along one dimension, and what no search varies."""
+    degree: dict[str, Any] = {name: devices}
+    return replace(plain_strategy(job), **degree)
+
+
+def _sequences(job: Job) -> int:
+    return job.training.sequences(job.strategy.data_parallel)
