@@ -49,7 +49,7 @@ from shardwise.training.data.sources import standard_library
 
 LEAST_THROUGHPUT = 0.90  # of the undisturbed run's, outside of restarts
 MOST_DIFFERENCE = 1e-3  # of a tensor's largest weight: other layouts round otherwise
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 SAVED_SECONDS = 3.0  # between two checkpoints
 HEALTHY_SECONDS = (1.0, 6.0)  # between two faults
 SHORT_CUT_SECONDS, SLOW_SECONDS = 1.5, 3.0
@@ -315,15 +315,15 @@ def largest_difference(one: RunFolder, other: RunFolder, step: int) -> float:
 
 
 def restart_windows(line: Timeline, seen: list[Seen]) -> list[tuple[float, float]]:
-    """From a fault, or a change of the layout, to the first step after it; a short cut stops all steps as well."""
+    """From a fault, or a change of the layout, to the end of the first step after it; a short cut stops all steps."""
     begins = [one.at for one in seen if one.detected is not None] + line.changed
     begins += [at for at in line.failed if not any(one.at <= at and (one.again or at) >= at for one in seen)]
     found = [(one.at, one.again) for one in seen if one.kind == "short cut" and one.again and one.detected is None]
     for begin in sorted(begins):
         later = [at for at in (*line.failed, *line.changed) if at >= begin]
-        after = next((at for at, _, _ in line.steps if later and at > later[0]), None)
-        if after is not None:
-            found.append((begin, after))
+        after = [at for at, _, _ in line.steps if later and at > later[0]][:2]
+        if len(after) == 2:  # the first step begins, and is done
+            found.append((begin, after[1]))
     return found
 
 

@@ -210,10 +210,13 @@ class ReturningHosts:
             self._closed.wait(_LOOK_SECONDS)
 
     def _answers(self, number: int) -> bool:
-        agent = agent_on(self._hosts[number], range(0), self._folder / f"returning-{number}.log")
+        try:
+            agent = agent_on(self._hosts[number], range(0), self._folder / f"returning-{number}.log")
+        except OSError:  # the run is over, and its folder gone
+            return False
         try:
             agent.answer("host")
-        except (SpecError, OSError):
+        except SpecError:
             return False
         finally:
             agent.close()
