@@ -30,11 +30,11 @@ from shardwise.spec.units import readable_rate, readable_seconds
 from shardwise.spec.wiring import wiring_from
 from shardwise.training.metrics.lines import read_lines
 
-NODES, RATE, DELAY = 4, "20Mbit", "1ms"
+NODES, RATE, DELAY = 4, "5Mbit", "1ms"
 SLOW_PAIR = (1, 2)
 # Strategy, global batch, tokens of a sequence.
 LAYOUTS: tuple[tuple[dict[str, int], int, int], ...] = (
-    ({"dp": 4}, 4, 16), ({"dp": 4, "zero": 1}, 4, 16), ({"pp": 4}, 8, 128),
+    ({"dp": 4}, 4, 16), ({"dp": 4, "zero": 1}, 4, 16), ({"pp": 4}, 4, 64),
 )  # fmt: skip
 SKIPPED = 2  # first steps of a run
 

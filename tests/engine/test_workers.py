@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.workers import on_ranks, pool
-from shardwise.launch.pool import WorkerError
+from shardwise.launch.pool import RankLost, WorkerError, told_in_one_line
 
 TASKS = Path("/proc/self/task")
 
@@ -51,6 +51,14 @@ def test_the_first_rank_that_failed_is_named(dies: bool) -> None:
     assert raised.value.rank == 1
     assert ("the process ended" if dies else "this one") in raised.value.reason
     assert [total for _, total in on_ranks(3, summed, 1.0)] == [6.0] * 3
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_verb_tells_it_in_one_line_with_status_1(dies: bool) -> None:
+    with pytest.raises(RankLost) as raised, told_in_one_line("run it again"):
+        on_ranks(2, failing, 1, dies)
+    why = "the process ended" if dies else "ValueError: this one"
+    assert str(raised.value) == f"rank 1: was lost ('{why}'); run it again" and raised.value.status == 1
 
 
 class Ring:

@@ -155,6 +155,8 @@ def _job_fields(
         fields = dict(arguments.fields)
     # Fields of a noun that is named, by a flag or in the file, can only be set once it is known.
     named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
+    if emulation is not None and fields.get("cluster") is None and "cluster" not in named:
+        named.append("cluster")  # the emulated one, below
     for path, value in overrides.items():
         if path in named and getattr(arguments, path) is not None:
             raise exclusive(f"--{path}", getattr(arguments, path), f"--set {path}")
