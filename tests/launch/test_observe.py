@@ -73,7 +73,7 @@ def test_a_run_is_seen_while_it_goes_on_and_after_it_was_killed(tmp_path: Path, 
     file.write_text(small_job(shards, run=settings).to_yaml())
     folder = tmp_path / "run"
     with training(folder, str(file), "--metrics-port", "0") as (process, said):
-        wait_until(lambda: run_of(folder).get("step", 0) >= 8, seconds=120)
+        wait_until(lambda: run_of(folder).get("step", 0) >= 5, seconds=400)
         url = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", said.read_text())
         assert url, said.read_text()
         before = run_of(folder)

@@ -129,9 +129,31 @@ def arrivals(rank: int, late: float, ranks: tuple[int, ...] = (0, 1), gap: float
 def test_a_rank_that_is_always_last_by_much_is_a_straggler() -> None:
     found = lateness({0: arrivals(0, 0.0), 1: arrivals(1, 0.3)}, {0: 0, 1: 0})
     assert [one.straggles for one in found] == [False, True]
-    assert found[1].seconds == pytest.approx(0.3)
+    assert found[1].share == pytest.approx(0.3)
     little = lateness({0: arrivals(0, 0.0), 1: arrivals(1, 0.1)}, {0: 0, 1: 0})
     assert not any(one.straggles for one in little)
+
+
+def test_delays_in_the_background_are_counted_once() -> None:
+    """Two ranks begin three collectives 10 ms apart in each second, rank 1 each of them 300 ms later."""
+    records = {}
+    for rank, late in ((0, 0.0), (1, 0.3)):
+        times = [round((second + 0.01 * part + late) * 1e9) for second in range(20) for part in range(3)]
+        some = tuple(Collective(number, "all_reduce", 8, True, at) for number, at in enumerate(times, 1))
+        records[rank] = FlightRecord(rank, 100.0, (GroupRecord("g", "dp", (0, 1), some),))
+    (_, late) = lateness(records, {0: 0, 1: 0})
+    assert late.share == pytest.approx(0.32, abs=0.01)
+
+
+def test_ranks_that_take_turns_in_being_late_do_not_straggle() -> None:
+    def turns(rank: int) -> FlightRecord:
+        times = [round((number + (0.3 if number % 2 == rank else 0.0)) * 1e9) for number in range(LEAST_COLLECTIVES)]
+        some = tuple(Collective(number, "all_reduce", 8, True, at) for number, at in enumerate(times, 1))
+        return FlightRecord(rank, 100.0, (GroupRecord("g", "dp", (0, 1), some),))
+
+    found = lateness({0: turns(0), 1: turns(1)}, {0: 0, 1: 0})
+    assert [one.share for one in found] == pytest.approx([0.15, 0.15], abs=0.02)
+    assert not any(one.straggles for one in found)
 
 
 def test_ranks_of_different_stages_are_not_compared() -> None:

@@ -6,6 +6,7 @@ A private name may go with any release. The version beside each is the one it wa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -117,16 +118,25 @@ Dropout = nn.modules.dropout._DropoutNd
 # Whether a profiler runs: its ranges cost time even where it does not (2.13).
 profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
-# Named ranges without all the operators, which torch.profiler cannot leave out; the flight recorder's entries (2.13).
+# Named ranges without all the operators, which torch.profiler cannot leave out (2.13).
 profiler_kinds: Any = _C._profiler
 prepare_profiler: Any = _C._autograd._prepare_profiler
 enable_profiler: Any = _C._autograd._enable_profiler
 DeviceType: Any = _C._autograd.DeviceType
 disable_profiler: Any = _C._autograd._disable_profiler
-flight_recorder: Callable[[], str] = _C._distributed_c10d._dump_fr_trace_json
 
 # Files of torch.save record by record, without unpickling them (2.13).
 PyTorchFileReader: Any = _C.PyTorchFileReader
+
+
+def flight_entries() -> list[dict[str, Any]]:
+    """What the flight recorders have, oldest first for each backend: gloo's, and NCCL's where torch has it (2.13)."""
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump: Callable[[], str] | None = getattr(_C._distributed_c10d, name, None)
+        if dump is not None:
+            found += json.loads(dump()).get("entries") or []
+    return found
 
 
 def process_groups() -> list[dist.ProcessGroup]:

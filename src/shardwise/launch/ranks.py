@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
 _RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
 _STACKS_SECONDS = 0.3  # for a rank to dump its stacks
-_FLIGHT_SECONDS = 1.0  # and for its collectives, which a busy interpreter writes later
+FLIGHT_SECONDS = 1.0  # and for its collectives, which a busy interpreter writes later
 
 
 class ProcessLike(Protocol):
@@ -204,13 +204,10 @@ class RankProcesses:
         """Asks every rank that can for its stacks, and for its last collectives if it trains."""
         asked_at = time.time()
         asked = [rank for rank in self.running if rank.progress() is not None]  # others would be killed by the signal
-        training = [rank for rank in asked if rank.flight_age(asked_at) is not None]
         for rank in asked:
             rank.process.send_signal(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
-        deadline = time.monotonic() + _FLIGHT_SECONDS
-        while time.monotonic() < deadline and any((rank.flight_age(asked_at) or 0) > 0 for rank in training):
-            time.sleep(0.02)
+        await_flights(asked, asked_at, FLIGHT_SECONDS)
 
     def end(self, seconds: float) -> None:
         """Ends all ranks: SIGTERM first, SIGKILL after ``seconds``, and everything they left behind."""
@@ -235,6 +232,16 @@ class RankProcesses:
             assert self._guard.stdin is not None
             self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
+
+
+def await_flights(
+    ranks: Sequence[RankProcess], asked_at: float, seconds: float, poll: Callable[[], None] = lambda: None
+) -> None:
+    """Until every rank that trains has written its collectives anew; a stopped one never does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any((rank.flight_age(asked_at) or 0) > 0 for rank in ranks):
+        time.sleep(0.02)
+        poll()
 
 
 def _kill_group(rank: RankProcess) -> None:

@@ -74,7 +74,7 @@ def _rows(found: RunState) -> Iterator[tuple[str, str]]:
         up = readable_duration(found.running_seconds)
         yield "goodput", f"{readable_share(found.goodput)} of {up} in steps that count"
     if found.alive:
-        slow = [f"rank {one.rank}, {readable_seconds(one.seconds)} late" for one in found.stragglers]
+        slow = [f"rank {one.rank}, others wait {readable_share(one.share)} of the time" for one in found.stragglers]
         yield "stragglers", "; ".join(slow) or ("none seen" if found.late else "not known yet")
 
 
@@ -99,12 +99,12 @@ def _ranks(found: RunState) -> Iterator[Piece | str]:
             f"{one.step:,}",
             readable_duration(one.phase_seconds),
             readable_bytes(memory[one.rank]) if one.rank in memory else "–",
-            readable_seconds(late[one.rank].seconds) if one.rank in late else "–",
+            readable_share(late[one.rank].share) if one.rank in late else "–",
         )
         for one in shown
     ]
-    names = ("rank", "phase", "steps done", "for", "memory", "late by")
-    yield table("Ranks", names, rows, numbers_from=2, optional=("memory", "late by"))
+    names = ("rank", "phase", "steps done", "for", "memory", "late")
+    yield table("Ranks", names, rows, numbers_from=2, optional=("memory", "late"))
     if len(found.ranks) > len(shown):
         yield f"{counted(len(found.ranks) - len(shown), 'other rank')} not shown; --json has all."
 

@@ -70,8 +70,8 @@ def metrics_of(state: RunState) -> Iterator[Metric]:
             tuple((_rank(one.rank), one.silent_seconds) for one in state.ranks),
         )
     if state.late:
-        late = tuple((_rank(one.rank), one.seconds) for one in state.late)
-        yield Metric("rank_late_seconds", "How long after the first of its group a rank begins collectives.", late)
+        late = tuple((_rank(one.rank), one.share) for one in state.late)
+        yield Metric("rank_late_ratio", "Share of the time that others wait for a rank in collectives.", late)
         slow = tuple((_rank(one.rank), float(one.straggles)) for one in state.late)
         yield Metric("straggler", "1 for a rank that the others wait for.", slow)
 

@@ -167,7 +167,7 @@ class RunObserver:
             return "restarting", failed
         if not begun:
             return "starting", ""
-        limit = max(STALLED_SECONDS, STALLED_STEPS * (figures.step_seconds or 0.0))
+        limit = max(STALLED_SECONDS, STALLED_STEPS * (figures.step_seconds or 0.0) * figures.interval)
         busy = any(one.phase in ("checkpoint", "evaluation", "done") for one in ranks)
         if quiet is not None and quiet > limit and not busy:
             return "stalled", f"no step for {quiet:.0f} s"
@@ -307,7 +307,7 @@ def as_data(state: RunState) -> dict[str, Any]:
                 "step": one.step,
                 "phase_seconds": one.phase_seconds,
                 "silent_seconds": one.silent_seconds,
-                "late_seconds": late[one.rank].seconds if one.rank in late else None,
+                "late_share": late[one.rank].share if one.rank in late else None,
             }
             for one in state.ranks
         ],

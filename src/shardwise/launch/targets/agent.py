@@ -95,7 +95,8 @@ def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
     elif agent is not None and "stacks" in message:
         agent.ranks.request_stacks()
         for rank in agent.ranks.all:
-            say(rank=rank.number, stacks=rank.stacks(), flight=_flight(rank))
+            say(rank=rank.number, stacks=rank.stacks())
+        agent.relay_flights()
     return agent
 
 
@@ -144,6 +145,7 @@ class _Agent:
     folder: OwnedFolder
     _log_at: dict[int, int] = field(default_factory=dict)
     _progress: dict[int, RankProgress] = field(default_factory=dict)
+    _flights: dict[int, float] = field(default_factory=dict)
     _failed: set[int] = field(default_factory=set)
     _ended: set[int] = field(default_factory=set)
 
@@ -161,6 +163,16 @@ class _Agent:
             if over and rank.number not in self._ended:
                 self._ended.add(rank.number)
                 say(rank=rank.number, ended=rank.status)
+        self.relay_flights()
+
+    def relay_flights(self) -> None:
+        """Records of collectives that were written since the last time."""
+        for rank in self.ranks.all:
+            age = rank.flight_age(0.0)
+            text = _flight(rank) if age is not None and age != self._flights.get(rank.number) else None
+            if text is not None and age is not None:
+                self._flights[rank.number] = age
+                say(rank=rank.number, flight=text)
 
     def close(self, seconds: float) -> None:
         """Ends all ranks, and relays the last of them."""

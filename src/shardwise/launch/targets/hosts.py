@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from shardwise.launch.ranks import RankProcess
+from shardwise.launch.ranks import FLIGHT_SECONDS, RankProcess, await_flights
 from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.installed import installed, require_same
@@ -275,8 +275,11 @@ class HostRanks:
     def request_stacks(self) -> None:
         for agent in self._agents:
             agent.say(stacks=True)
+        asked_at = time.time()
         time.sleep(_STACKS_SECONDS)
         self.poll()
+        # An agent answers once its own ranks have.
+        await_flights(self.running, asked_at, _STACKS_SECONDS + 2 * FLIGHT_SECONDS, self.poll)
 
     def end(self, seconds: float) -> None:
         """Every agent ends its ranks; one that does not answer loses its connection, which has the same effect."""
@@ -317,7 +320,8 @@ class HostRanks:
             write_failure(self.folder, FailureRecord(**{**message["failed"], "at": now - message["failed"]["at"]}))
         elif "stacks" in message:
             rank_file(self.folder, number, "stacks").write_text(message["stacks"], encoding="utf-8")
-            if message.get("flight"):
+        elif "flight" in message:
+            with suppress(OSError):  # a full disk
                 write_flight(self.folder, number, message["flight"])
         elif "ended" in message:
             self._by_number[number].process.returncode = message["ended"]

@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.spec.units import readable_bytes
 from shardwise.training.flight.record import Collective, FlightRecord, GroupRecord
@@ -170,21 +171,24 @@ def names(ranks: Collection[int]) -> str:
 # -- ranks that are late ---------------------------------------------------------------------------
 
 LEAST_COLLECTIVES = 20
-MOSTLY, LATE = 0.8, 0.2  # last at this share of them, by this share of the time between two
+LATE = 0.15  # of the time: a rank that takes a quarter longer to compute makes others wait for a fifth
+MORE = 2.0  # times as much as the usual rank of its group
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of one rank at the collectives of its group that was latest: how often it came last, and how late."""
+    """Of one rank, in the group in which it is latest: the share of the time that the first to come waits for it.
+
+    ``usual`` is the median of the group's other ranks.
+    """
 
     rank: int
-    last_share: float  # of the collectives
-    seconds: float  # median, after the first rank of the group
-    late_share: float  # the same, of the time between two collectives
+    share: float
+    usual: float
 
     @property
     def straggles(self) -> bool:
-        return self.last_share >= MOSTLY and self.late_share >= LATE
+        return self.share >= LATE and self.share >= MORE * self.usual
 
 
 def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -> tuple[Lateness, ...]:
@@ -198,20 +202,28 @@ def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -
         if group.meaning in BACKGROUND or len(members) < len(group.ranks) or len({stage_of[r] for r in members}) > 1:
             continue
         for one in _of_group(members):
-            if one.rank not in worst or one.late_share > worst[one.rank].late_share:
+            if one.rank not in worst or one.share > worst[one.rank].share:
                 worst[one.rank] = one
     return tuple(worst[rank] for rank in sorted(worst))
 
 
 def _of_group(members: Mapping[int, GroupRecord]) -> Iterator[Lateness]:
+    """Nobody waits in a collective for longer than until its own next one begins: that bounds each delay.
+
+    Without the bound, delays of collectives that run in the background would be counted several times.
+    """
     times = {rank: {one.number: one.at_ns for one in group.collectives} for rank, group in members.items()}
     common = sorted(set.intersection(*(set(some) for some in times.values())))
     if len(common) < LEAST_COLLECTIVES:
         return
-    first = [min(some[number] for some in times.values()) for number in common]
-    last = [max(some[number] for some in times.values()) for number in common]
-    gap = (first[-1] - first[0]) / (len(common) - 1)
-    for rank, some in times.items():
-        late_ns = statistics.median(some[number] - begun for number, begun in zip(common, first))
-        last_share = sum(some[number] == end for number, end in zip(common, last)) / len(common)
-        yield Lateness(rank, last_share, late_ns / 1e9, late_ns / gap if gap > 0 else 0.0)
+    late = dict.fromkeys(times, 0)
+    for number, following in pairwise(common):
+        first = min(times, key=lambda rank: times[rank][number])
+        bound = times[first][following] - times[first][number]
+        for rank, some in times.items():
+            late[rank] += min(some[number] - times[first][number], max(0, bound))
+    span = min(some[common[-1]] for some in times.values()) - min(some[common[0]] for some in times.values())
+    shares = {rank: one / span if span > 0 else 0.0 for rank, one in late.items()}
+    for rank, share in shares.items():
+        others = [one for other, one in shares.items() if other != rank]
+        yield Lateness(rank, share, statistics.median(others))

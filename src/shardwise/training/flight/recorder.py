@@ -5,7 +5,6 @@ gloo records collectives, NCCL also messages. Taking it needs no other rank: a t
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.engine.labels import backend_operation
-from shardwise.engine.torch_private import flight_recorder, process_groups
+from shardwise.engine.torch_private import flight_entries, process_groups
 from shardwise.training.attempt import STACKS_SIGNAL
 from shardwise.training.flight.record import Collective, FlightRecord, GroupRecord
 
@@ -40,8 +39,9 @@ def record_collectives(entries: int = USUAL) -> None:
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """One entry of the backend's log; ``members`` are the ranks of its group, a message is between two of them."""
+    """One entry of a backend's log; ``members`` are the ranks of its group, a message is between two of them."""
 
+    backend: str
     group: str
     meaning: str
     members: tuple[int, ...]
@@ -50,14 +50,15 @@ class BackendEntry:
 
 
 def backend_log() -> Iterator[BackendEntry]:
-    """All that the backend still has, oldest first, of groups that there still are."""
+    """All that the backends still have, oldest first for each, of groups that there still are."""
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
-    for one in json.loads(flight_recorder()).get("entries", []):
+    for one in flight_entries():
         name, meaning = one["process_group"]
         if name not in members:
             continue
         sizes = zip(one["input_sizes"], one["input_dtypes"])
         yield BackendEntry(
+            one["profiling_name"].partition(":")[0],
             name,
             _UNNAMED.get(meaning, meaning),
             members[name],
@@ -78,7 +79,8 @@ def take_record(rank: int) -> FlightRecord:
     kept: dict[tuple[str, str, tuple[int, ...]], deque[Collective]] = defaultdict(lambda: deque(maxlen=KEPT))
     for one in backend_log():
         if len(one.members) > 1 and not one.is_message:
-            kept[one.group, one.meaning, one.members].append(one.collective)
+            # On GPUs a group has two backends, each of which counts its own collectives.
+            kept[f"{one.backend} {one.group}", one.meaning, one.members].append(one.collective)
     return FlightRecord(rank, now, tuple(GroupRecord(*group, tuple(some)) for group, some in kept.items()))
 
 

@@ -23,6 +23,7 @@ class RecentSteps:
         self.predicted_memory_bytes: float | None = None
         self.memory_bytes: float | None = None
         self.memory_bytes_of_ranks: tuple[float, ...] = ()
+        self.interval = 1  # steps between two records
         self.useful_seconds = 0.0  # of steps that count
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_seconds: float | None = None
@@ -44,8 +45,9 @@ class RecentSteps:
         elif isinstance(of_ranks, list):
             self.memory_bytes_of_ranks = tuple(of_ranks)
         self._last_seconds = seconds
+        self.interval = int(record.get("interval") or 1)
         if not record.get("bad"):
-            self.useful_seconds += seconds * int(record.get("interval") or 1)
+            self.useful_seconds += seconds * self.interval
 
     @property
     def step_seconds(self) -> float | None:
