@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.running import run as shardwise
+from cli.running import run_json
 from shardwise.launch.torchrun import torchrun_commands
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
@@ -115,3 +116,5 @@ def test_torchrun_trains(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, timeout=200)
     assert RunFolder(tmp_path / "run").checkpoints.committed() == [3]
+    told = run_json("status", str(tmp_path / "run"))
+    assert (told["state"], told["step"], told["restarts"], told["saved"]["step"]) == ("ended", 3, 0, 3)

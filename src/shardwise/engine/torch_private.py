@@ -131,7 +131,7 @@ PyTorchFileReader: Any = _C.PyTorchFileReader
 
 def flight_entries() -> list[dict[str, Any]]:
     """What the flight recorders have, oldest first for each backend: gloo's, and NCCL's where torch has it (2.13)."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump: Callable[[], str] | None = getattr(_C._distributed_c10d, name, None)
         if dump is not None:
