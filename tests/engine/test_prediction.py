@@ -16,7 +16,6 @@ from shardwise.layout.stages import built_layers, embedding_on_both_ends
 from shardwise.models import Decoder, initialise
 from shardwise.models.layer import Layer
 from shardwise.models.prediction import PredictionLayer, ahead_of
-from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.support import verdict
@@ -40,6 +39,8 @@ QUICK = {
     "stages and experts": ("tiny-mla", {"pp": 2, "dp": 2, "ep": 2, "zero": 1} | CHUNKS),
     "ends on one rank": ("tiny-mla", {"pp": 2, "dp": 2, "zero": 2, "schedule": "dualpipev"}),
     "sequence cut": ("tiny", {"cp": 2, "dp": 2, "zero": 3}),
+    "a tied head": ("tied-gpt", {"pp": 2, "tp": 2, "dp": 1, "schedule": "1f1b"}),
+    "a tied head, ends on one rank": ("tied-gpt", {"pp": 2, "dp": 2, "zero": 2, "schedule": "zbv"}),
 }  # fmt: skip
 
 
@@ -71,6 +72,11 @@ SLOW: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tiny-mla", {"pp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
     ("tiny-mla", {"pp": 2, "dp": 2, "recompute": "full", "recompute_layers": 1, "schedule": "zb-h2"}),
     ("tiny-mla", {"pp": 2, "tp": 2, "cp": 2, "zero": 3, "keep_parameters": True}),
+    ("tied-gpt", {"dp": 2, "zero": 3, "tp": 2}),
+    ("tied-gpt", {"pp": 2, "dp": 2, "zero": 3, "cp": 2}),
+    ("tied-gpt", {"pp": 2, "dp": 2, "zero": 1} | CHUNKS),
+    ("tied-gpt", {"pp": 2, "schedule": "dualpipev", "tp": 2, "recompute": "full"}),
+    ("tied-gpt", {"pp": 2, "schedule": "v-half", "dp": 2, "zero": 3, "keep_parameters": True}),
 )
 
 
@@ -133,8 +139,3 @@ def test_the_last_stage_builds_the_modules_and_reads_the_embedding() -> None:
     job = job_of(predicting("tiny"), {"pp": 2, "dp": 1})
     assert job is not None and embedding_on_both_ends(job)
     assert built_layers(job) == (range(2), range(2, 5))
-
-
-def test_a_tied_head_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"prediction modules beside a head that is tied .* mtp_layers: 0"):
-        Decoder(predicting("tied-gpt"))

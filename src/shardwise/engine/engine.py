@@ -111,8 +111,9 @@ def _tied_ends(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds |
     """The last stage's head is the first one's embedding, or its prediction modules read that."""
     if job.strategy.pp == 1 or not embedding_on_both_ends(job):
         return None
-    reader = "embedding" if job.model.mtp_layers else "head"
-    return tie_ends(stages, placement(job), mesh.group("pp"), head=reader)
+    reading = {"embedding": job.model.mtp_layers > 0, "head": job.model.tied_embeddings}
+    readers = [name for name, reads in reading.items() if reads]
+    return tie_ends(stages, placement(job), mesh.group("pp"), readers=readers)
 
 
 __all__ = ["Engine", "StepResult"]

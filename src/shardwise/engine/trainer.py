@@ -227,10 +227,8 @@ class Trainer(ABC, Generic[Given]):
 
     def _stays(self, one: HeldParameter) -> bool:
         """Whether something is added to the gradient after data parallelism has reduced it."""
-        ends = () if self.tied is None else (self.tied.embedding, self.tied.head)
-        return bool(one.part.partial) or any(
-            one.parameter is tied for end in ends if end is not None for tied in end.parameters()
-        )
+        ends = () if self.tied is None else self.tied.modules
+        return bool(one.part.partial) or any(one.parameter is tied for end in ends for tied in end.parameters())
 
     def _stream_states(self, patterns: Patterns) -> None:
         """Says when the passes need weights whose states are updated on the device."""

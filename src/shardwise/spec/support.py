@@ -207,9 +207,6 @@ MATRIX: tuple[Finding, ...] = (
     *_each("repeated-up-projection + plain-attention", "needs",
            "only latent attention has up-projections that can be recomputed on their own", *_FEWER_OPERATORS),
     # What our decoder does not build; a user's own module, under `parallelize`, may have it.
-    *_each("mtp + tied-embeddings", "priced only",
-           "prediction modules beside a head that is tied to the embedding are not built",
-           "mtp_layers: 0", "model.mtp_layers"),
     *_each("other-norms", "priced only",
            "layers are built with two norms (before or after attention and MLP) or four, parallel ones with 1 or 2",
            "norms_per_layer: 2", "model.norms_per_layer"),

@@ -192,7 +192,7 @@ def tie_stages(
     tied = bool(head) and second_names.get(f"{head}.weight") == f"{embedding}.weight"
     if job.strategy.pp == 1 or not tied:
         return None
-    return tie_ends(stages, placement(job), mesh.group("pp"), embedding=embedding, head=head)
+    return tie_ends(stages, placement(job), mesh.group("pp"), embedding=embedding, readers=(head,))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ the last one borrows: data parallelism, the optimizer and a checkpoint see it on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,22 +22,23 @@ from shardwise.engine.profiler_ranges import sent
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """``embedding`` and ``head`` are the modules whose ``weight`` is tied, if they are on this rank."""
+    """Modules whose ``weight`` is tied, as far as they are on this rank: the embedding, and its ``readers`` in the last
+    stage, a head or the embedding of prediction modules or both."""
 
     embedding: nn.Module | None
-    head: nn.Module | None
+    readers: tuple[nn.Module, ...]
     group: dist.ProcessGroup | None  # of the two ranks, if they are two
 
     @property
     def borrowers(self) -> tuple[nn.Module, ...]:
-        """The head that has no parameter of its own. Its gradient is never deferred: the first stage reduces it."""
-        return (self.head,) if self.embedding and self.head else ()
+        """Readers without a parameter of their own. Their gradient is never deferred: the first stage reduces it."""
+        return self.readers if self.embedding else ()
 
     def follow(self) -> None:
-        """Gives the head the embedding's current parameter: FSDP swaps whole and sharded ones."""
-        for head in self.borrowers:
+        """Gives the readers the embedding's current parameter: FSDP swaps whole and sharded ones."""
+        for reader in self.borrowers:
             assert self.embedding is not None
-            head.__dict__["weight"] = self.embedding.weight  # not registered as a parameter of the head
+            reader.__dict__["weight"] = self.embedding.weight  # not registered as a parameter of the reader
 
     def copy_of(self, tensor: Tensor) -> None:
         """Copies ``tensor``, of the weight's shape, from the first stage to the last.
@@ -61,10 +62,13 @@ class TiedEnds:
 
     @property
     def weight(self) -> nn.Parameter:
-        module = self.embedding or self.head
-        assert module is not None
-        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        weight: nn.Parameter = self.modules[0].weight  # type: ignore[assignment]
         return weight
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All of this rank."""
+        return (*(() if self.embedding is None else (self.embedding,)), *self.readers)
 
 
 def tie_ends(
@@ -73,24 +77,25 @@ def tie_ends(
     group: dist.ProcessGroup,
     *,
     embedding: str = "embedding",
-    head: str = "head",
+    readers: Sequence[str] = ("head",),
 ) -> TiedEnds | None:
     """Ties the ends of a pipeline whose stages ``modules`` are here; None on ranks between them.
 
-    Call when the parameters have their local shapes, after tensor and before data parallelism. A head's own copy is
-    noted as not counted: the norm of the gradients counts the embedding's.
+    Call when the parameters have their local shapes, after tensor and before data parallelism. The last stage's own
+    copy is noted as not counted: the norm of the gradients counts the first stage's.
     """
     last = len(placement) - 1
-    first_part = modules[0].get_submodule(embedding) if 0 in modules else None
-    last_part = modules[last].get_submodule(head) if last in modules else None
-    if first_part is None and last_part is None:
+    first = modules[0].get_submodule(embedding) if 0 in modules else None
+    reading = tuple(modules[last].get_submodule(name) for name in readers) if last in modules else ()
+    if first is None and not reading:
         return None
-    if first_part is None or last_part is None:
-        if last_part is not None:
-            note_part(last_part, "weight", replace(part_of(last_part, "weight"), counted=False))
-        return TiedEnds(first_part, last_part, _pair(group, placement[0], placement[last]))
-    tied = TiedEnds(first_part, last_part, None)
-    del last_part.weight
+    if first is None or not reading:
+        for one in reading:
+            note_part(one, "weight", replace(part_of(one, "weight"), counted=False))
+        return TiedEnds(first, reading, _pair(group, placement[0], placement[last]))
+    tied = TiedEnds(first, reading, None)
+    for one in reading:
+        del one.weight
     tied.follow()
     modules[last].register_forward_pre_hook(lambda *_: tied.follow())
     return tied
