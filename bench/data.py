@@ -103,7 +103,7 @@ def tiny_demand(mixture: Mixture, folder: Path, seconds: float) -> float:
     job = Job.from_dict(TINY)
     with joined(0, 1, str(folder / "meeting")):
         engine = Engine(job)
-        batch = batch_of(rows_of(mixture, 0, job.sequences, 0, 1), engine.device)
+        batch = batch_of(rows_of(mixture, 0, job.sequences), engine.device)
         engine.step(batch)
         began, steps = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:

@@ -110,7 +110,7 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
         engine, losses = Engine(job), {}
         training, validation = mixtures_of(job, Path(folder))
         assert validation is not None
-        share = (job.sequences, engine.mesh.rank("dp"), 2)
+        share = (job.sequences, engine.rows)
         loader = Loader(training, *share, workers=1, prefetch=2)
         held_out = Loader(validation, *share, workers=1, prefetch=1)
         clock, steps, seconds = watched(engine), job.run.steps, 0.0

@@ -74,7 +74,7 @@ def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[
         checkpoints = CheckpointFolder(run_folder / "checkpoints")
         loop = Loop(LoopParts(job, engine, training, None, checkpoints, reporter, recorder), State())
         batches = [
-            batch_of(rows_of(training, number, job.sequences, place.rank, WORLD), engine.device)
+            batch_of(rows_of(training, number, job.sequences, engine.rows), engine.device)
             for number in range(WARM_UP + steps)
         ]
         seconds: tuple[list[float], list[float]] = ([], [])

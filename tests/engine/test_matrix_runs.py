@@ -28,6 +28,7 @@ SCHEDULES = job_schedules()
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 EXPERTS: Fields = {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 32}}}
 BLOCKS: Fields = {"hidden": 128, "kv_heads": 4, "ffn": 128}
+TWELVE: Fields = {"training": {"global_batch": 12}}
 ACCUMULATED: Fields = {"training": {"global_batch": 8}}
 
 # What is neither done nor left undone: names for when another row holds, or for plain cases of other techniques.
@@ -42,6 +43,9 @@ CIRCUMSTANCES = {
     "uneven-kv-heads": "key-value heads that cp neither divides nor repeats, which Ulysses minds",
     "ragged-widths": "widths that 8-bit products would not take",
     "ragged-blocks": "widths that are not whole blocks of 128, which block scaling minds",
+    "accumulate-sharded": "ZeRO-2 and 3 as they are, which replicas of unlike numbers of microbatches mind",
+    "experts-across-replicas": "experts spread over data-parallel ranks, which unlike numbers of microbatches mind",
+    "unlike-tied-ends": "refused: an embedding at both ends of a pipeline, on unlike ranks",
     "experts-across-tp": "an expert's ranks are others than tp's, which plain tensor parallelism minds",
     "weights-beyond-optimizer": "refused: more weights than optimizer states are offloaded",
     "gradients-beyond-optimizer": "refused: more gradients than optimizer states are offloaded",
@@ -62,6 +66,8 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "zero-3-kept": ({**ACCUMULATED, "zero": 3}, {**ACCUMULATED, "zero": 3, "keep_parameters": True}),
     "accumulate-local": ({**ACCUMULATED, "zero": 2}, {**ACCUMULATED, "zero": 2, "accumulate": "local"}),
     "hybrid-shard": ({"zero": 1}, {"zero": 1, "shard_group": 2}),
+    "uneven-shares": (TWELVE, {**TWELVE, "dp_shares": [1, 2, 2, 1]}),
+    "unlike-stages": (PIPELINE, {**PIPELINE, "stage_dp": [4, 2], "stage_tp": [1, 2]}),
     "buckets": ({}, {"bucket": "4KiB"}),
     "error-feedback": ({"compression": {"method": "int8", "error_feedback": False}}, {"compression": "int8"}),
     "compressed-momentum": ({"compression": "1bit"}, {"compression": {"method": "1bit-adam", "exact_steps": 2}}),

@@ -18,7 +18,7 @@ from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.parameters import HeldPart
 from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
-from shardwise.engine.pipeline.stage import Message, keep_stage
+from shardwise.engine.pipeline.stage import Mailbox, Message, keep_stage
 from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.verify import deviation, global_norm
@@ -85,9 +85,11 @@ def trained(description: str, packed: bool, steps: int) -> dict[str, Any]:
     job = Job.from_yaml(description)
     group = dist.distributed_c10d._get_default_group()
     schedule, stages = schedule_of(job), local_stages(job, group.rank())
-    tied = tie_ends(stages, schedule.placement, group) if job.model.tied_embeddings else None
+    tied = (
+        tie_ends(stages, schedule.placement, dist.get_process_group_ranks(group)) if job.model.tied_embeddings else None
+    )
     message = Message((job.strategy.microbatch, SEQUENCE, job.model.hidden), torch.float32, CPU)
-    runner = PipelineRunner(schedule, stages, group, message, tied=tied)
+    runner = PipelineRunner(schedule, stages, group.rank(), Mailbox(group, message), tied=tied)
     parameters = {f"{index}:{name}": one for index, stage in stages.items() for name, one in stage.named_parameters()}
     optimizer = torch.optim.SGD(set(parameters.values()), lr=0.3, momentum=0.9)
     batch, losses, gradients = batch_for(job, packed), [], []
@@ -239,7 +241,7 @@ def wrong_stages() -> str:
     group = dist.distributed_c10d._get_default_group()
     job = job_for("llama", 2, 4, "1f1b")
     try:
-        PipelineRunner(schedule_of(job), {5: nn.Identity()}, group, toy.message())
+        PipelineRunner(schedule_of(job), {5: nn.Identity()}, group.rank(), Mailbox(group, toy.message()))
     except ValueError as error:
         return str(error)
     return ""
@@ -256,7 +258,7 @@ def wrong_width() -> str:
     model = toy.whole_model(2)
     stages = {group.rank(): toy.stage_of(model, group.rank(), 2)}
     message = replace(toy.message(), dtype=torch.bfloat16)
-    runner = PipelineRunner(schedule, stages, group, message)
+    runner = PipelineRunner(schedule, stages, group.rank(), Mailbox(group, message))
     if group.rank() == 1:
         return "expects"  # nothing comes
     try:
@@ -275,7 +277,7 @@ def evaluated(schedule: str) -> tuple[Tensor, Tensor, int]:
     job = job_for("llama", 2, 4, schedule)
     plan, stages = schedule_of(job), local_stages(job, group.rank())
     message = Message((2, SEQUENCE, job.model.hidden), torch.float32, CPU)
-    runner = PipelineRunner(plan, stages, group, message)
+    runner = PipelineRunner(plan, stages, group.rank(), Mailbox(group, message))
     batch = batch_for(job)
     loss = runner.evaluate(batch.microbatches(4), batch.counted)
     gradients = sum(one.grad is not None for stage in stages.values() for one in stage.parameters())

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine import toy_pipeline as toy
@@ -49,10 +50,10 @@ def trained(strategy: Strategy, tied_model: bool, precision: str = "fp32") -> di
     modules: dict[int, nn.Module] = {
         index: toy.stage_of(model, index, schedule.stages) for index in schedule.stages_of(pipeline.rank())
     }
-    tied = tie_ends(modules, schedule.placement, pipeline) if tied_model else None
-    if tied and tied.group and tied.head:
+    tied = tie_ends(modules, schedule.placement, dist.get_process_group_ranks(pipeline)) if tied_model else None
+    if tied and tied.group and tied.readers:
         with torch.no_grad():
-            tied.head.weight.add_(1.0)  # values that only `copy` makes right
+            tied.weight.add_(1.0)  # values that only `copy` makes right
     data = apply_data(list(modules.values()), mesh, settings, patterns=toy.PATTERNS)
     if tied:
         tied.copy_of(tied.weight)

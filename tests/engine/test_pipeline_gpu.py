@@ -12,7 +12,7 @@ from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage import Message
+from shardwise.engine.pipeline.stage import Mailbox, Message
 from shardwise.pipeline import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,7 +43,8 @@ def on_gpu(name: str, recomputed: bool) -> tuple[float, float]:
         index: toy.stage_of(model, index, schedule.stages) for index in range(schedule.stages)
     }
     message = Message((toy.ROWS, toy.SEQUENCE, toy.WIDTH), torch.float32, device)
-    runner = PipelineRunner(schedule, modules, dist.distributed_c10d._get_default_group(), message)
+    group = dist.distributed_c10d._get_default_group()
+    runner = PipelineRunner(schedule, modules, group.rank(), Mailbox(group, message))
     there: Batch = batch.changed(lambda tensor: tensor.to(device))
     microbatches, tokens = there.microbatches(4), there.counted
     torch.cuda.set_sync_debug_mode("error")

@@ -122,7 +122,7 @@ def posing(name: str, rank: int) -> tuple[str, bool]:
     with FakeTensorMode():
         model = toy.whole_model(schedule.stages, tied=True)
         modules = {index: toy.stage_of(model, index, schedule.stages) for index in schedule.stages_of(rank)}
-        tied = tie_ends(modules, schedule.placement, group)
+        tied = tie_ends(modules, schedule.placement, dist.get_process_group_ranks(group))
         runner = toy.runner_of(schedule, modules, group, tied=tied)
         tokens = torch.zeros(8 * toy.ROWS, toy.SEQUENCE, dtype=torch.long)
         loss = runner.step(toy.Batch.of(tokens, tokens).microbatches(8), torch.ones(()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.engine.batch import Batch
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage import Message, Reduction
+from shardwise.engine.pipeline.stage import Mailbox, Message, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.pipeline import PipelineSchedule, build
 
@@ -93,7 +93,8 @@ def runner_of(
     tied: TiedEnds | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PipelineRunner:
-    return PipelineRunner(schedule, modules, group, message(dtype), reductions=reductions, tied=tied)
+    mailbox = Mailbox(group, message(dtype))
+    return PipelineRunner(schedule, modules, group.rank(), mailbox, reductions=reductions, tied=tied)
 
 
 def schedule_for(name: str, ranks: int, microbatches: int) -> PipelineSchedule:

@@ -42,6 +42,8 @@ USING: dict[str, Fields] = {
     "zero-3-kept": {"zero": 3, "keep_parameters": True},
     "hybrid-shard": {"zero": 1, "shard_group": 2},
     "accumulate-local": {"zero": 2, "accumulate": "local"},
+    "accumulate-sharded": {"zero": 2},
+    "uneven-shares": {"dp_shares": [1, 2, 2, 1]},
     "no-dp-overlap": {"overlap": {"dp": False}},
     "buckets": {"bucket": "1MiB"},
     "compression": {"compression": {"method": "int8", "error_feedback": False}},
@@ -65,6 +67,7 @@ USING: dict[str, Fields] = {
     "expert-tp": {"tp": 2, "model": EXPERTS},
     "experts-across-tp": {"tp": 2, "expert_tp": 2, "order": ("dp", "tp", "cp", "pp"), "model": EXPERTS},
     "expert-tp-unlike-tp": {"tp": 4, "expert_tp": 2, "model": EXPERTS},
+    "experts-across-replicas": {"ep": 2, "model": EXPERTS},
     "deduplicated-dispatch": {"ep": 2, "dispatch": "deduplicated", "model": EXPERTS},
     "no-pipeline": {},
     "pp": {"pp": 2},
@@ -72,6 +75,8 @@ USING: dict[str, Fields] = {
     "odd-pipeline": {"pp": 3},
     "tied-ends-on-one-rank": {**pipelined("zbv"), "model": {"tied_embeddings": True}},
     "own-stages": {"pp": 2, "stage_layers": [5, 7]},
+    "unlike-stages": {"pp": 2, "stage_dp": [4, 4]},
+    "unlike-tied-ends": {"pp": 2, "stage_dp": [4, 2], "stage_tp": [1, 2], "model": {"tied_embeddings": True}},
     "pp-overlap": {"pp": 2, "overlap": {"pp": True}},
     "recompute-selective": {"recompute": "selective"},
     "recompute-full": {"recompute": "full"},
@@ -308,7 +313,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
                     "repeated-missing-mlp-up", "uneven-kv-heads",
                     "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
-                    "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip
+                    "compressed-momentum", "error-feedback", "local-steps", "async", "uneven-shares", "unlike-stages",
+                    "unlike-tied-ends", "experts-across-replicas"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

@@ -74,7 +74,7 @@ def spoilt_batch(job: Job, folder: Path, number: int) -> str:
     """The share of the last data-parallel rank in a global batch, by its hash."""
     training, _ = mixtures_of(job, folder)
     ranks = job.strategy.data_parallel
-    return digest(rows_of(training, number, job.sequences, ranks - 1, ranks).tokens)
+    return digest(rows_of(training, number, job.sequences, job.rows_of(ranks - 1)).tokens)
 
 
 @pytest.mark.parametrize("strategy", [{"dp": 2}, pytest.param({"dp": 2, "zero": 3}, marks=pytest.mark.slow)], ids=str)

@@ -15,6 +15,7 @@ from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
+from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis import analysis_data, analysis_page, dimension_data
 from shardwise.report.page import Page
@@ -129,6 +130,8 @@ def analyze(
     made, notes = _job(job, keywords)
     if ranks and made.cluster.devices > _MOST_RANKS:
         raise SpecError("--ranks", f"{made.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
+    if scaling and is_unlike(made):
+        raise SpecError("--scaling", "is for equal devices and stages", "leave it out")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     campaign = campaign_of(run, made, analysis.predicted_seconds)

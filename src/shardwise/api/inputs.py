@@ -12,7 +12,7 @@ from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
-from shardwise.spec.clusters import cluster_from
+from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
@@ -281,9 +281,13 @@ def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
         remedy = "name one: --cluster dgx-h100:4 (`shardwise list clusters`), or --topology ... --gpus N"
         raise SpecError("cluster", "is missing", remedy)
     try:
-        cluster = cluster_from(named)
+        cluster = job_cluster_from(named)
     except SpecError as error:
         raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
+    if mixed_kinds(cluster) is not None:
+        for flag, value in (("--gpus", arguments.gpus), ("--gpus-per-node", arguments.gpus_per_node)):
+            if value is not None:
+                raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
     if arguments.gpus_per_node is not None:
         cluster = cluster.with_node_devices(whole_number(arguments.gpus_per_node, "--gpus-per-node"))
     if arguments.gpus is not None:

@@ -76,11 +76,12 @@ class PlanResult(Result):
 
 @dataclass(frozen=True)
 class MixedPlanResult(Result):
-    """A plan for several kinds of nodes, which is only priced."""
+    """A plan for several kinds of nodes: ``job`` is the best, for `train`."""
 
     plan: MixedPlan
     notes: tuple[str, ...] = ()
 
+    job = Figure[Job]("plan.best.job", "The plan: `analyze` prices it, `train` runs it, to_yaml() is its file.")
     predicted_seconds = Figure[float]("plan.best.step_seconds")
 
     @cached_property
@@ -178,7 +179,7 @@ def plan_mixed(
     time_limit: Size | None = None,
     **keywords: Unpack[JobKeywords],
 ) -> MixedPlanResult:
-    """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``; it is priced only."""
+    """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``."""
     from shardwise.planner.mixed.plan import plan_mixed as plan_kinds
     from shardwise.planner.mixed.space import MixedRequest
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwise.api.outputs import not_written, write_text
-from shardwise.api.planning import plan, plan_mixed
+from shardwise.api.planning import MixedPlanResult, PlanResult, plan, plan_mixed
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, job_arguments, keywords
 from shardwise.cli.output import add_output_arguments, form_of, show
 from shardwise.planner.constraints import OFFLOADS
@@ -42,23 +42,28 @@ def run(arguments: list[str]) -> int:
     output = _output(parsed.output)
     with status("searching", quiet=parsed.json) as on_progress:
         found = plan(job_arguments(parsed), **keywords(plan, parsed), on_progress=on_progress)
+    _write_and_show(parsed, found, output)
+    return 0
+
+
+def _plan_mixed(parsed: argparse.Namespace) -> int:
+    """The plan for several kinds of nodes."""
+    for flag, name in _NOT_MIXED.items():
+        if getattr(parsed, name):
+            raise SpecError(flag, "is not supported for several kinds of nodes", "leave it out, or plan for one kind")
+    output = _output(parsed.output)
+    with status("searching", quiet=parsed.json):
+        found = plan_mixed(job_arguments(parsed), **keywords(plan_mixed, parsed))
+    _write_and_show(parsed, found, output)
+    return 0
+
+
+def _write_and_show(parsed: argparse.Namespace, found: PlanResult | MixedPlanResult, output: Path | None) -> None:
     if output is not None:
         write_text(output, _HEADER + found.job.to_yaml(), "--output")
     show(parsed, lambda: found.page, found.to_dict)
     if output is not None and form_of(parsed) == "text" and not parsed.json:
         Page((Line(f"\nWrote {output}: shardwise analyze {output}", "bold"),)).print()
-    return 0
-
-
-def _plan_mixed(parsed: argparse.Namespace) -> int:
-    """The plan for several kinds of nodes is only priced: no job file is written."""
-    for flag, name in _NOT_MIXED.items():
-        if getattr(parsed, name):
-            raise SpecError(flag, "is not supported for several kinds of nodes", "leave it out, or plan for one kind")
-    with status("searching", quiet=parsed.json):
-        found = plan_mixed(job_arguments(parsed), **keywords(plan_mixed, parsed))
-    show(parsed, lambda: found.page, found.to_dict)
-    return 0
 
 
 def _parser() -> Parser:

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, device_memories
-from shardwise.cost.memory.room import FITS, Fit, Room, fit_probability, room_of
+from shardwise.cost.memory.room import Fit, Room, fit_probability, room_of, tightest
 from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.step.prediction import predict
@@ -80,7 +80,7 @@ class Analysis:
     @property
     def peak_flops(self) -> float:
         """Peak FLOP/s of the whole cluster in the format of the matmuls."""
-        return self.job.cluster.devices * self.job.cluster.device.peak_flops(self.job.training.recipe.compute)
+        return self.job.peak_flops
 
     def flops_per_token(self, convention: str = "causal") -> float:
         return flops_per_token(self.job.model, self.job.training.seq, convention)
@@ -117,21 +117,26 @@ class Analysis:
     @property
     def memory(self) -> DeviceMemory:
         """The fullest device."""
-        return max(self.memories, key=lambda memory: memory.total)
+        return self._tightest[1]
+
+    @cached_property
+    def _tightest(self) -> tuple[Job, DeviceMemory]:
+        return tightest(self.job, self.memories)
 
     @cached_property
     def room(self) -> Room:
-        return room_of(self.job)
+        """Of the fullest device."""
+        return room_of(self._tightest[0])
 
     @property
     def fit(self) -> Fit:
         """Whether the fullest device fits, fits without the margin that plans keep ("tight"), or does not fit."""
-        return max((self.room.fit(memory) for memory in self.memories), key=FITS.index)
+        return self.room.fit(self.memory)
 
     @property
     def fit_probability(self) -> float:
         """How likely the fullest device does not run out of memory."""
-        return fit_probability(self.job, self.memory.total)
+        return fit_probability(self._tightest[0], self.memory.total)
 
     @property
     def fits(self) -> bool:

@@ -51,14 +51,22 @@ class Batch:
     def share(self, rank: int, size: int) -> Batch:
         """The sequences of one of ``size`` data-parallel ranks, of a global batch."""
         each = self.tokens.shape[0] // size
-        return self.changed(lambda tensor: tensor[rank * each : (rank + 1) * each])
+        return self.rows(range(rank * each, (rank + 1) * each))
 
-    def microbatches(self, number: int) -> list[Batch]:
-        each = self.tokens.shape[0] // number
-        return [
-            self.changed(lambda tensor, start=i * each: tensor[start : start + each])  # type: ignore[misc]
-            for i in range(number)
-        ]
+    def rows(self, chosen: range) -> Batch:
+        """Some of the sequences."""
+        return self.changed(lambda tensor: tensor[chosen.start : chosen.stop])
+
+    def microbatches(self, number: int, replicas: int = 1) -> list[Batch]:
+        """Equal parts, in turn; of the sequences of several ``replicas`` of another stage, which cut each its own."""
+        each = self.tokens.shape[0] // (number * replicas)
+
+        def part(tensor: Tensor, which: int) -> Tensor:
+            starts = [(replica * number + which) * each for replica in range(replicas)]
+            pieces = [tensor[start : start + each] for start in starts]
+            return pieces[0] if replicas == 1 else torch.cat(pieces)
+
+        return [self.changed(lambda tensor, which=i: part(tensor, which)) for i in range(number)]  # type: ignore[misc]
 
     @property
     def counted(self) -> Tensor:

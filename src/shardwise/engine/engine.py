@@ -52,9 +52,10 @@ class Engine(Trainer[Batch]):
         place = torch.device(device)
         precision = precision_of(job.training)
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
-        stages = cut_stages(job, mesh)
+        own = job.of_stage(mesh.pipeline_rank)
+        stages = cut_stages(own, mesh)
         tied = _tied_ends(job, mesh, stages)
-        data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=job)
+        data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=own)
         for stage in stages.values():
             materialise(stage, place)
         if tied:
@@ -73,7 +74,8 @@ class Engine(Trainer[Batch]):
         for mixture in self.mixtures:  # its loss is not divided as the other is
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
         mine = self.own_tokens(batch.with_ahead(self.job.model.mtp_layers))
-        return mine.microbatches(self.job.microbatches), mine.counted.float()
+        parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
+        return parts, mine.counted.float()
 
     def evaluate(self, batch: Batch) -> Tensor:
         loss = super().evaluate(batch)
@@ -91,7 +93,7 @@ def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     layers = built_layers(job)
     last = len(layers) - 1
     stages: dict[int, nn.Module] = {}
-    for stage in stages_of_rank(job, mesh.rank("pp")):
+    for stage in stages_of_rank(job, mesh.pipeline_rank):
         with torch.device("meta"):
             decoder = keep_stage(Decoder(job.model), layers[stage], first=stage == 0, last=stage == last)
         apply_tensor(decoder, mesh, decoder_patterns(job.model), job.model)
@@ -113,7 +115,7 @@ def _tied_ends(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds |
         return None
     reading = {"embedding": job.model.mtp_layers > 0, "head": job.model.tied_embeddings}
     readers = [name for name, reads in reading.items() if reads]
-    return tie_ends(stages, placement(job), mesh.group("pp"), readers=readers)
+    return tie_ends(stages, placement(job), mesh.pipeline, readers=readers)
 
 
 __all__ = ["Engine", "StepResult"]

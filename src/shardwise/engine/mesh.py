@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout.groups import Division
 from shardwise.layout.mesh import mesh_divisions
+from shardwise.layout.ranks import coordinate, first_rank
 from shardwise.spec.strategy import Strategy
 
 
@@ -27,19 +28,36 @@ class Mesh:
     Names that mean the same ranks share a process group.
     """
 
-    strategy: Strategy
+    whole: Strategy
     device: str
     divisions: Mapping[str, Division]
     groups: Mapping[Division, dist.ProcessGroup]
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """As the ranks of this rank's stage see it."""
+        return self.whole.of_stage(self.pipeline_rank)
+
+    @cached_property
+    def pipeline_rank(self) -> int:
+        return coordinate(self.whole, "pp", dist.get_rank())
 
     def group(self, name: str) -> dist.ProcessGroup:
         return self._alone if self.size(name) == 1 else self.groups[self.divisions[name]]
 
     def size(self, name: str) -> int:
-        return len(self.divisions[name][0])
+        return len(own(self.divisions[name]))
 
     def rank(self, name: str) -> int:
         return own(self.divisions[name]).index(dist.get_rank())
+
+    @property
+    def pipeline(self) -> Sequence[int]:
+        """The ranks that hold the stages of this rank's pipeline, in order; of unlike stages, those opposite."""
+        if not self.whole.has_unlike_stages:
+            return own(self.divisions["pp"])
+        inside = dist.get_rank() - first_rank(self.whole, self.pipeline_rank)
+        return [first_rank(self.whole, stage) + inside for stage in range(self.whole.pp)]
 
     def same(self, one: str, other: str) -> bool:
         """Whether two names mean the same ranks everywhere."""
@@ -66,9 +84,12 @@ def build_mesh(strategy: Strategy, device: str = "cpu", key_value_heads: int | N
     divisions = mesh_divisions(strategy, key_value_heads)
     groups: dict[Division, dist.ProcessGroup] = {}
     for name, division in divisions.items():
-        if len(division[0]) > 1 and division not in groups:
+        if max(map(len, division)) > 1 and division not in groups:
             groups[division] = new_group(own(division), name)
-    return Mesh(strategy, device, divisions, groups)
+    mesh = Mesh(strategy, device, divisions, groups)
+    if strategy.has_unlike_stages:
+        assert mesh._alone  # made by all ranks here, or by some of them later: a group's name counts those before it
+    return mesh
 
 
 def own(division: Division) -> tuple[int, ...]:

@@ -148,8 +148,9 @@ class Parallel(Trainer[Any]):
     def share(self, batch: Any) -> Any:
         """This rank's samples of a global batch that every rank has; a loader may also give just these."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        each = forward.rows_of(batch) // self.mesh.size("dp")
-        return forward.in_microbatches(batch, each)[self.mesh.rank("dp")]
+        shares, rank = self.job.strategy.dp_shares or (1,) * self.mesh.size("dp"), self.mesh.rank("dp")
+        before, each = sum(shares[:rank]), forward.rows_of(batch) // sum(shares)
+        return forward.some_rows(batch, before * each, (before + shares[rank]) * each)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the undivided network on rank 0, one at a time; all ranks have to iterate to the end."""

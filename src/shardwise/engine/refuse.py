@@ -14,6 +14,9 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
     ``own_module``: the network is the user's, so that the limits of our decoder do not apply.
     """
     aside = not_built(job.model) if own_module else ()
+    if own_module and job.strategy.has_unlike_stages:
+        problem = "the stages of a network from outside have equal degrees"
+        raise SpecError("strategy.stage_tp", problem, "leave stage_tp and stage_dp out")
     for worst in (one for one in verdict(job).findings if one not in aside):
         raise SpecError(worst.field, f"{' with '.join(worst.techniques)}: {worst.reason}", worst.remedy)
     require_gradient_schedules(job)

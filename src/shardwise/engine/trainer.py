@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.cost.memory.offload import updates_on_device
@@ -28,10 +29,13 @@ from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.pipeline.routes import RoutedMailbox, routes_of
 from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
-from shardwise.engine.pipeline.stage import Call, Message
+from shardwise.engine.pipeline.stage import Call, Mailbox, Message
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
+from shardwise.layout.ranks import rank_at
+from shardwise.layout.stages import placement
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -69,6 +73,9 @@ class Trainer(ABC, Generic[Given]):
         patterns: Patterns,
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
+        self.own_job = job.of_stage(mesh.pipeline_rank)
+        # Data-parallel ranks of the stage with most of them whose sequences this rank takes.
+        self.replicas = job.strategy.data_parallel // self.own_job.strategy.data_parallel
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
         self.in_fp8 = weights_in_fp8(stages.values())
         precision, optimization = precision_of(job.training), job.training.optimization
@@ -131,7 +138,7 @@ class Trainer(ABC, Generic[Given]):
             loss = loss / self.scaler.scale
         if self.workers > 1:
             return loss if self.late is None else loss * self.workers
-        return self.over_data(loss)
+        return self._of_all(loss)
 
     def update(self, refused: Tensor | None = None) -> Tensor:
         """Clips the gradients and updates the weights; returns the gradients' norm before clipping.
@@ -261,7 +268,21 @@ class Trainer(ABC, Generic[Given]):
             loss = self.pipeline.evaluate(microbatches, total)
         else:
             loss = torch.stack([self._loss(one) / total for one in microbatches]).sum()
-        return self.over_data(loss)
+        return self._of_all(loss)
+
+    def _of_all(self, loss: Tensor) -> Tensor:
+        """The loss of all ranks' tokens, from that of this rank's."""
+        loss = self.over_data(loss)
+        if self.job.strategy.has_unlike_stages:  # where not every rank has another of the last stage to hear it from
+            source = rank_at(self.job.strategy, {"pp": placement(self.job)[-1]})
+            with sent("pp", Called.LOSS, loss):
+                dist.broadcast(loss, source)
+        return loss
+
+    @property
+    def rows(self) -> range:
+        """The sequences of a global batch that this rank takes."""
+        return self.own_job.rows_of(self.mesh.rank("dp"))
 
     @abstractmethod
     def microbatches(self, batch: Given) -> tuple[Sequence[Any], Tensor]:
@@ -285,8 +306,7 @@ class Trainer(ABC, Generic[Given]):
 
     def require_rows(self, rows: int, exactly: bool) -> None:
         """Refuses a share of a batch that is not whole microbatches, or, if ``exactly``, not as many as the job has."""
-        each = self.job.strategy.microbatch
-        wanted = each * self.job.microbatches
+        each, wanted = self.own_job.strategy.microbatch, len(self.rows)
         if rows % each or (exactly and rows != wanted):
             problem = f"has {rows} rows on this rank, which are not {wanted if exactly else f'a multiple of {each}'}"
             raise SpecError("batch", problem, "give every rank its share of training.global_batch")
@@ -312,11 +332,17 @@ class Trainer(ABC, Generic[Given]):
         return self.call(stage, inputs, microbatch, True).float()
 
     def _pipeline(self, dtype: torch.dtype) -> PipelineRunner:
-        job, strategy = self.job, self.job.strategy
+        job, strategy, mesh = self.own_job, self.own_job.strategy, self.mesh
         parts = strategy.cp * (strategy.tp if strategy.sequence_parallel else 1)
         shape = (strategy.microbatch, job.training.seq // parts, job.model.hidden)
         message = Message(shape, dtype, self.device)
+        if self.job.strategy.has_unlike_stages:
+            world, here = dist.group.WORLD, dist.get_rank()
+            assert world is not None
+            mailbox: Mailbox = RoutedMailbox(world, mesh.group("pp"), message, routes_of(self.job, here))
+        else:
+            mailbox = Mailbox(mesh.group("pp"), message)
         return PipelineRunner(
-            schedule_of(job), self.stages, self.mesh.group("pp"), message,
+            schedule_of(job, mesh.rank("dp")), self.stages, mesh.pipeline_rank, mailbox,
             reductions=self.data.parts, tied=self.tied, call=self.call,
         )  # fmt: skip

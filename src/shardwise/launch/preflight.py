@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
-from shardwise.cost.memory.device import peak_memory
-from shardwise.cost.memory.room import fit_of, room_of, tight_words
+from shardwise.cost.memory.device import device_memories
+from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
 from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.refuse import require_backend, require_devices, require_runs
 from shardwise.launch.local import supervise
@@ -104,8 +104,9 @@ def require_fits(job: Job) -> None:
     """Raises DoesNotFit for a job whose predicted memory exceeds its devices."""
     if fit_of(job) != "does not fit":
         return
-    needed, there = readable_bytes(peak_memory(job).total), readable_bytes(room_of(job).usable_bytes)
-    problem = f"a device needs {needed}, {job.cluster.device.name} has {there}"
+    fullest, memory = tightest(job, device_memories(job))
+    needed, there = readable_bytes(memory.total), readable_bytes(room_of(fullest).usable_bytes)
+    problem = f"a device needs {needed}, {fullest.cluster.device.name} has {there}"
     raise DoesNotFit("strategy", problem, what_would_fit(job))
 
 

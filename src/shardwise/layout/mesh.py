@@ -15,7 +15,7 @@ from shardwise.layout.groups import (
     expert_shape,
     expert_tensor_shape,
 )
-from shardwise.layout.ranks import coordinate, local_rank, node_of
+from shardwise.layout.ranks import coordinate, first_rank, local_rank, node_of
 from shardwise.layout.sharding import divided_over, expert_shards, kv_copies
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -57,8 +57,23 @@ def _sharded(prefix: str, copies: GroupShape, shards: int) -> dict[str, GroupSha
 
 
 def mesh_divisions(strategy: Strategy, key_value_heads: int | None = None) -> dict[str, Division]:
-    """For every name of the mesh the groups into which it divides the ranks of the world."""
+    """For every name of the mesh the groups into which it divides the ranks of the world.
+
+    Where stages are unlike, groups are inside stages, and ``pp`` is every rank by itself: `layout.boundaries` says
+    which ranks exchange messages.
+    """
+    if strategy.has_unlike_stages:
+        return _unlike_divisions(strategy, key_value_heads)
     return {name: division(strategy, shape) for name, shape in mesh_shapes(strategy, key_value_heads).items()}
+
+
+def _unlike_divisions(strategy: Strategy, key_value_heads: int | None) -> dict[str, Division]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for stage in range(strategy.pp):
+        first = first_rank(strategy, stage)
+        for name, groups in mesh_divisions(strategy.of_stage(stage).unchecked(pp=1), key_value_heads).items():
+            found.setdefault(name, []).extend(tuple(first + rank for rank in ranks) for ranks in groups)
+    return {name: tuple(groups) for name, groups in found.items()}
 
 
 @dataclass(frozen=True)
@@ -75,18 +90,19 @@ class RankPlace:
 def rank_places(job: Job) -> list[RankPlace]:
     """All ranks of the job, in order."""
     strategy, node_devices = job.strategy, job.cluster.node_devices
-    divisions: dict[str, Sequence[tuple[int, ...]]] = {
-        name: division(strategy, along(strategy, name)) for name in strategy.order
-    }
+    known = mesh_divisions(strategy)
+    divisions: dict[str, Sequence[tuple[int, ...]]] = {name: known[name] for name in strategy.order}
     if job.model.moe is not None:  # expert groups are numbered stage by stage
-        experts = division(strategy, expert_shape(strategy))
-        divisions["ep"] = sorted(experts, key=lambda ranks: coordinate(strategy, "pp", ranks[0]))
+        divisions["ep"] = sorted(known["ep"], key=lambda ranks: coordinate(strategy, "pp", ranks[0]))
     positions: list[dict[str, int]] = [{} for _ in range(strategy.world)]
     numbers: list[dict[str, int]] = [{} for _ in range(strategy.world)]
     for name, groups in divisions.items():
         for number, ranks in enumerate(groups):
             for position, rank in enumerate(ranks):
                 positions[rank][name], numbers[rank][name] = position, number
+    if strategy.has_unlike_stages:  # all pipelines are one
+        for rank in range(strategy.world):
+            positions[rank]["pp"], numbers[rank]["pp"] = coordinate(strategy, "pp", rank), 0
     return [
         RankPlace(rank, node_of(rank, node_devices), local_rank(rank, node_devices), positions[rank], numbers[rank])
         for rank in range(strategy.world)

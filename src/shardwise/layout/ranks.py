@@ -22,6 +22,9 @@ def stride(strategy: Strategy, dimension: str) -> int:
 
 
 def coordinate(strategy: Strategy, dimension: str, rank: int) -> int:
+    if strategy.has_unlike_stages:
+        stage, first = stage_of(strategy, rank)
+        return stage if dimension == "pp" else coordinate(strategy.of_stage(stage), dimension, rank - first)
     return rank // stride(strategy, dimension) % strategy.degree(dimension)
 
 
@@ -32,7 +35,25 @@ def coordinates(strategy: Strategy, rank: int) -> dict[str, int]:
 
 def rank_at(strategy: Strategy, coordinates: Mapping[str, int]) -> int:
     """The rank at these coordinates; those that are not named are 0."""
+    if strategy.has_unlike_stages:
+        stage = coordinates.get("pp", 0)
+        inside = {name: place for name, place in coordinates.items() if name != "pp"}
+        return first_rank(strategy, stage) + rank_at(strategy.of_stage(stage), inside)
     return sum(place * stride(strategy, name) for name, place in coordinates.items())
+
+
+def first_rank(strategy: Strategy, stage: int) -> int:
+    """The first rank of a pipeline rank, where their ranks stand side by side (pp is the outermost dimension)."""
+    before = map(strategy.of_stage, range(stage))
+    return sum(one.tp * one.cp * one.data_parallel for one in before)
+
+
+def stage_of(strategy: Strategy, rank: int) -> tuple[int, int]:
+    """The pipeline rank of a rank, and the first of that one's ranks; pp is the outermost dimension."""
+    for stage in reversed(range(strategy.pp)):
+        if (first := first_rank(strategy, stage)) <= rank:
+            return stage, first
+    raise ValueError(f"rank {rank} of {strategy.world}")
 
 
 def node_of(rank: int, node_devices: int) -> int:

@@ -34,7 +34,7 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
         "shard_group": 2 if hybrid else None,
         "interleave": min(2, old.interleave),
     }  # fmt: skip
-    strategy = old.unchecked(**changes)
+    strategy = old.unchecked(**{**changes, **_unlike(old, dp, pp)})
     if isinstance(old.stage_layers, tuple):
         strategy = strategy.unchecked(stage_layers=_merged(old.stage_layers, pp * strategy.chunks_per_rank))
     if strategy.world > most:
@@ -46,12 +46,28 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
     return sized(job, replace(strategy))  # checked
 
 
+def _unlike(old: Strategy, dp: int, pp: int) -> dict[str, object]:
+    """Shares of two replicas, degrees of the first and the last stage, if they are unlike."""
+    changes: dict[str, object] = {}
+    if old.dp_shares is not None:
+        shares = (max(old.dp_shares), min(old.dp_shares))
+        changes["dp_shares"] = tuple(shares[number % 2] for number in range(dp)) if dp > 1 else None
+    for name, degrees in (("stage_tp", old.stage_tp), ("stage_dp", old.stage_dp)):
+        if degrees is not None:
+            changes[name] = tuple(min(2, degrees[stage]) for stage in (0, -1)) if pp > 1 else None
+    for name, degrees in (("tp", changes.get("stage_tp")), ("dp", changes.get("stage_dp"))):
+        if isinstance(degrees, tuple):
+            changes[name] = max(degrees)
+    return changes
+
+
 def sized(job: Job, strategy: Strategy) -> Job:
     """The job with another layout, on a cluster of its size and with a batch that fills its pipeline."""
     microbatches = min(job.microbatches, 2 * strategy.pp + 1)
     rounds = strategy.schedule_record.rounds(strategy.pp)
     microbatches = -(-microbatches // rounds) * rounds
-    sequences = strategy.data_parallel * strategy.microbatch * microbatches
+    each = -(-microbatches // max(strategy.dp_shares or (1,)))
+    sequences = -(-each * strategy.shares * strategy.microbatch // strategy.batch_multiple) * strategy.batch_multiple
     return replace(
         job,
         cluster=cluster_of(job.cluster, strategy.world),

@@ -187,10 +187,10 @@ def _world(job: Job, here: Started | None) -> Iterator[None]:
 
 def _random_batch(engine: Engine, random: torch.Generator) -> Batch:
     """This rank's sequences of the next step; every label counts."""
-    job, mesh, device = engine.job, engine.mesh, engine.device
+    job, device = engine.job, engine.device
     size = (job.sequences, job.training.seq + 1)
     text = torch.randint(job.model.vocab, size, generator=random, device=device)
-    return Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous()).share(mesh.rank("dp"), mesh.size("dp"))
+    return Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous()).rows(engine.rows)
 
 
 def _peak_bytes(engine: Engine, batch: Batch) -> int:

@@ -393,7 +393,7 @@ def _sample_engine(job: Job, seed: int, device: str) -> Engine:
 
 def _share(engine: Engine, step: int, seed: int) -> Batch:
     batch = sample_batch(engine.job, step, seed, engine.device.type)
-    return batch.share(engine.mesh.rank("dp"), engine.mesh.size("dp"))
+    return batch.rows(engine.rows)
 
 
 def _gradient_error(engine: Engine, expected: Mapping[str, Tensor]) -> float:

@@ -16,12 +16,12 @@ def strategy_words(strategy: Strategy) -> str:
     """A strategy without its defaults: "tp 8 · pp 4 (interleaved 2) · dp 16 · ZeRO-1 · selective recompute"."""
     words = []
     if strategy.tp > 1:
-        words.append(f"tp {strategy.tp}" + ("" if strategy.sequence_parallel else " without SP"))
+        words.append(degree_words(strategy, "tp") + ("" if strategy.sequence_parallel else " without SP"))
     if strategy.cp > 1:
         words.append(f"cp {strategy.cp} ({strategy.context_method})")
     if strategy.pp > 1:
         words.append(f"pp {strategy.pp} ({schedule_words(strategy)})")
-    words.append(f"dp {strategy.data_parallel}")
+    words.append(degree_words(strategy, "dp"))
     if strategy.ep > 1 or strategy.expert_tensor_parallel != strategy.tp:
         split = strategy.expert_tensor_parallel
         words.append(f"ep {strategy.ep}" + (f" × {split}" if split > 1 else ""))
@@ -67,9 +67,21 @@ def schedule_words(strategy: Strategy) -> str:
     chunks = f" {strategy.interleave}" if strategy.schedule_record.chooses_chunks else ""
     layers = ""
     if isinstance(strategy.stage_layers, tuple):
-        runs = ((count, len(list(same))) for count, same in groupby(strategy.stage_layers))
-        layers = ", layers " + "-".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
+        layers = f", layers {_in_turn(strategy.stage_layers)}"
     return f"{strategy.schedule}{chunks}{layers}"
+
+
+def degree_words(strategy: Strategy, name: str) -> str:
+    """A degree; of unlike stages that of each, "tp 4-2×2"; of unlike replicas with their shares."""
+    of_stages = {"tp": strategy.stage_tp, "dp": strategy.stage_dp}.get(name)
+    shares = f" in shares {_in_turn(strategy.dp_shares)}" if name == "dp" and strategy.dp_shares is not None else ""
+    return f"{name} {strategy.degree(name) if of_stages is None else _in_turn(of_stages)}{shares}"
+
+
+def _in_turn(numbers: tuple[int, ...]) -> str:
+    """ "9-8×2-7": a number that repeats is written once."""
+    runs = ((number, len(list(same))) for number, same in groupby(numbers))
+    return "-".join(f"{number}×{times}" if times > 1 else str(number) for number, times in runs)
 
 
 def less_communication_words(strategy: Strategy) -> list[str]:

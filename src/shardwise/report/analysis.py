@@ -16,7 +16,7 @@ from shardwise.cost.traffic.gradient_reduction import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
-from shardwise.planner.describe import change_words, less_communication_words
+from shardwise.planner.describe import change_words, degree_words, less_communication_words
 from shardwise.report.campaign import campaign_data, campaign_pieces
 from shardwise.report.console import bar, picked, spoken, table, table_of
 from shardwise.report.memory_timeline import memory_over_time_data, memory_table
@@ -24,6 +24,7 @@ from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import bottleneck_sentence, verdict_table
+from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,
@@ -93,8 +94,8 @@ def _headline(analysis: Analysis) -> str:
     parameters = readable_count(analysis.parameters)
     active = f" ({readable_count(analysis.active_parameters)} active)" if job.model.moe else ""
     return (
-        f"{job.model.name}: {parameters} parameters{active} on {job.cluster.devices} × "
-        f"{job.cluster.device.name} ({job.cluster.name})\n"
+        f"{job.model.name}: {parameters} parameters{active} on {device_words(job.cluster)} "
+        f"({job.cluster.name})\n"
         f"{_layout(job)}\n"
         f"{counted(job.sequences, 'sequence')} of {job.training.seq:,} = {readable_count(job.tokens_per_step)} tokens "
         f"per step in {counted(job.microbatches, 'microbatch')} of {job.strategy.microbatch}"
@@ -104,7 +105,7 @@ def _headline(analysis: Analysis) -> str:
 def _layout(job: Job) -> str:
     """The degrees in rank order, innermost first, and every choice that is not the plain one."""
     strategy = job.strategy
-    parts = [" × ".join(f"{name} {strategy.degree(name)}" for name in strategy.order)]
+    parts = [" × ".join(degree_words(strategy, name) for name in strategy.order)]
     if strategy.ep > 1:
         parts.append(f"ep {strategy.ep} ({strategy.dispatch})")
     if strategy.tp > 1:

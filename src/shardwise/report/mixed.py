@@ -12,7 +12,7 @@ from shardwise.planner.mixed.step import KindPart, MixedStep
 from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import FittedTable
-from shardwise.spec.clusters import sized_name
+from shardwise.spec.clusters import device_words, sized_name
 from shardwise.spec.units import counted, readable_bytes, readable_rate, readable_seconds
 
 SHOWN = 6
@@ -23,11 +23,12 @@ def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Iterator[Piece | s
     """The plan, what each kind does in it, the next best, and what each kind would do alone."""
     yield from (Line(f"note: {note}", "yellow") for note in notes)
     mixed, best = plan.request.mixed, plan.best
-    devices = " + ".join(f"{kind.devices} × {kind.device.name}" for kind in mixed.kinds)
+    devices = device_words(mixed.as_one)
     speed = readable_rate(mixed.between.bandwidth_per_direction)
     job = best.arrangement.job
     yield f"{job.model.name} on {mixed.name}: {devices}, {speed} per device between the kinds"
-    yield f"{plan.status}: {plan.note}"
+    if plan.status != "runs":
+        yield f"{plan.status}: this project's engine does not run the best one"
     if plan.was_stopped:
         yield "stopped at the time limit: this is the best so far (--time-limit)"
     yield ""
@@ -51,6 +52,7 @@ _PART_COLUMNS: dict[str, Callable[[KindPart], str]] = {
     "per rank": lambda part: _span(min(part.layers), max(part.layers)),
     "memory": lambda part: readable_bytes(part.memory.total),
     "of": lambda part: readable_bytes(part.cluster.device.usable_memory),
+    "of the batch": lambda part: f"{part.batch_share:.0%}",
     "idle": lambda part: f"{part.idle_share:.1%}",
 }
 _STEP_COLUMNS: dict[str, Callable[[MixedStep], str]] = {
@@ -88,7 +90,8 @@ def _alone_row(name: str, one: Candidate | None) -> tuple[str, ...]:
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
     """Everything `plan` prints of it."""
     return {
-        **picked(plan, "status", "note", "was_stopped"),
+        **picked(plan, "status", "was_stopped"),
+        "job": plan.best.job.to_dict(),
         "cluster": plan.request.mixed.to_dict(),
         "strategies": plan.tried,
         "candidates": [_step_data(step) for step in plan.candidates],
@@ -109,6 +112,7 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
                 "pipeline_ranks": list(part.ranks),
                 "layers": list(part.layers),
                 "memory": part.memory.to_dict(),
+                "batch_share": part.batch_share,
                 "idle_share": part.idle_share,
             }
             for part in step.parts

@@ -58,6 +58,9 @@ def parse_shape(text: str, field: str) -> tuple[int, ...]:
 
 def cluster_short(cluster: Cluster) -> Any:
     """A preset name with its size where that describes the cluster, else all of its fields."""
+    mixed = mixed_kinds(cluster)
+    if mixed is not None:
+        return mixed.to_dict()
     for sized in _candidate_names(cluster):
         try:
             if cluster_from(sized) == cluster:
@@ -120,6 +123,45 @@ class MixedCluster(Spec):
     def joined(self) -> tuple[Cluster, ...]:
         """Each kind with the network between kinds on top: the cluster as a stage of that kind sees it."""
         return tuple(replace(kind, levels=(*kind.levels, self.between)) for kind in self.kinds)
+
+    @property
+    def as_one(self) -> JoinedCluster:
+        """All devices as one cluster, for what does not depend on a kind; each device is taken for the slowest."""
+        device = min((kind.device for kind in self.kinds), key=lambda one: one.peak_flops("bf16"))
+        return JoinedCluster(
+            device=device,
+            levels=(replace(self.between, size=self.devices),),
+            name=self.name,
+            devices_per_node=math.gcd(*(kind.node_devices for kind in self.kinds)),
+            mixed=self,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedCluster(Cluster):
+    """The cluster of a job on several kinds of nodes; only what knows of kinds (`layout.views`) prices it."""
+
+    mixed: MixedCluster | None = None
+
+    __hash__ = Cluster.__hash__
+
+
+def mixed_kinds(cluster: Cluster) -> MixedCluster | None:
+    """The kinds of nodes of a cluster that has several."""
+    mixed = cluster.mixed if isinstance(cluster, JoinedCluster) else None
+    return mixed if mixed is not None and mixed.devices == cluster.devices else None
+
+
+def device_words(cluster: Cluster) -> str:
+    """How many of which devices: "8 × h100-sxm + 16 × a100-80gb"."""
+    mixed = mixed_kinds(cluster)
+    return " + ".join(f"{one.devices} × {one.device.name}" for one in ((cluster,) if mixed is None else mixed.kinds))
+
+
+def job_cluster_from(value: Any) -> Cluster:
+    """The cluster of a job, which may be of several kinds."""
+    mixed = None if isinstance(value, Cluster) else parse_mixed(value)
+    return cluster_from(value) if mixed is None else mixed.as_one
 
 
 def sized_name(kind: Cluster) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from shardwise.spec import presets, rules
-from shardwise.spec.clusters import cluster_from, cluster_short
+from shardwise.spec.clusters import cluster_short, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
 from shardwise.spec.hardware import Cluster
@@ -23,7 +23,7 @@ class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
 
     model: Model = presets.preset_field("model", Model)
-    cluster: Cluster = reference(cluster_from, cluster_short)
+    cluster: Cluster = reference(job_cluster_from, cluster_short)
     strategy: Strategy = field(default_factory=Strategy)
     training: Training = field(default_factory=Training)
     stack: Stack = presets.preset_field("stack", Stack, default_factory=default_stack)
@@ -60,13 +60,35 @@ class Job(Spec):
         return "cpu" if self.cluster.device.vendor == "generic" else "cuda"
 
     @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of all devices in the format of the matmuls."""
+        mixed, compute = mixed_kinds(self.cluster), self.training.recipe.compute
+        kinds = (self.cluster,) if mixed is None else mixed.kinds
+        return sum(kind.devices * kind.device.peak_flops(compute) for kind in kinds)
+
+    @property
     def sequences(self) -> int:
         return self.training.sequences(self.strategy.batch_multiple)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that each pipeline processes in one step."""
-        return self.sequences // (self.strategy.data_parallel * self.strategy.microbatch)
+        """Microbatches that each pipeline processes in one step; with unlike shares, that of the largest share."""
+        least = self.sequences // (self.strategy.shares * self.strategy.microbatch)
+        return least if self.strategy.dp_shares is None else least * max(self.strategy.dp_shares)
+
+    def rows_of(self, replica: int) -> range:
+        """The sequences of a global batch that a data-parallel rank takes."""
+        shares, whole = self.strategy.dp_shares, self.sequences
+        if shares is None:
+            each = whole // self.strategy.data_parallel
+            return range(replica * each, (replica + 1) * each)
+        before, each = sum(shares[:replica]), whole // sum(shares)
+        return range(before * each, (before + shares[replica]) * each)
+
+    def of_stage(self, rank: int) -> Job:
+        """The job as pipeline rank ``rank`` sees it (`Strategy.of_stage`)."""
+        own = self.strategy.of_stage(rank)
+        return self if own is self.strategy else self.unchecked(strategy=own)
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.kinds import across_kinds
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
 from shardwise.spec.schedules import PLAIN
@@ -19,9 +21,11 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
     """The strategy with ``dp`` filled in: all devices that the other dimensions leave."""
     if strategy.dp is not None:
         return strategy
-    others = strategy.tp * strategy.cp * strategy.pp
+    others = strategy.tp * strategy.cp * strategy.pp if strategy.stage_tp is None else strategy.world
     if cluster.devices % others:
         degrees = f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}"
+        if strategy.stage_tp is not None:
+            degrees = f"the {others} ranks of all stages at dp 1: their number"
         low = cluster.devices // others * others
         remedy = f"use {low} or {low + others} devices" if low else f"use {others} devices or smaller degrees"
         raise SpecError("strategy", f"{degrees} does not divide the cluster's {cluster.devices} devices", remedy)
@@ -30,16 +34,29 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 def check_model_fits(model: Model, strategy: Strategy, training: Training) -> None:
     """Raises SpecError for the first rule that the strategy breaks whatever the cluster is."""
-    _check_heads(model, strategy, training)
+    for one in _of_stages(strategy):
+        _check_heads(model, one, training)
     _check_stages(model, strategy)
-    _check_sequence(model, strategy, training)
+    for one in _of_stages(strategy):
+        _check_sequence(model, one, training)
+
+
+def _of_stages(strategy: Strategy) -> list[Strategy]:
+    """The strategy as the pipeline ranks see it, one of each kind."""
+    if not strategy.has_unlike_stages:
+        return [strategy]
+    return list(dict.fromkeys(map(strategy.of_stage, range(strategy.pp))))
 
 
 def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Training) -> None:
     """Raises SpecError for the first rule that the complete job breaks."""
     _check_world(cluster, strategy)
-    _check_experts(model, strategy)
-    _check_sharding(strategy)
+    mixed = mixed_kinds(cluster)
+    if mixed is not None:
+        across_kinds(mixed, strategy)
+    for one in _of_stages(strategy):
+        _check_experts(model, one)
+        _check_sharding(one)
     _check_batch(training, strategy)
 
 
@@ -65,6 +82,9 @@ def check_workers(run: Run, strategy: Strategy) -> None:
 def _check_world(cluster: Cluster, strategy: Strategy) -> None:
     if strategy.world == cluster.devices:
         return
+    if strategy.has_unlike_stages:
+        problem = f"the stages have {strategy.world} ranks together, but the cluster has {cluster.devices} devices"
+        raise SpecError("strategy", problem, f"use {strategy.world} devices, or other stage_tp and stage_dp")
     degrees = " × ".join(f"{name} {strategy.degree(name)}" for name in strategy.order)
     others = strategy.world // strategy.data_parallel
     remedy = f"use {strategy.world} devices, or other degrees"
@@ -191,19 +211,24 @@ def _check_sharding(strategy: Strategy) -> None:
 
 
 def _check_batch(training: Training, strategy: Strategy) -> None:
-    multiple = strategy.data_parallel * strategy.microbatch
+    shares = strategy.dp_shares
+    if shares is not None and len(shares) != strategy.data_parallel:
+        problem = f"names {len(shares)} data-parallel ranks"
+        raise SpecError("strategy.dp_shares", problem, f"give {strategy.data_parallel}")
+    multiple = strategy.shares * strategy.microbatch
     sequences = training.sequences(strategy.batch_multiple)
     if sequences % multiple:
         whole = strategy.batch_multiple
         low = sequences // whole * whole
         nearest = f"use {low + whole}" if low == 0 else f"use {low} or {low + whole}"
-        degrees = f"dp {strategy.data_parallel} × microbatch {strategy.microbatch}"
+        replicas = f"dp {strategy.data_parallel}" if shares is None else f"{strategy.shares} dp_shares"
+        degrees = f"{replicas} × microbatch {strategy.microbatch}"
         raise SpecError("training.global_batch", f"{sequences} sequences do not divide over {degrees}", nearest)
-    microbatches = sequences // multiple
+    microbatches = sequences // multiple * min(shares or (1,))
     rounds = strategy.schedule_record.rounds(strategy.pp)
-    if microbatches % rounds:
+    if sequences % strategy.batch_multiple:
         problem = f"{microbatches} microbatches are not a multiple of pp {rounds}"
-        remedy = f"use {-(-microbatches // rounds) * rounds * multiple} sequences"
+        remedy = f"use {-(-sequences // strategy.batch_multiple) * strategy.batch_multiple} sequences"
         raise SpecError("training.global_batch", f"{problem}, which schedule {strategy.schedule} needs", remedy)
 
 

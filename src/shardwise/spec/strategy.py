@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,6 +62,9 @@ class Strategy(Spec):
     whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends. Without ZeRO, gradients
     are reduced in buckets of about ``bucket`` bytes (25 MiB), and may be compressed; ``synchronise`` says how often
     data-parallel workers synchronise.
+
+    For unlike devices: ``dp_shares`` are the microbatches of each data-parallel rank relative to the others';
+    ``stage_tp`` and ``stage_dp`` are the degrees of each pipeline rank, of which ``tp`` and ``dp`` are the largest.
     """
 
     tp: int = count(1, maximum=MOST_RANKS)
@@ -79,6 +83,9 @@ class Strategy(Spec):
     schedule: str = PLAIN
     interleave: int = count(1, maximum=10_000)
     stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
+    stage_tp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
+    stage_dp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
+    dp_shares: tuple[int, ...] | None = count(None, maximum=10_000)
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
     recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
@@ -107,6 +114,49 @@ class Strategy(Spec):
             raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", remedy)
         if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.stages:
             raise SpecError("stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.stages}")
+        self._check_unlike_stages()
+
+    def _check_unlike_stages(self) -> None:
+        """Degrees of each pipeline rank; ``tp`` and ``dp``, where they are left out, follow from them."""
+        for name, degrees in (("tp", self.stage_tp), ("dp", self.stage_dp)):
+            if degrees is None:
+                continue
+            if len(degrees) != self.pp:
+                raise SpecError(f"stage_{name}", f"names {len(degrees)} pipeline ranks", f"give {self.pp}")
+            if self.degree(name) == 1 or getattr(self, name) is None:
+                object.__setattr__(self, name, max(degrees))
+            if self.degree(name) != max(degrees):
+                remedy = f"use {name}: {max(degrees)}, or leave {name} out"
+                raise SpecError(name, f"{self.degree(name)}, but the largest of stage_{name} is {max(degrees)}", remedy)
+        if not self.has_unlike_stages:
+            return
+        if self.order[-1] != "pp":
+            field = "stage_tp" if self.stage_tp else "stage_dp"
+            raise SpecError(field, "needs the ranks of a stage side by side", "put pp last in order")
+        for degree in self.stage_dp or ():
+            if self.data_parallel % degree:
+                problem = f"{degree} does not divide the largest, {self.data_parallel}"
+                raise SpecError("stage_dp", problem, "every stage cuts the same microbatches")
+        if self.dp_shares is not None:
+            raise SpecError("dp_shares", "with stage_tp or stage_dp: a replica has no devices of its own", "use one")
+
+    @property
+    def has_unlike_stages(self) -> bool:
+        """Whether pipeline ranks have degrees of their own."""
+        return self.stage_tp is not None or self.stage_dp is not None
+
+    def of_stage(self, rank: int) -> Strategy:
+        """The strategy as pipeline rank ``rank`` sees it: all stages with its own degrees.
+
+        A microbatch of ``dp`` data-parallel ranks is cut again over those that the stage has: all stages run equally
+        many microbatches.
+        """
+        if not self.has_unlike_stages:
+            return self
+        tp = self.tp if self.stage_tp is None else self.stage_tp[rank]
+        dp = self.data_parallel if self.stage_dp is None else self.stage_dp[rank]
+        microbatch = self.microbatch * self.data_parallel // dp
+        return self.unchecked(tp=tp, dp=dp, microbatch=microbatch, stage_tp=None, stage_dp=None)
 
     @property
     def schedule_record(self) -> ScheduleRecord:
@@ -136,6 +186,9 @@ class Strategy(Spec):
 
     @property
     def world(self) -> int:
+        if self.has_unlike_stages:
+            stages = map(self.of_stage, range(self.pp))
+            return self.cp * sum(one.tp * one.data_parallel for one in stages)
         return self.tp * self.cp * self.data_parallel * self.pp
 
     @property
@@ -151,7 +204,15 @@ class Strategy(Spec):
     @property
     def batch_multiple(self) -> int:
         """The global batch is a whole number of this many sequences; some schedules take pp microbatches at a time."""
-        return self.data_parallel * self.microbatch * self.schedule_record.rounds(self.pp)
+        rounds = self.schedule_record.rounds(self.pp)
+        if self.dp_shares is not None:
+            rounds //= math.gcd(rounds, *self.dp_shares)
+        return self.shares * self.microbatch * rounds
+
+    @property
+    def shares(self) -> int:
+        """Microbatches of all data-parallel ranks, in the smallest batch."""
+        return self.data_parallel if self.dp_shares is None else sum(self.dp_shares)
 
     @property
     def gradients_sharded(self) -> bool:

@@ -153,6 +153,28 @@ MATRIX: tuple[Finding, ...] = (
            "precision: bf16", "training.precision", "bf16"),
     *_each("local-steps|async + offload-optimizer", "needs", "the weights that workers exchange must be on the device",
            "offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
+    # Collectives of every microbatch need equally many microbatches on all replicas.
+    *_each("uneven-shares + zero-3", "needs", "replicas would gather weights unlike numbers of times",
+           "zero: 1, or zero: 3 with keep_parameters: true and accumulate: local", "strategy.zero", 1),
+    *_each("uneven-shares + accumulate-sharded", "needs",
+           "gradients are reduced with every microbatch, and replicas have unlike numbers of them",
+           "accumulate: local", "strategy.accumulate", "local"),
+    *_each("uneven-shares + experts-across-replicas", "refused",
+           "tokens are exchanged in every microbatch, and replicas have unlike numbers of them",
+           "ep and expert_tp inside a replica, or no dp_shares", "strategy.dp_shares"),
+    *_each("uneven-shares + local-steps|async", "refused", "the mean over workers would count unlike batches equally",
+           "no dp_shares", "strategy.dp_shares"),
+    *_each("uneven-shares + dualpipev", "needs",
+           "with few microbatches its stages end in another order, which the replicas would have to agree on",
+           "schedule: zbv", "strategy.schedule", "zbv"),
+    *_each("unlike-stages + local-steps|async", "refused", "a worker has no ranks of its own in every stage",
+           "no stage_tp and stage_dp"),
+    *_each("unlike-stages + deduplicated-dispatch", "needs",
+           "its groups inside nodes are made by all stages alike",
+           "dispatch: all-to-all", "strategy.dispatch", "all-to-all"),
+    *_each("unlike-tied-ends", "refused",
+           "the embedding's gradients at both ends are summed rank by rank, and the ends have unlike ranks",
+           "the same tp and dp in the first and the last stage, or a schedule that has both on one rank"),
     *_each("fp8-delayed + compile", "needs", "maximum absolute values are recorded between kernels",
            "compile: false, or precision: fp8", "training.compile", False),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
@@ -261,4 +283,9 @@ def not_built(model: Model) -> tuple[Finding, ...]:
 
 def techniques_of(job: Job) -> tuple[str, ...]:
     """Names of the techniques that a job uses, in the order of `TECHNIQUES`."""
-    return tuple(name for name, uses in techniques().items() if uses(job.strategy, job.training, job.model))
+    stages = [job.strategy]
+    if job.strategy.has_unlike_stages:
+        stages += map(job.strategy.of_stage, range(job.strategy.pp))
+    return tuple(
+        name for name, uses in techniques().items() if any(uses(one, job.training, job.model) for one in stages)
+    )

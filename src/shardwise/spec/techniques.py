@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, reduce
-from operator import or_
+from operator import mul, or_
 from typing import Any
 
 from shardwise.spec.model import Model
@@ -76,6 +76,21 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
     return any(width % elements for width in (m.hidden, m.moe.ffn // s.expert_tensor_parallel))
 
 
+def _across_replicas(s: Strategy, t: Training, m: Model) -> Any:
+    """Whether the ranks that share a layer's experts are of several data-parallel replicas."""
+    inside = [name for name in s.order if name != "pp"]
+    within = reduce(mul, (s.degree(name) for name in inside[: inside.index("dp")]), 1)
+    return (m.moe is not None) & (s.expert_tensor_parallel * s.ep > within)
+
+
+def _unlike_tied_ends(s: Strategy, t: Training, m: Model) -> bool:
+    """Whether both ends of a pipeline hold the embedding, on ranks that do not stand opposite each other."""
+    if not s.has_unlike_stages or not (m.tied_embeddings or m.mtp_layers > 0) or _ends_meet(s):
+        return False
+    first, last = s.of_stage(0), s.of_stage(s.pp - 1)
+    return (first.tp, first.dp) != (last.tp, last.dp)
+
+
 def _ends_meet(s: Strategy) -> Any:
     """Whether the first and the last stage are on one rank; by comparisons, as `in` cannot take columns."""
     return reduce(or_, (s.schedule == one.name for one in registered_schedules() if one.ends_meet))
@@ -116,6 +131,8 @@ TECHNIQUES: dict[str, Uses] = {
     "hybrid-shard": lambda s, t, m: (s.zero > 0) & (s.sharding_group < s.gradient_group),
     "no-dp-overlap": lambda s, t, m: (s.gradient_group > 1) & (s.overlap.dp == 0),
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
+    "accumulate-sharded": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "sharded"),
+    "uneven-shares": lambda s, t, m: s.dp_shares is not None,
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
     "compressed-momentum": lambda s, t, m: s.compression.compresses_momentum,
@@ -142,6 +159,7 @@ TECHNIQUES: dict[str, Uses] = {
         (m.moe is not None) & (s.expert_tensor_parallel > 1) & (s.expert_tensor_parallel != s.tp)
     ),
     "experts-across-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1) & _across_tp(s),
+    "experts-across-replicas": _across_replicas,
     "deduplicated-dispatch": lambda s, t, m: (s.ep > 1) & (s.dispatch == "deduplicated"),
     # pipeline
     "no-pipeline": lambda s, t, m: s.pp == 1,
@@ -150,6 +168,8 @@ TECHNIQUES: dict[str, Uses] = {
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
     "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & (m.tied_embeddings or m.mtp_layers > 0) & _ends_meet(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
+    "unlike-stages": lambda s, t, m: s.has_unlike_stages,
+    "unlike-tied-ends": _unlike_tied_ends,
     "pp-overlap": lambda s, t, m: (s.pp > 1) & (s.overlap.pp == 1),
     # memory
     "recompute-selective": lambda s, t, m: s.recompute == "selective",
@@ -192,6 +212,7 @@ GIVEN: frozenset[str] = frozenset(
     (
         *(*OF_MODEL, *RECIPES, *OPTIMIZERS, "dropout", "unfused-attention", "compile", "sliding-window"),
         *("buckets", "compression", "compressed-momentum", "error-feedback", "local-steps", "async"),
+        *("uneven-shares", "unlike-stages", "unlike-tied-ends"),
         *("named-collective", "in-network-collective"),
     )
 )

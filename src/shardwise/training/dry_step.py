@@ -28,7 +28,7 @@ def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: St
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     with engine_of(job, place) as engine:
         reporter.phase("step", 0, job.run.timeouts.start)
-        rows = job.sequences // job.strategy.data_parallel
+        rows = len(engine.rows)
         text = torch.randint(job.model.vocab, (rows, job.training.seq + 1), device=engine.device)
         batch = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
         _, peak = peak_during(engine.device, lambda: engine.step(batch))

@@ -110,12 +110,12 @@ class Loop:
     """`run` trains from ``state`` to the last step, or until a signal, and then saves a checkpoint."""
 
     def __init__(self, parts: LoopParts, state: State) -> None:
-        job, mesh = parts.job, parts.trainer.mesh
+        job = parts.job
         self.parts, self.job, self.run_spec, self.trainer = parts, job, job.run, parts.trainer
         self.position, self.first_step = state.position, state.position.step
         data = job.run.data
         settings: dict[str, Any] = {"workers": data.workers, "prefetch": data.prefetch}
-        share = (job.sequences, mesh.rank("dp"), mesh.size("dp"))
+        share = (job.sequences, parts.trainer.rows)
         self.loader = Loader(parts.training, *share, **settings)
         self.held_out = None if parts.validation is None else Loader(parts.validation, *share, workers=1, prefetch=1)
         self.health = Health(job.run, scaled=self.trainer.scaler is not None, losses=state.losses)

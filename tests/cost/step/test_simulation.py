@@ -38,9 +38,14 @@ def pipelined(schedule: str, pp: int = 4, microbatches: int = 16, model: Any = G
 class FixedRank:
     """A pipeline rank that takes what a test says."""
 
+    job: Job
     contents: RankContents
     passes: Seconds
     message_seconds: float = 0.0
+
+    @property
+    def microbatches(self) -> int:
+        return self.job.microbatches
 
     @property
     def microbatch_seconds(self) -> float:
@@ -125,7 +130,7 @@ def test_equal_ranks_equal_the_closed_form_where_it_is_exact(
     if not bubble_is_exact(schedule, pp, microbatches, *passes):
         return
     real = predict(case)
-    ranks = tuple(FixedRank(rank.contents, Seconds(*passes)) for rank in real.ranks)
+    ranks = tuple(FixedRank(case, rank.contents, Seconds(*passes)) for rank in real.ranks)
     step = simulated_step(Prediction(case, ranks, real.counts))  # type: ignore[arg-type]
     bubble = bubble_seconds(schedule, pp, microbatches, None, *passes)
     assert step.bubble_seconds == pytest.approx(bubble, abs=1e-9 * step.pipeline_seconds)

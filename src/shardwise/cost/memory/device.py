@@ -22,7 +22,8 @@ from shardwise.cost.memory.offload import OffloadedActivations, last_layer_stays
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of, message_buffer_bytes, transient_bytes
-from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
+from shardwise.layout.stages import RankContents, rank_contents
+from shardwise.layout.views import held_by, ranks_to_price
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
@@ -67,6 +68,10 @@ DeviceMemory.PARTS = tuple(one.name for one in fields(DeviceMemory) if one.name 
 
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
     """The peak memory of one device of a pipeline rank."""
+    return max((_peak(view, pipeline_rank) for view in held_by(job, pipeline_rank)), key=lambda memory: memory.total)
+
+
+def _peak(job: Job, pipeline_rank: int) -> DeviceMemory:
     contents = rank_contents(job, pipeline_rank)
     return max(memory_at_moments(job, contents).values(), key=lambda memory: memory.total)
 
@@ -129,8 +134,8 @@ def offloaded_activations(job: Job, contents: RankContents) -> OffloadedActivati
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:
-    """Memory of the pipeline ranks whose figures differ."""
-    return tuple(memory_of_rank(job, rank) for rank in pipeline_ranks_to_price(job))
+    """Memory of the pipeline ranks whose figures differ, in the order of `ranks_to_price`."""
+    return tuple(_peak(view, rank) for view, rank in ranks_to_price(job))
 
 
 def peak_memory(job: Job) -> DeviceMemory:

@@ -7,11 +7,13 @@ tensors is off by what published runs show, and what they may take more with a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cost.accuracy.residuals import memory_quantile
-from shardwise.cost.memory.device import DeviceMemory, device_memories, peak_memory
+from shardwise.cost.memory.device import DeviceMemory, device_memories
+from shardwise.layout.views import ranks_to_price
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 
@@ -62,8 +64,15 @@ def _planned(job: Job, usable: float, risk: float) -> float:
 
 def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
     """The worst of the job's devices."""
-    room = room_of(job, cap_bytes)
-    return max((room.fit(memory) for memory in device_memories(job)), key=FITS.index)
+    views = (view for view, _ in ranks_to_price(job))
+    found = (room_of(view, cap_bytes).fit(memory) for view, memory in zip(views, device_memories(job)))
+    return max(found, key=FITS.index)
+
+
+def tightest(job: Job, memories: Sequence[DeviceMemory]) -> tuple[Job, DeviceMemory]:
+    """Of `device_memories` the one that leaves least of its device, and the job as its rank sees it."""
+    views = (view for view, _ in ranks_to_price(job))
+    return max(zip(views, memories), key=lambda one: one[1].total / one[0].cluster.device.usable_memory)
 
 
 def fit_probability(job: Job, memory_bytes: float) -> float:
@@ -83,7 +92,8 @@ def probability_words(probability: float) -> str:
 
 def tight_words(job: Job) -> str:
     """The note on a job that fits only without the margin that plans keep."""
-    room, needed = room_of(job), peak_memory(job).total
+    job, memory = tightest(job, device_memories(job))
+    room, needed = room_of(job), memory.total
     likely = probability_words(fit_probability(job, needed))
     size = f"a device needs {readable_bytes(needed)} of {readable_bytes(room.usable_bytes)}"
     return f"tight: {size}, which fits with {likely} probability; {margin_words(job)}"

@@ -23,7 +23,8 @@ from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline
-from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
+from shardwise.layout.stages import RankContents, rank_contents
+from shardwise.layout.views import ranks_to_price
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job
 
@@ -74,8 +75,8 @@ def memory_over_time(job: Job) -> MemoryOverTime:
     tail_seconds = prediction.tail_seconds
     held_chunks = live_activations(timeline)
     ranks = tuple(
-        _rank_memory(job, timeline, rank, [held for _, held in held_chunks[rank]], tail_seconds)
-        for rank in pipeline_ranks_to_price(job)
+        _rank_memory(view, timeline, rank, [held for _, held in held_chunks[rank]], tail_seconds)
+        for view, rank in ranks_to_price(job)
     )
     return MemoryOverTime(job, timeline.longest_rank_seconds + tail_seconds, ranks)
 

@@ -11,7 +11,8 @@ from shardwise.cost.traffic.execution import step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows
 from shardwise.cost.traffic.pipeline import waiting_for_links
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
-from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_kinds
+from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents, rank_kinds
+from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import GENERIC_GEMM
@@ -50,7 +51,7 @@ def at_peak(job: Job) -> Job:
         operand_traffic=0.0,
         operator_seconds=0.0,
     )
-    return replace(job, cluster=replace(job.cluster, device=replace(device, efficiency=perfect)))
+    return job.unchecked(cluster=replace(job.cluster, device=replace(device, efficiency=perfect)))
 
 
 def stage_compute(job: Job, contents: RankContents) -> StageCompute:
@@ -117,13 +118,21 @@ class Floor:
 
 
 def step_floor(job: Job) -> Floor:
-    """The floor under the step of ``job``."""
-    ideal = at_peak(job)
-    floors = []
-    for contents in rank_kinds(job, pipeline_ranks_to_price(job)):
-        compute = stage_compute(job, contents)
-        traffics = with_exposed_seconds(step_traffic(ideal, contents), compute.windows(job.microbatches))
-        bubble = bubble_seconds(job, compute)
-        silent = job.microbatches * (compute.forward + compute.backward) + bubble
-        floors.append(Floor(job, contents, compute, tuple(waiting_for_links(job, traffics, silent)), bubble))
+    """The floor under the step of ``job``; of unlike stages, without the time in which they wait for each other."""
+    replicas = replicas_by_kind(job)
+    if replicas:
+        return max(map(step_floor, replicas), key=lambda floor: floor.seconds)
+    if is_unlike(job):
+        ranks = range(job.strategy.pp)
+        floors = [_floor(timed_on(job, rank), rank_contents(job.of_stage(rank), rank), bubble=False) for rank in ranks]
+    else:
+        floors = [_floor(job, contents) for contents in rank_kinds(job, pipeline_ranks_to_price(job))]
     return max(floors, key=lambda floor: floor.seconds)
+
+
+def _floor(job: Job, contents: RankContents, *, bubble: bool = True) -> Floor:
+    compute = stage_compute(job, contents)
+    traffics = with_exposed_seconds(step_traffic(at_peak(job), contents), compute.windows(job.microbatches))
+    idle = bubble_seconds(job, compute) if bubble else 0.0
+    silent = job.microbatches * (compute.forward + compute.backward) + idle
+    return Floor(job, contents, compute, tuple(waiting_for_links(job, traffics, silent)), idle)

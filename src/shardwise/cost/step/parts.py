@@ -38,16 +38,16 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     Microbatches are those of the busiest pipeline rank; work done once per step is that of the rank which takes longest
     for it. ``pp`` is what the pipeline would save if messages took no time.
     """
-    prediction, job = step.prediction, step.job
+    prediction, last = step.prediction, step.prediction.last
     stages = busiest_stages(prediction)
-    parts = _mean([_compute(job, stage) for stage in stages])
+    parts = _mean([_compute(stage) for stage in stages])
     parts |= {name: sum(one.added_seconds for one in traffics_of(step, name)) for name in COMMUNICATION}
-    work = job.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
-    overhead = step_overhead(job)
-    update = float(optimizer_seconds(job, prediction.last.contents, sharding_of(job.strategy)))
+    work = prediction.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
+    overhead = step_overhead(last.job)
+    update = float(optimizer_seconds(last.job, last.contents, sharding_of(last.job.strategy)))
     parts["bubble"] = _beyond_rounding(step.pipeline_seconds - work - step.message_seconds, step.pipeline_seconds)
     parts |= {"optimizer": update - overhead, "overhead": overhead}
-    parts["stragglers"] = prediction.straggler_seconds(prediction.last)
+    parts["stragglers"] = prediction.straggler_seconds(last)
     return {name: parts[name] for name in STEP_PARTS}
 
 
@@ -64,10 +64,10 @@ def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(one[name] for one in parts) / len(parts) for name in parts[0]}
 
 
-def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
+def _compute(stage: RankPrediction) -> dict[str, float]:
     """A stage's operators by kind, without their launches, which are a part of their own; and what is recomputed."""
-    m, compute = job.microbatches, stage.compute
-    alone = seconds_by_kind(_launched_at_once(job), stage.contents)
+    m, compute = stage.microbatches, stage.compute
+    alone = seconds_by_kind(_launched_at_once(stage.job), stage.contents)
     parts = {name: m * alone[kind] for name, kind in _KINDS.items()}
     whole = m * (compute.forward + compute.backward - compute.recomputed)
     launches = _beyond_rounding(whole - sum(parts.values()), whole)

@@ -6,7 +6,7 @@ The rules that lead from passes to a step are the same for numbers (a job) and f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,8 @@ from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.traffic.execution import executed, step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
-from shardwise.layout.stages import RankContents, rank_kinds
+from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
+from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
 
@@ -72,12 +73,16 @@ _PER_STEP = ("dp", "offload")
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """The computation and communication of one kind of pipeline rank."""
+    """The computation and communication of one kind of pipeline rank; ``job`` as that rank sees it."""
 
+    job: Job
     contents: RankContents
     compute: StageSeconds
     traffics: tuple[Traffic, ...]
-    microbatches: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.job.microbatches
 
     def exposed(self, dimension: str) -> float:
         """Seconds that a dimension adds to the step: exposed, and by slowing the computation it overlaps with."""
@@ -125,9 +130,14 @@ class Prediction:
         return max(self.ranks, key=lambda rank: rank.microbatch_seconds)
 
     @property
+    def microbatches(self) -> int:
+        """Of each pipeline; where shares are unlike, of those that set the pace."""
+        return self.slowest.microbatches
+
+    @property
     def pipeline_seconds(self) -> float:
         """All microbatches through the slowest stage, plus the schedule's idle time over the other stages."""
-        return self.job.microbatches * self.slowest.microbatch_seconds + self.bubble_seconds
+        return self.microbatches * self.slowest.microbatch_seconds + self.bubble_seconds
 
     @cached_property
     def bubble_seconds(self) -> float:
@@ -137,7 +147,7 @@ class Prediction:
         """The schedule's idle seconds if one message took so long."""
         strategy = self.job.strategy
         _, others = slowest_and_others([rank.passes for rank in self.ranks], self.counts)
-        chunks, m = strategy.chunks_per_rank, self.job.microbatches
+        chunks, m = strategy.chunks_per_rank, self.microbatches
         return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message_seconds))
 
     @cached_property
@@ -152,11 +162,11 @@ class Prediction:
 
     def straggler_seconds(self, rank: RankPrediction) -> float:
         """What devices like this one wait for slower ones."""
-        once = sharding_of(self.job.strategy).gathers_once
-        return waiting_share(self.job.cluster, self.job.stack, gathers_once=once) * rank.layers_seconds
+        once = sharding_of(rank.job.strategy).gathers_once
+        return waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once) * rank.layers_seconds
 
     def _once_a_step(self, rank: RankPrediction) -> float:
-        update = float(optimizer_seconds(self.job, rank.contents, sharding_of(self.job.strategy)))
+        update = float(optimizer_seconds(rank.job, rank.contents, sharding_of(rank.job.strategy)))
         exposed = sum(rank.exposed(name) for name in _PER_STEP)
         return exposed + rank.once_seconds + update + self.straggler_seconds(rank)
 
@@ -167,9 +177,28 @@ class Prediction:
 
 def predict(job: Job) -> Prediction:
     """The step of ``job`` as its stack and its cluster are described."""
+    replicas = replicas_by_kind(job)
+    if replicas:  # those that take longest, which the others wait for
+        own = max((predict(one) for one in replicas), key=lambda one: one.step_seconds)
+        return Prediction(job, own.ranks, own.counts)
+    if is_unlike(job):
+        return _of_unlike_stages(job)
     kinds = rank_kinds(job, range(job.strategy.pp))
     ranks = tuple(rank_prediction(job, contents) for contents in kinds)
     return Prediction(job, ranks, tuple(len(members) for members in kinds.values()))
+
+
+def _of_unlike_stages(job: Job) -> Prediction:
+    """Every pipeline rank by itself, as it sees the job."""
+    known: dict[object, RankPrediction] = {}
+    ranks = []
+    for number in range(job.strategy.pp):
+        view, contents = timed_on(job, number), rank_contents(job.of_stage(number), number)
+        key = (view.strategy, view.cluster, replace(contents, rank=0))
+        if key not in known:
+            known[key] = rank_prediction(view, contents)
+        ranks.append(known[key])
+    return Prediction(job, tuple(ranks), (1,) * len(ranks))
 
 
 def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
@@ -178,4 +207,4 @@ def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
     attention = compute.attention
     windows = ComputeWindows(m * compute.forward, m * compute.backward, m * attention.forward, m * attention.backward)
     traffics = with_exposed_seconds([executed(job, t) for t in step_traffic(job, contents)], windows)
-    return RankPrediction(contents, compute, tuple(traffics), m)
+    return RankPrediction(job, contents, compute, tuple(traffics))

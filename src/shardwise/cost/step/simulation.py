@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.stage_time import part_seconds
-from shardwise.layout.stages import RankContents, rank_contents, stage_contents, stages_of_rank
+from shardwise.cost.traffic.pipeline import message_traffic
+from shardwise.cost.traffic.traffic import Role, sent_forward
+from shardwise.layout.stages import RankContents, placement, rank_contents, stage_contents, stages_of_rank
+from shardwise.layout.views import is_unlike, message_views, replicas_by_kind, same_kind
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.spec.job import Job
@@ -39,7 +43,7 @@ class SimulatedStep:
     @property
     def bubble_seconds(self) -> float:
         """Beyond the work of the slowest rank; negative where DualPipe divides that stage's work between two ranks."""
-        return self.pipeline_seconds - self.job.microbatches * self.prediction.slowest.microbatch_seconds
+        return self.pipeline_seconds - self.prediction.microbatches * self.prediction.slowest.microbatch_seconds
 
     @cached_property
     def message_seconds(self) -> float:
@@ -58,8 +62,7 @@ class SimulatedStep:
     def mfu(self) -> float:
         """Model FLOPs utilisation, causal attention counted once, recomputed FLOPs not counted."""
         job = self.job
-        peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
-        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
+        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / job.peak_flops
 
 
 def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: int | None = None) -> SimulatedStep:
@@ -69,21 +72,44 @@ def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: 
     rounding and yields no timeline. ``whole`` simulates all of them. A schedule without a steady state is priced by its
     closed form if it has more than ``most_passes``.
     """
-    job, strategy = prediction.job, prediction.job.strategy
+    strategy = prediction.job.strategy
     if strategy.pp == 1:
-        return SimulatedStep(prediction, job.microbatches * prediction.slowest.microbatch_seconds, None)
-    passes = 3 * job.microbatches * strategy.stages
+        return SimulatedStep(prediction, prediction.microbatches * prediction.slowest.microbatch_seconds, None)
+    passes = 3 * prediction.microbatches * strategy.stages
     if most_passes is not None and strategy.schedule_record.repeats == "unknown" and passes > most_passes:
         return SimulatedStep(prediction, prediction.pipeline_seconds, None, is_closed_form=True)
-    return SimulatedStep(prediction, *_pipeline(prediction, prediction.slowest.message_seconds, whole=whole))
+    return SimulatedStep(prediction, *_pipeline(prediction, boundary_seconds(prediction), whole=whole))
 
 
-def _pipeline(prediction: Prediction, message_seconds: float, *, whole: bool = False) -> tuple[float, Timeline | None]:
-    job, strategy = prediction.job, prediction.job.strategy
+def boundary_seconds(prediction: Prediction) -> float | list[float]:
+    """Seconds of one message; of unlike stages, across every boundary between two of them.
+
+    Where the stages differ the larger side decides: each rank moves what it holds of a microbatch.
+    """
+    job = prediction.job
+    if not is_unlike(job) or replicas_by_kind(job):
+        return prediction.slowest.message_seconds
+    views = [message_views(job, rank) for rank in range(job.strategy.pp)]
+    along = placement(job)
+    return [
+        max(_message(inside if same_kind(job, one, other) else beyond) for inside, beyond in (views[one], views[other]))
+        for one, other in pairwise(along)
+    ]
+
+
+def _message(job: Job) -> float:
+    message = message_traffic(job, sent_forward(Role.ACTIVATIONS))
+    return 0.0 if message is None else float(message.cost.seconds)
+
+
+def _pipeline(
+    prediction: Prediction, message_seconds: float | list[float], *, whole: bool = False
+) -> tuple[float, Timeline | None]:
+    strategy = prediction.job.strategy
     return simulated_pipeline(
         strategy.schedule,
         strategy.pp,
-        job.microbatches,
+        prediction.microbatches,
         strategy.chunks_per_rank,
         pipeline_times(prediction),
         message_seconds,
@@ -98,7 +124,7 @@ def step_timeline(prediction: Prediction) -> Timeline:
         return timeline
     own = prediction.job.strategy.schedule_record
     order = own.name if own.forwards_first else PLAIN
-    return simulate(build(order, 1, prediction.job.microbatches), pipeline_times(prediction))
+    return simulate(build(order, 1, prediction.microbatches), pipeline_times(prediction))
 
 
 def pipeline_times(prediction: Prediction) -> StageTimes:
@@ -110,13 +136,21 @@ def pipeline_times(prediction: Prediction) -> StageTimes:
     passes = [(0.0, 0.0, 0.0)] * job.strategy.stages
     for number, rank in enumerate(rank_predictions(prediction)):
         stages = stages_of_rank(job, number)
-        for stage, seconds in zip(stages, seconds_of_stages(job, rank, stages)):
+        for stage, seconds in zip(stages, seconds_of_stages(_whole(rank.job, job), rank, stages)):
             passes[stage] = seconds
     return stage_times(*zip(*passes))
 
 
+def _whole(view: Job, job: Job) -> Job:
+    """A rank's view of a job with all stages of the job."""
+    pp = job.strategy.pp
+    return view if view.strategy.pp == pp else view.unchecked(strategy=view.strategy.unchecked(pp=pp))
+
+
 def rank_predictions(prediction: Prediction) -> list[RankPrediction]:
     """The prediction of every pipeline rank: that of its kind."""
+    if len(prediction.ranks) == prediction.job.strategy.pp:
+        return list(prediction.ranks)
     kinds = {_kind(rank.contents): rank for rank in prediction.ranks}
     return [kinds[_kind(rank_contents(prediction.job, number))] for number in range(prediction.job.strategy.pp)]
 

@@ -160,7 +160,7 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
         route_attention(module, table)
     layers, last = stage_layers(job), len(stage_layers(job)) - 1
     on_node = partial(node_of, node_devices=job.cluster.node_devices)
-    mine = stages_of_rank(job, mesh.rank("pp"))
+    mine = stages_of_rank(job, mesh.pipeline_rank)
     stages = {stage: module if stage == mine[0] else twin(module) for stage in mine}
     for stage, part in stages.items():
         here = table
@@ -192,7 +192,7 @@ def tie_stages(
     tied = bool(head) and second_names.get(f"{head}.weight") == f"{embedding}.weight"
     if job.strategy.pp == 1 or not tied:
         return None
-    return tie_ends(stages, placement(job), mesh.group("pp"), embedding=embedding, readers=(head,))
+    return tie_ends(stages, placement(job), mesh.pipeline, embedding=embedding, readers=(head,))
 
 
 @torch.no_grad()

@@ -90,10 +90,11 @@ def rows_of(batch: Any) -> int:
 
 def in_microbatches(batch: Any, rows: int) -> list[Any]:
     """Consecutive samples, ``rows`` at a time."""
-    return [
-        tree_map_only(Tensor, lambda one, at=start: one[at : at + rows] if one.dim() else one, batch)  # type: ignore[misc]
-        for start in range(0, rows_of(batch), rows)
-    ]
+    return [some_rows(batch, start, start + rows) for start in range(0, rows_of(batch), rows)]
+
+
+def some_rows(batch: Any, start: int, stop: int) -> Any:
+    return tree_map_only(Tensor, lambda one: one[start:stop] if one.dim() else one, batch)
 
 
 def usual_count(batch: Any) -> Tensor:

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.labels import Called
-from shardwise.engine.pipeline.stage import Call, Mailbox, Message, NoReduction, PipelineStage, Reduction
+from shardwise.engine.pipeline.stage import Call, Mailbox, NoReduction, PipelineStage, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
-from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, with_messages
 from shardwise.engine.weight_gradients import Deferrable
 from shardwise.pipeline import ActionKind, PipelineSchedule, build
@@ -31,11 +28,12 @@ _KINDS = {
 }
 
 
-def schedule_of(job: Job) -> PipelineSchedule:
-    """The schedule that is simulated for a job is also the one that runs."""
+def schedule_of(job: Job, replica: int = 0) -> PipelineSchedule:
+    """The schedule that is simulated for a job is also the one that runs, in each data-parallel replica."""
     strategy = job.strategy
     require_runnable(strategy.schedule)
-    return build(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank)
+    microbatches = len(job.rows_of(replica)) // strategy.microbatch
+    return build(strategy.schedule, strategy.pp, microbatches, strategy.chunks_per_rank)
 
 
 def require_runnable(schedule: str) -> None:
@@ -81,39 +79,36 @@ def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) ->
 
 
 class PipelineRunner:
-    """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage) and its pipeline ``group``.
+    """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage).
 
-    A rank's place in ``group`` is its number in the schedule. ``message`` describes hidden states on this rank,
-    ``call`` runs a stage.
+    ``rank`` is its number in the schedule, ``mailbox`` brings and takes hidden states, ``call`` runs a stage.
     """
 
     def __init__(
         self,
         schedule: PipelineSchedule,
         modules: Mapping[int, nn.Module],
-        group: dist.ProcessGroup,
-        message: Message,
+        rank: int,
+        mailbox: Mailbox,
         *,
         reductions: Mapping[nn.Module, Reduction] | None = None,
         tied: TiedEnds | None = None,
         call: Call = call_decoder,
     ) -> None:
-        rank = dist.get_rank(group)
         if tuple(sorted(modules)) != schedule.stages_of(rank):
             raise ValueError(f"rank {rank} holds stages {schedule.stages_of(rank)}, not {tuple(sorted(modules))}")
-        self.schedule, self.group, self.tied = schedule, group, tied
-        self.mailbox = Mailbox(group, message)
+        self.schedule, self.mailbox, self.tied = schedule, mailbox, tied
         deferrable = Deferrable(tied.borrowers if tied else ()) if splits_backward(schedule) else None
         self.stages = []
         for index, module in sorted(modules.items()):
             reduction = reductions[module] if reductions else NoReduction()
-            stage = PipelineStage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
+            stage = PipelineStage(module, index, schedule.stages, rank, mailbox, reduction, call, deferrable)
             self.stages.append(stage)
         self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
         self._evaluation = _Runtime(self.stages, schedule, runtime_actions(schedule, backward=False))
 
     def step(self, microbatches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses over ``tokens``, on every rank.
+        """Forward and backward of all microbatches; the sum of their losses over ``tokens``, as `Mailbox.tell` has it.
 
         ``tokens`` is what the loss is divided by before the backward pass: how many labels count in the whole batch
         of the step, whichever ranks hold them.
@@ -138,8 +133,7 @@ class PipelineRunner:
         total = torch.zeros((), device=self.mailbox.message.device)
         for loss in losses:
             total += loss.detach()
-        with sent("pp", Called.LOSS, total):
-            dist.broadcast(total, group=self.group, group_src=self.schedule.placement[-1])
+        self.mailbox.tell(total, self.schedule.placement[-1])
         return total
 
 

@@ -58,7 +58,8 @@ class Mailbox:
     """
 
     def __init__(self, group: dist.ProcessGroup, message: Message) -> None:
-        self.group, self.message = group, message
+        self.group = self.own_group = group
+        self.message = message
         self.leaving: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, rank: int, what: str) -> None:
@@ -74,6 +75,11 @@ class Mailbox:
         buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
         work = dist.irecv(buffer, group=self.group, group_src=rank)
         return IncomingMessage(buffer, work, what)
+
+    def tell(self, loss: Tensor, rank: int) -> None:
+        """Gives the loss that is on one ``rank`` to all of the pipeline."""
+        with sent("pp", Called.LOSS, loss):
+            dist.broadcast(loss, group=self.group, group_src=rank)
 
     def finish(self) -> None:
         """Waits until everything is sent: on a GPU the stream waits, not the host."""
@@ -139,12 +145,15 @@ class PipelineStage(PipelineStageBase):
         module: nn.Module,
         index: int,
         stages: int,
+        rank: int,
         mailbox: Mailbox,
         reduction: Reduction,
         call: Call,
         deferrable: Deferrable | None,
     ) -> None:
-        super().__init__(module, index, stages, mailbox.message.device, mailbox.group)
+        # Its group is only asked for this rank's place, which may be another than in the group that messages go over.
+        super().__init__(module, index, stages, mailbox.message.device, mailbox.own_group)
+        self.group_rank = rank
         self.mailbox, self.reduction, self.call = mailbox, reduction, call
         self.mode: AbstractContextManager[object] = nullcontext() if deferrable is None else deferrable
         self.inputs: dict[int, IncomingMessage] = {}

@@ -74,12 +74,14 @@ class TiedEnds:
 def tie_ends(
     modules: Mapping[int, nn.Module],
     placement: tuple[int, ...],
-    group: dist.ProcessGroup,
+    ranks: Sequence[int],
     *,
     embedding: str = "embedding",
     readers: Sequence[str] = ("head",),
 ) -> TiedEnds | None:
     """Ties the ends of a pipeline whose stages ``modules`` are here; None on ranks between them.
+
+    ``ranks`` are those of the world that are this pipeline's, by pipeline rank.
 
     Call when the parameters have their local shapes, after tensor and before data parallelism. The last stage's own
     copy is noted as not counted: the norm of the gradients counts the first stage's.
@@ -92,7 +94,7 @@ def tie_ends(
     if first is None or not reading:
         for one in reading:
             note_part(one, "weight", replace(part_of(one, "weight"), counted=False))
-        return TiedEnds(first, reading, _pair(group, placement[0], placement[last]))
+        return TiedEnds(first, reading, _pair(ranks[placement[0]], ranks[placement[last]]))
     tied = TiedEnds(first, reading, None)
     for one in reading:
         del one.weight
@@ -101,8 +103,7 @@ def tie_ends(
     return tied
 
 
-def _pair(group: dist.ProcessGroup, first: int, last: int) -> dist.ProcessGroup:
+def _pair(first: int, last: int) -> dist.ProcessGroup:
     """Only the two ends make this group; the ranks between them take no part."""
-    ranks = [dist.get_global_rank(group, rank) for rank in (first, last)]
-    pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied embedding")
+    pair: dist.ProcessGroup = dist.new_group([first, last], use_local_synchronization=True, group_desc="tied embedding")
     return pair

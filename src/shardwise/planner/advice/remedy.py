@@ -13,6 +13,7 @@ from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, fit_probability, margin_words, room_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.verdict import fitting_change, neighbours
+from shardwise.layout.views import is_unlike
 from shardwise.planner.automatic import KINDS, smallest_offload
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed
@@ -143,6 +144,8 @@ def what_would_fit(job: Job) -> str:
     change = fitting_change(job)
     if change is not None:
         return f"{change_words(job.strategy, change.job.strategy)}: that needs {readable_bytes(change.memory.total)}"
+    if is_unlike(job):
+        return "give the fullest devices fewer layers (stage_layers), or `shardwise plan`"
     fitting = _by_several_changes(job)
     if fitting is not None:
         return f"for example {strategy_words(fitting.strategy)} ({readable_bytes(peak_memory(fitting).total)})"

@@ -1,6 +1,6 @@
-"""A plan for a cluster of several kinds of nodes: priced only, this project's engine does not run it yet.
+"""A plan for a cluster of several kinds of nodes.
 
-Each kind gets layers according to its speed and memory.
+Each kind gets layers according to its speed and memory, or replicas with a share of the batch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from shardwise.pipeline import Place
 from shardwise.planner.candidate import Candidate, complexity
 from shardwise.planner.mixed.space import MixedRequest, MixedSpace, estimated
 from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
+from shardwise.planner.mixed.unlike import unlike_steps
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Deadline, Request
 from shardwise.planner.search.stages import Pieces, divisions, pieces_of, room_for_pieces
 from shardwise.spec.errors import DoesNotFit, SpecError
+from shardwise.spec.support import Status, verdict
 from shardwise.spec.units import readable_bytes
 
 _SIMULATED = 200_000  # passes simulated to try neighbours of one division
@@ -118,12 +120,14 @@ class MixedPlan:
     alone: tuple[Candidate | None, ...]
     was_stopped: bool = False  # by its time limit: these are the best so far
 
-    status = "priced only"
-    note = "a job on several kinds of nodes cannot be written as a job file or run yet"
-
     @property
     def best(self) -> MixedStep:
         return self.candidates[0]
+
+    @property
+    def status(self) -> Status:
+        """Whether our engine runs the best."""
+        return verdict(self.best.job).status
 
     @property
     def best_alone(self) -> Candidate | None:
@@ -142,10 +146,14 @@ def plan_mixed(request: MixedRequest, *, alone: bool = True) -> MixedPlan:
     request = request.started()
     deadline = request.deadline
     tried, found = _search(space, deadline.part())
-    steps = _ranked(found)
+    equal = _ranked(found)
     polishing = deadline.part()
-    better = [polished(request, step, polishing) for step in polishing.until(steps[:POLISHED])]
-    steps = _ranked(better + steps[len(better) :])
+    better = [polished(request, step, polishing) for step in polishing.until(equal[:POLISHED])]
+    others = unlike_steps(request, deadline.part())
+    steps = _ranked([*better, *equal[len(better) :], *others])
+    if not steps:
+        raise _what_is_missing(space, stopped=deadline.was_hit)
+    tried += len(others)
     apart = tuple(_fastest(request.on(kind)) for kind in request.mixed.kinds) if alone else ()
     return MixedPlan(request, tried, tuple(steps), apart, deadline.was_hit)
 
@@ -157,6 +165,8 @@ def _fastest(request: Request) -> Candidate | None:
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
     """By time; the simplest of those that tie with the fastest comes first."""
+    if not steps:
+        return []
     by_time = sorted(steps, key=lambda one: one.seconds_per_token)
     tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
     first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
@@ -175,8 +185,6 @@ def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]
         if steps:
             found.append(min(steps, key=lambda step: step.seconds_per_token))
             fastest = min(fastest, found[-1].seconds_per_token)
-    if not found:
-        raise _what_is_missing(space, stopped=deadline.was_hit)
     return len(floors), found
 
 
@@ -194,5 +202,5 @@ def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:
         f"{readable_bytes(request.capacities[number])} per {kind.device.name}"
         for number, kind in enumerate(request.mixed.kinds)
     )
-    problem = f"no strategy with the pipeline across the kinds fits in {there}"
+    problem = f"no strategy across the kinds fits in {there}"
     return DoesNotFit("plan", problem, "use more nodes of either kind")

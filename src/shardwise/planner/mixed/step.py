@@ -1,23 +1,20 @@
-"""The step of a pipeline across kinds of nodes: every stage as its own kind runs it, all of them simulated together."""
+"""A strategy on several kinds of nodes, and its step: every rank as its own kind runs it, all simulated together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
-from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
-from shardwise.cost.step.prediction import Prediction, RankPrediction, rank_prediction
-from shardwise.cost.step.simulation import seconds_of_stages
-from shardwise.cost.traffic.pipeline import message_traffic
-from shardwise.cost.traffic.traffic import Role, sent_forward
-from shardwise.layout.stages import placement, rank_contents, stages_of_rank
-from shardwise.pipeline import stage_times
-from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.cost.step.prediction import RankPrediction, predict
+from shardwise.cost.step.simulation import rank_predictions
+from shardwise.layout.stages import stages_of_rank
+from shardwise.layout.views import held_by, replicas_by_kind
+from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.clusters import MixedCluster
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.kinds import across_kinds
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.strategy import Strategy
 
@@ -62,13 +59,18 @@ class Arrangement:
         strategy = self.strategy.unchecked(pp=2 * self._ranks(kind))
         return self.job.unchecked(cluster=self.mixed.joined[kind], strategy=strategy)
 
-    def alone(self, kind: int) -> Job:
-        """The stages of one kind alone with their layers, for messages inside the kind."""
-        ranks, counts = self.ranks_of(kind), self.strategy.stage_layers
-        if isinstance(counts, tuple):
-            own = sorted(stage for rank in ranks for stage in stages_of_rank(self.job, rank))
-            counts = tuple(counts[stage] for stage in own)
-        return self.on(kind).unchecked(strategy=self.strategy.unchecked(pp=len(ranks), stage_layers=counts))
+    @property
+    def ordered(self) -> MixedCluster:
+        """The kinds in the order of the ranks."""
+        return replace(self.mixed, kinds=tuple(self.mixed.kinds[kind] for kind in self.kinds))
+
+    def whole_job(self) -> Job:
+        """The job to run, checked: a job file has it."""
+        return replace(self.unchecked_job(), strategy=replace(self.strategy))
+
+    def unchecked_job(self) -> Job:
+        """The same for a price alone."""
+        return self.job.unchecked(cluster=self.ordered.as_one)
 
     def with_strategy(self, **changes: object) -> Arrangement:
         return replace(self, job=self.job.unchecked(strategy=self.strategy.unchecked(**changes)))
@@ -85,109 +87,83 @@ class KindPart:
     layers: tuple[int, ...]  # of each of its ranks
     memory: DeviceMemory
     idle_share: float  # of the pipeline's time
+    batch_share: float = 1.0  # of the sequences that it sees
 
 
 @dataclass(frozen=True)
 class MixedStep:
-    """A simulated step; ``ranks`` are all pipeline ranks, each priced on its kind."""
+    """A strategy on several kinds of nodes, priced as the job that runs it."""
 
     arrangement: Arrangement
-    ranks: tuple[RankPrediction, ...]
-    pipeline_seconds: float
+    price: Candidate
 
-    @cached_property
-    def tail_seconds(self) -> float:
-        """What follows the microbatches on the slowest rank: reductions inside its kind, optimizer (`Prediction`)."""
-        return max(
-            Prediction(self.arrangement.joined(kind), tuple(self._of(kind)), (1,)).tail_seconds
-            for kind in self.arrangement.kinds
-        )
+    @property
+    def job(self) -> Job:
+        """To run, checked."""
+        return self.arrangement.whole_job()
 
-    def _of(self, kind: int) -> list[RankPrediction]:
-        return [self.ranks[rank] for rank in self.arrangement.ranks_of(kind)]
+    @property
+    def ranks(self) -> tuple[RankPrediction, ...]:
+        """All pipeline ranks, each priced on its kind; of data parallelism across kinds, those of the slowest."""
+        return tuple(rank_predictions(self.price.prediction))
 
     @property
     def step_seconds(self) -> float:
-        return self.pipeline_seconds + self.tail_seconds
+        return self.price.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return self.arrangement.job.tokens_per_step / self.step_seconds
+        return self.price.tokens_per_second
 
     @property
     def seconds_per_token(self) -> float:
-        return 1 / self.tokens_per_second
+        return self.price.seconds_per_token
 
     @property
     def mfu(self) -> float:
         """Model FLOPs against the peak of all devices of all kinds."""
-        job = self.arrangement.job
-        compute = job.training.recipe.compute
-        peak = sum(kind.devices * kind.device.peak_flops(compute) for kind in self.arrangement.mixed.kinds)
-        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
+        return self.price.mfu
 
     @cached_property
     def parts(self) -> tuple[KindPart, ...]:
-        """What each kind does, in the order of the pipeline."""
-        return tuple(self._part(kind) for kind in self.arrangement.kinds)
+        """What each kind does, in the order of the ranks."""
+        return tuple(self._part(place) for place in range(len(self.arrangement.kinds)))
 
-    def _part(self, kind: int) -> KindPart:
-        own, ranks = self.arrangement, self.arrangement.ranks_of(kind)
-        counts = stage_layer_counts(own.job.model, own.strategy)
-        layers = tuple(sum(counts[stage] for stage in stages_of_rank(own.job, rank)) for rank in ranks)
-        cluster, strategy = own.mixed.kinds[kind], own.alone(kind).strategy
-        busy = sum(rank.microbatches * rank.microbatch_seconds for rank in self._of(kind)) / len(ranks)
-        idle = max(0.0, 1 - busy / self.pipeline_seconds)
-        return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), idle)
+    def _part(self, place: int) -> KindPart:
+        job, across = self.price.job, across_kinds(self.arrangement.ordered, self.price.job.strategy)
+        members, counts = across.members(place), stage_layer_counts(job.model, job.strategy)
+        ranks = range(members[0], members[-1] + 1) if across.dimension == "pp" else range(job.strategy.pp)
+        layers = tuple(sum(counts[stage] for stage in stages_of_rank(job, rank)) for rank in ranks)
+        kind, share = self.arrangement.kinds[place], 1.0
+        if across.dimension == "dp":
+            share = sum(len(job.rows_of(member)) for member in members) / job.sequences
+        own = sorted(stage for rank in ranks for stage in stages_of_rank(job, rank))
+        changes: dict[str, object] = {"pp": len(ranks), "stage_layers": tuple(counts[stage] for stage in own)}
+        if across.dimension == "dp":
+            changes |= {"dp": len(members), "dp_shares": None}
+        return KindPart(
+            kind, self.arrangement.mixed.kinds[kind], job.of_stage(ranks[0]).strategy.unchecked(**changes), ranks,
+            layers, self.memory(kind), self._idle(place, ranks), share,
+        )  # fmt: skip
 
     def memory(self, kind: int) -> DeviceMemory:
         """The fullest device of a kind."""
-        job = self.arrangement.on(kind)
-        memories = (memory_of_rank(job, rank) for rank in self.arrangement.ranks_of(kind))
-        return max(memories, key=lambda memory: memory.total)
+        job, place = self.price.job, self.arrangement.kinds.index(kind)
+        across = across_kinds(self.arrangement.ordered, job.strategy)
+        if across.dimension == "pp":
+            found = [memory_of_rank(job, rank) for rank in across.members(place)]
+        else:
+            found = [memory_of_rank(held_by(job, rank)[place], rank) for rank in range(job.strategy.pp)]
+        return max(found, key=lambda memory: memory.total)
+
+    def _idle(self, place: int, ranks: range) -> float:
+        """The share of the pipeline's time in which devices of a kind wait."""
+        replicas = replicas_by_kind(self.price.job)
+        of_ranks = predict(replicas[place]).ranks if replicas else [self.ranks[rank] for rank in ranks]
+        busy = sum(rank.microbatches * rank.microbatch_seconds for rank in of_ranks) / len(of_ranks)
+        return max(0.0, 1 - busy / self.price.pipeline_seconds)
 
 
 def mixed_step(arrangement: Arrangement) -> MixedStep:
     """Simulates an arrangement whose strategy specifies the layers of every stage."""
-    job, strategy = arrangement.job, arrangement.strategy
-    ranks = _rank_predictions(arrangement)
-    passes = [(0.0, 0.0, 0.0)] * strategy.stages
-    for number, (kind, rank) in enumerate(zip(arrangement.kind_of_rank, ranks)):
-        stages = stages_of_rank(job, number)
-        for stage, own in zip(stages, seconds_of_stages(arrangement.on(kind), rank, stages)):
-            passes[stage] = own
-    seconds, _ = simulated_pipeline(
-        strategy.schedule,
-        strategy.pp,
-        job.microbatches,
-        strategy.chunks_per_rank,
-        stage_times(*zip(*passes)),
-        message_seconds(arrangement),
-    )
-    return MixedStep(arrangement, ranks, seconds)
-
-
-def _rank_predictions(arrangement: Arrangement) -> tuple[RankPrediction, ...]:
-    known: dict[object, RankPrediction] = {}
-    ranks = []
-    for number, kind in enumerate(arrangement.kind_of_rank):
-        contents = rank_contents(arrangement.on(kind), number)
-        key = (kind, replace(contents, rank=0))
-        if key not in known:
-            known[key] = rank_prediction(arrangement.joined(kind), contents)
-        ranks.append(known[key])
-    return tuple(ranks)
-
-
-def message_seconds(arrangement: Arrangement) -> list[float]:
-    """One message across every stage boundary: inside a kind over its network, else over the one between kinds."""
-    job, kinds = arrangement.job, arrangement.kind_of_rank
-    inside = {kind: _message(arrangement.alone(kind)) for kind in arrangement.kinds}
-    between = max(_message(arrangement.joined(kind)) for kind in arrangement.kinds)
-    along = [kinds[rank] for rank in placement(job)]
-    return [inside[sender] if sender == receiver else between for sender, receiver in pairwise(along)]
-
-
-def _message(job: Job) -> float:
-    message = message_traffic(job, sent_forward(Role.ACTIVATIONS))
-    return 0.0 if message is None else float(message.cost.seconds)
+    return MixedStep(arrangement, candidate(arrangement.unchecked_job()))

@@ -27,11 +27,10 @@ class Rows:
     documents: Tokens
 
 
-def rows_of(mixture: Mixture, step: int, batch: int, rank: int, ranks: int) -> Rows:
-    """The share of data-parallel ``rank`` of ``ranks`` in the global batch of a step."""
-    each = batch // ranks
-    first = step * batch + rank * each
-    samples = mixture.samples(np.arange(first, first + each, dtype=np.int64))
+def rows_of(mixture: Mixture, step: int, batch: int, rows: range | None = None) -> Rows:
+    """Some ``rows`` of the global batch of a step, or all: the share of a data-parallel rank."""
+    rows = range(batch) if rows is None else rows
+    samples = mixture.samples(step * batch + np.arange(rows.start, rows.stop, dtype=np.int64))
     documents = np.stack([one.documents for one in samples])
     tokens, labels = np.stack([one.tokens for one in samples]), np.stack([one.labels for one in samples])
     return Rows(step, tokens, labels, positions_in(documents), documents)
@@ -48,13 +47,12 @@ class Loader:
         self,
         mixture: Mixture,
         batch: int,
-        rank: int = 0,
-        ranks: int = 1,
+        rows: range | None = None,
         *,
         workers: Literal["auto"] | int = "auto",
         prefetch: Literal["auto"] | int = "auto",
     ) -> None:
-        self.mixture, self.batch, self.rank, self.ranks = mixture, batch, rank, ranks
+        self.mixture, self.batch, self.rows = mixture, batch, rows
         self.grows = prefetch == "auto"
         self.prefetch, self.waited_seconds = 2 if prefetch == "auto" else prefetch, 0.0
         self._threads = ThreadPoolExecutor(MOST_WORKERS if workers == "auto" else workers, thread_name_prefix="data")
@@ -67,7 +65,7 @@ class Loader:
             ahead = step in self._made
             for number in wanted:
                 if number not in self._made:
-                    share = (self.batch, self.rank, self.ranks)
+                    share = (self.batch, self.rows)
                     self._made[number] = self._threads.submit(rows_of, self.mixture, number, *share)
             for number in [one for one in self._made if one not in wanted]:
                 self._made.pop(number).cancel()

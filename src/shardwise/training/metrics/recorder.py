@@ -47,7 +47,7 @@ class Recorder:
         if job.run.logging.wandb is not None:
             self.sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
         self.predicted = read_prediction(folder)
-        peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
+        peak = job.peak_flops
         self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
         missing = spelled_ranges(missing_steps(read_lines(self.lines.path), step))
         if missing and not any(one.get("steps_missing") == missing for one in read_lines(self.lines.path)):
