@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/python bench/recovery.py
 	$(BIN)/python bench/emulation.py
 	$(BIN)/python bench/recut.py
+	$(BIN)/python bench/mixed.py
 	$(BIN)/python bench/generation.py
 	$(BIN)/python bench/less_communication.py compression
 	$(BIN)/python bench/less_communication.py diloco --emulate 2x1,200Mbit,1ms

@@ -55,9 +55,9 @@ def _unlike(old: Strategy, dp: int, pp: int) -> dict[str, object]:
     for name, degrees in (("stage_tp", old.stage_tp), ("stage_dp", old.stage_dp)):
         if degrees is not None:
             changes[name] = tuple(min(2, degrees[stage]) for stage in (0, -1)) if pp > 1 else None
-    for name, degrees in (("tp", changes.get("stage_tp")), ("dp", changes.get("stage_dp"))):
-        if isinstance(degrees, tuple):
-            changes[name] = max(degrees)
+    for name in ("tp", "dp"):
+        if isinstance(kept := changes.get(f"stage_{name}"), tuple):
+            changes[name] = max(kept)
     return changes
 
 

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from engine.parity import check
-from planner.mixed.test_plan import mixed_of, small_plan
+from planner.mixed.test_plan import asked, mixed_of, small_plan
 from shardwise.cost.analysis import analyze
 from shardwise.planner.candidate import candidate
+from shardwise.planner.constraints import Constraints, parse_constraints
+from shardwise.planner.mixed.plan import plan_mixed
 from shardwise.spec.clusters import cluster_from, mixed_kinds
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.training import Training
 
 
 def job(cluster: Any, batch: int = 64, model: str = "llama3.2-1b", **strategy: Any) -> Job:
@@ -70,7 +73,7 @@ def test_a_job_on_several_kinds_is_a_job_file() -> None:
     ("strategy", "words"),
     [
         ({"tp": 16}, "tp would go across the kinds of nodes; put pp or dp last in order"),
-        ({"pp": 3, "stage_dp": [4, 8, 4]}, "8 devices of a stage would be of two kinds"),
+        ({"pp": 4, "stage_dp": [4, 2, 8, 2]}, "8 devices of a stage would be of two kinds"),
     ],
 )
 def test_a_group_is_of_one_kind(strategy: dict[str, Any], words: str) -> None:
@@ -80,7 +83,10 @@ def test_a_group_is_of_one_kind(strategy: dict[str, Any], words: str) -> None:
 
 def test_a_plan_takes_unlike_degrees_where_they_are_faster() -> None:
     """4 and 8 devices: equal stages of 4 need three of them, the best has one stage of each kind or replicas."""
-    found = small_plan(mixed_of("workstation-4090", "dgx-h100"), "schedule=1f1b,microbatch=1,recompute=none")
+    kinds, constraints = mixed_of("workstation-4090", "dgx-h100"), parse_constraints("microbatch=1,recompute=none")
+    request = asked("llama3.2-1b", kinds, Training(global_batch=64, seq=4096), constraints=Constraints(constraints))
+    untied = replace(request.job.model, tied_embeddings=False, published_parameters=None)
+    found = plan_mixed(replace(request, job=request.job.unchecked(model=untied)), alone=False)
     ways = [step.arrangement.strategy for step in found.candidates]
     assert any(one.has_unlike_stages for one in ways) and any(one.dp_shares for one in ways)
     assert found.status == "runs"

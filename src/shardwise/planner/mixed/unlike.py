@@ -173,8 +173,13 @@ def _arranged(
             yield plain.with_strategy(stage_layers=counts)
 
 
-def _of_stages(numbers: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]:
-    return tuple(number for number, times in zip(numbers, stages) for _ in range(times))
+def _of_stages(numbers: Sequence[int], stages: Sequence[int]) -> tuple[int, ...] | None:
+    """Of each stage; None where all are equal."""
+    return (
+        None
+        if len(set(numbers)) == 1
+        else tuple(number for number, times in zip(numbers, stages) for _ in range(times))
+    )
 
 
 def _by_speed(arrangement: Arrangement) -> tuple[int, ...] | None:
