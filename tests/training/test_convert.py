@@ -20,7 +20,7 @@ from engine.workers import on_ranks
 from models.families import transformers
 from models.shapes import SHAPES, decoder_of, tokens
 from shardwise.engine.engine import Engine
-from shardwise.models.huggingface import write_folder
+from shardwise.models.huggingface import open_folder, write_folder
 from shardwise.spec import Job
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.model import Model
@@ -132,12 +132,30 @@ def test_a_run_of_another_layout_starts_from_what_was_converted(tmp_path: Path) 
             assert np.array_equal(found[f"{kind}/{name}"], tensor.numpy()), name
 
 
-def test_prediction_modules_stay_behind() -> None:
-    """Of a checkpoint that has trained some."""
+def test_prediction_modules_come_along_or_stay_behind_whole() -> None:
+    """Of a checkpoint that has trained some, and of one from a tool that has left some of them out."""
     model = replace(DENSE, mtp_layers=1)
     stored = {name: LazyTensor(tuple(one.shape), one.dtype, one.clone) for name, one in tensors_of(model).items()}
     found = complete(model, stored, "here")
+    assert found.model.mtp_layers == 1 and found.tensors.keys() == stored.keys()
+    del stored[f"layers.{DENSE.layers}.joined.weight"]
+    found = complete(model, stored, "here")
     assert found.model.mtp_layers == 0 and found.tensors.keys() == tensors_of(DENSE).keys() < stored.keys()
+
+
+def test_prediction_modules_are_written_where_a_family_names_them(tmp_path: Path) -> None:
+    """As deepseek-ai/DeepSeek-V3 has them: behind the last layer, each with a copy of embedding and head."""
+    model = replace(SHAPES["mla"], mtp_layers=2)
+    expected = tensors_of(model)
+    folder = as_huggingface(model, expected, tmp_path / "theirs")
+    again = open_folder(folder)
+    said = json.loads((folder / "config.json").read_text())
+    assert again.model.mtp_layers == said["num_nextn_predict_layers"] == 2
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.tensors())
+    copied = [name for name in again.files if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
+    assert len(copied) == 1 + 2 * 2
+    other = as_huggingface(replace(DENSE, mtp_layers=1), tensors_of(replace(DENSE, mtp_layers=1)), tmp_path / "llama")
+    assert open_folder(other).model.mtp_layers == 0  # no place in this family
 
 
 def test_one_file_under_both_names(tmp_path: Path) -> None:

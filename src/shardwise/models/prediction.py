@@ -47,6 +47,12 @@ def is_of_prediction(name: str, model: Model) -> bool:
     return part == "layers" and model.layers <= int(rest.partition(".")[0]) < model.layers + model.mtp_layers
 
 
+def is_behind_layers(name: str, model: Model) -> bool:
+    """Whether a tensor belongs to a prediction module that this description of the model has left out."""
+    part, _, rest = name.partition(".")
+    return part == "layers" and int(rest.partition(".")[0]) >= model.layers + model.mtp_layers
+
+
 @dataclass(frozen=True)
 class Ahead:
     """``tokens`` [batch, seq, modules] that each module reads, and ``labels`` that it predicts."""

@@ -160,7 +160,7 @@ _OTHER_CONFIG = "use the config.json that belongs to these weights"
 class Naming:
     """What a Hugging Face family calls the tensors of one model; ``config`` is the content of its config.json.
 
-    ``model`` has multi-token-prediction modules where a folder stores them; none are written.
+    ``model`` has multi-token-prediction modules where a folder stores them, or will: those of a family that names them.
     """
 
     model: Model
@@ -182,7 +182,18 @@ class Naming:
         if config["model_type"] not in LAYOUTS:
             problem = f"weights of the family {config['model_type']} are not written"
             raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")
-        return cls.of_config(config, model)
+        found = cls.of_config(config, model)
+        if model.mtp_layers == 0 or "joined" not in found.layout.inside:
+            return found
+        return cls(model, found.layout, {**config, "num_nextn_predict_layers": model.mtp_layers})
+
+    def copies(self, name: str) -> tuple[str, ...]:
+        """Where a stored prediction module repeats a tensor of the model: each has the embedding and the head."""
+        ours = {"embedding.weight": "embed_tokens.weight", "head.weight": "shared_head.head.weight"}
+        if self.model.tied_embeddings:
+            ours = {"embedding.weight": "embed_tokens.weight"}
+        modules = range(self.model.layers, self.model.layers + self.model.mtp_layers)
+        return tuple(self.layout.layer.format(index) + ours[name] for index in modules if name in ours)
 
     @cached_property
     def places(self) -> dict[str, TensorPlace]:

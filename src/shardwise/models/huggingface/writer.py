@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.models.huggingface.folder import INDEX, SINGLE
 from shardwise.models.huggingface.tensors import Naming, TensorPlace
+from shardwise.models.prediction import is_behind_layers
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 
@@ -54,13 +55,19 @@ def write_folder(
 
 
 def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model as its family stores them; parts of a fused one wait until all are there."""
+    """The tensors of a model as its family stores them; parts of a fused one wait until all are there.
+
+    Prediction modules of a family that has no names for them stay behind.
+    """
     model, places = naming.model, naming.places
     waiting: dict[str, list[tuple[TensorPlace, Tensor]]] = {}
     left = dict(places)
     for name, tensor in tensors:
         if name == "head.weight" and model.tied_embeddings:
             continue
+        if model.mtp_layers == 0 and is_behind_layers(name, model):
+            continue
+        yield from ((copy, tensor.detach().clone()) for copy in naming.copies(name))
         place = _checked(name, tensor, left, places)
         for theirs, stored in place.to_stored(tensor.detach()):
             if place.whole is None:

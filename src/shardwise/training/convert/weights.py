@@ -53,13 +53,15 @@ class Weights:
 def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError.
 
-    Prediction modules stay behind: other tools leave them out of the model.
+    Prediction modules come along where all of their tensors are there; some tools leave them out of the model.
     """
-    found = {name: one for name, one in found.items() if not is_of_prediction(name, model)}
-    model = replace(model, mtp_layers=0)
     with torch.device("meta"):
         decoder = Decoder(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_tensors()}
+    if any(is_of_prediction(name, model) and name not in found for name in shapes):
+        found = {name: one for name, one in found.items() if not is_of_prediction(name, model)}
+        shapes = {name: shape for name, shape in shapes.items() if not is_of_prediction(name, model)}
+        model = replace(model, mtp_layers=0)
     tied = {"head.weight"} if model.tied_embeddings else set()
     for name, shape in shapes.items():
         if name not in found:
