@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.running import Result, error_line, run
+from cli.running import Result, error_line, run, run_json
 from shardwise.interop.jobs import read_job
 from shardwise.spec.support import verdict
+from shardwise.spec.units import readable_seconds
 
 SMALL = "plan --model llama3.2-1b --cluster dgx-h100:1 --global-batch 64 --seq 2048 --microbatch 1,2 --schedule 1f1b"
 
@@ -162,10 +163,14 @@ def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:
     assert not (tmp_path / "job.yaml").exists()
 
 
-def test_two_kinds_of_nodes_share_a_pipeline() -> None:
+def test_two_kinds_of_nodes_share_a_job(tmp_path: Path) -> None:
     command = "plan --model llama3.2-1b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 2048 --schedule 1f1b"
-    text = run(*command.split(), "--microbatch", "1")
+    file = str(tmp_path / "job.yaml")
+    text = run(*command.split(), "--microbatch", "1", "--output", file)
     assert text.status == 0
-    assert "priced only" in text.out and "dgx-h100" in text.out and "dgx-a100" in text.out
+    assert f"Wrote {file}" in text.out and "dgx-h100" in text.out and "dgx-a100" in text.out
+    priced = run_json("analyze", file)
+    assert f"step {readable_seconds(priced['time']['predicted_seconds'])}" in text.out
+    assert "--scaling" in error_line(run("analyze", file, "--scaling"))
     assert "is not supported" in error_line(run(*command.split(), "--why-not", "tp=8"))
     assert "unknown cluster" in error_line(run(*command.replace("dgx-a100:1", "nothing").split()))
