@@ -16,7 +16,7 @@ Span = tuple[int, int]  # from the first to behind the last
 
 
 @dataclass(frozen=True)
-class Piece:
+class SharedPiece:
     """A rectangle of this rank's hidden states that ``rank`` holds too: ``rows`` and ``tokens`` of the tensor here."""
 
     rank: int
@@ -24,12 +24,12 @@ class Piece:
     tokens: Span
 
 
-def pieces_sent(job: Job, rank: int, stage: int) -> tuple[Piece, ...]:
+def pieces_sent(job: Job, rank: int, stage: int) -> tuple[SharedPiece, ...]:
     """What a rank sends of a tensor to the ranks of a neighbouring pipeline rank ``stage``."""
     return _pieces(job, rank, stage, sends=True)
 
 
-def pieces_received(job: Job, rank: int, stage: int) -> tuple[Piece, ...]:
+def pieces_received(job: Job, rank: int, stage: int) -> tuple[SharedPiece, ...]:
     """What a rank receives of a tensor from the ranks of a neighbouring pipeline rank ``stage``."""
     return _pieces(job, rank, stage, sends=False)
 
@@ -44,7 +44,7 @@ class _Held:
     tensor_parallel: int
 
 
-def _pieces(job: Job, rank: int, stage: int, *, sends: bool) -> tuple[Piece, ...]:
+def _pieces(job: Job, rank: int, stage: int, *, sends: bool) -> tuple[SharedPiece, ...]:
     own, own_first = stage_of(job.strategy, rank)
     here = _held(job, own, rank - own_first)
     there = job.strategy.of_stage(stage)
@@ -55,7 +55,7 @@ def _pieces(job: Job, rank: int, stage: int, *, sends: bool) -> tuple[Piece, ...
         sender, receiver = (here, other) if sends else (other, here)
         rows, tokens = _common(here.rows, other.rows), _common(here.tokens, other.tokens)
         if rows and tokens and here.place["cp"] == other.place["cp"] and _is_sent(job, sender, receiver):
-            found.append(Piece(first + number, _from(here.rows, rows), _from(here.tokens, tokens)))
+            found.append(SharedPiece(first + number, _from(here.rows, rows), _from(here.tokens, tokens)))
     return tuple(found)
 
 

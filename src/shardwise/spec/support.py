@@ -166,7 +166,7 @@ MATRIX: tuple[Finding, ...] = (
            "no dp_shares", "strategy.dp_shares"),
     *_each("uneven-shares + dualpipev", "needs",
            "with few microbatches its stages end in another order, which the replicas would have to agree on",
-           "schedule: zbv", "strategy.schedule", "zbv"),
+           f"schedule: {schedules.PLAIN}", "strategy.schedule", schedules.PLAIN),
     *_each("unlike-stages + local-steps|async", "refused", "a worker has no ranks of its own in every stage",
            "no stage_tp and stage_dp"),
     *_each("unlike-stages + deduplicated-dispatch", "needs",

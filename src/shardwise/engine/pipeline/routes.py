@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.engine.labels import message_sent
 from shardwise.engine.pipeline.stage import IncomingMessage, Mailbox, Message
 from shardwise.engine.profiler_ranges import sent, wait_for
-from shardwise.layout.boundaries import Piece, pieces_received, pieces_sent
+from shardwise.layout.boundaries import SharedPiece, pieces_received, pieces_sent
 from shardwise.spec.job import Job
 
 
@@ -20,8 +20,8 @@ from shardwise.spec.job import Job
 class Routes:
     """By neighbouring pipeline rank: what this rank sends of a tensor, and what it receives, piece by piece."""
 
-    sent: Mapping[int, tuple[Piece, ...]]
-    received: Mapping[int, tuple[Piece, ...]]
+    sent: Mapping[int, tuple[SharedPiece, ...]]
+    received: Mapping[int, tuple[SharedPiece, ...]]
 
 
 def routes_of(job: Job, rank: int) -> Routes:
@@ -67,7 +67,7 @@ class RoutedMailbox(Mailbox):
 class IncomingPieces(IncomingMessage):
     """A tensor whose pieces are on their way."""
 
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[SharedPiece] = ()
     parts: Sequence[Tensor] = ()
     works: Sequence[dist.Work | None] = ()
 
@@ -78,5 +78,5 @@ class IncomingPieces(IncomingMessage):
         return self.tensor
 
 
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
+def _part(tensor: Tensor, piece: SharedPiece) -> Tensor:
     return tensor[slice(*piece.rows), slice(*piece.tokens)]

@@ -23,11 +23,11 @@ from shardwise.planner.search.space import plain_strategy
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import divisors, stage_layer_counts
+from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
 from shardwise.spec.strategy import Dimension, Strategy
 from shardwise.spec.support import verdict
 
 _OUTSIDE: tuple[Dimension, ...] = ("tp", "cp", "pp", "dp")  # whole replicas side by side
-_SCHEDULES = ("1f1b", "zb-h1")
 _RECOMPUTES = ("none", "selective", "full")
 _MOST_STAGES = 4  # of a kind, of unlike degrees
 _MOST_MOVES = 24  # single layers moved to better a division
@@ -93,7 +93,7 @@ def _with_shares(request: MixedRequest, order: Sequence[int]) -> Iterator[Arrang
 def _as_fixed(request: MixedRequest, pp: int) -> bool:
     """Whether the constraints allow what is not varied here."""
     allowed = request.constraints.candidates
-    plain = {"cp": 1, "ep": 1, **({"schedule": "1f1b"} if pp > 1 else {}), **FIXED}
+    plain = {"cp": 1, "ep": 1, **({"schedule": PLAIN} if pp > 1 else {}), **FIXED}
     return all(value in allowed(name, (value,)) for name, value in plain.items())
 
 
@@ -157,11 +157,11 @@ def _arranged(
 ) -> Iterator[Arrangement]:
     allowed = request.constraints.candidates
     choices = product(
-        allowed("microbatch", (1, 2)), allowed("recompute", _RECOMPUTES), allowed("schedule", _SCHEDULES),
+        allowed("microbatch", (1, 2)), allowed("recompute", _RECOMPUTES), allowed("schedule", _schedules()),
         allowed("zero", (1,) if max(replicas) > 1 else (0,)),
     )  # fmt: skip
     for microbatch, recompute, schedule, zero in choices:
-        if schedule not in _SCHEDULES or max(replicas) not in allowed("dp", (max(replicas),)):
+        if schedule not in _schedules() or max(replicas) not in allowed("dp", (max(replicas),)):
             continue
         whole = plain_strategy(request.job).unchecked(
             pp=sum(stages), tp=max(degrees), dp=max(replicas), microbatch=microbatch, recompute=recompute,
@@ -171,6 +171,12 @@ def _arranged(
         counts = _by_speed(plain)
         if counts is not None:
             yield plain.with_strategy(stage_layers=counts)
+
+
+def _schedules() -> tuple[str, ...]:
+    """The plain one, and the simplest that splits the backward pass, with one stage per rank."""
+    split = (one for one in map(schedule_record, searched_schedules()) if one.splits_backward)
+    return (PLAIN, *[one.name for one in split if one.chunks_per_rank(2, 1) == 1][:1])
 
 
 def _of_stages(numbers: Sequence[int], stages: Sequence[int]) -> tuple[int, ...] | None:
