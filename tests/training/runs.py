@@ -111,7 +111,7 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
 
     def noting(number: int) -> Any:
         rows = take(number)
-        seen.append((number, loop.loader.rank, rows.tokens))
+        seen.append((number, loop.trainer.rows.start, rows.tokens))
         return rows
 
     loop.loader.take = noting  # type: ignore[method-assign]

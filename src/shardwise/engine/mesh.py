@@ -36,7 +36,7 @@ class Mesh:
     @cached_property
     def strategy(self) -> Strategy:
         """As the ranks of this rank's stage see it."""
-        return self.whole.of_stage(self.pipeline_rank)
+        return self.whole.of_stage(self.pipeline_rank) if self.whole.has_unlike_stages else self.whole
 
     @cached_property
     def pipeline_rank(self) -> int:
@@ -46,7 +46,8 @@ class Mesh:
         return self._alone if self.size(name) == 1 else self.groups[self.divisions[name]]
 
     def size(self, name: str) -> int:
-        return len(own(self.divisions[name]))
+        division = self.divisions[name]
+        return len(own(division) if self.whole.has_unlike_stages else division[0])
 
     def rank(self, name: str) -> int:
         return own(self.divisions[name]).index(dist.get_rank())
