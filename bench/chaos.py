@@ -163,6 +163,7 @@ class Chaos:
     line: Timeline
     chance: random.Random
     deadline: float
+    kinds: list[str]
     seen: list[Seen] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -170,7 +171,7 @@ class Chaos:
         """Then the run is asked to stop."""
         try:
             self._until(lambda: self.line.step > 5, AGAIN_SECONDS, "the run did not begin")
-            kinds = [kind for kind, weight in WEIGHTS.items() for _ in range(weight)]
+            kinds = [kind for kind in self.kinds for _ in range(WEIGHTS[kind])]
             bag: list[str] = []
             while len(self.seen) < faults and time.monotonic() < self.deadline:
                 bag = bag or self.chance.sample(kinds, len(kinds))
@@ -440,6 +441,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=12, help="to be done in that time (default 12)")
     parser.add_argument("--nodes", type=int, default=2, help="of one rank each (default 2)")
     parser.add_argument("--seed", type=int, default=0, help="of which faults come, and when")
+    parser.add_argument("--kinds", nargs="+", choices=WEIGHTS, help="of faults (default: all)")
     parser.add_argument("--step-limit", type=float, default=6.0, help="seconds until a step is stuck (default 6)")
     parser.add_argument("--out", help="where the figures go as well: OUT.json and OUT.txt")
     asked = parser.parse_args()
@@ -455,7 +457,7 @@ def main() -> int:
 
         def begin(line: Timeline, network: Network) -> None:
             deadline = time.monotonic() + 60 * asked.minutes
-            chaos = Chaos(network, line, random.Random(asked.seed), deadline)
+            chaos = Chaos(network, line, random.Random(asked.seed), deadline, asked.kinds or list(WEIGHTS))
             disturbances.append(chaos)
             threading.Thread(target=chaos.disturb, args=(asked.faults,), daemon=True).start()
 
