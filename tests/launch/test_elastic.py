@@ -27,13 +27,14 @@ from launch.test_torchrun import job as planned
 from required import require
 from shardwise.launch.elastic.here import HereTarget
 from shardwise.launch.elastic.splits import SmallerSplits
-from shardwise.launch.emulate.network import Network, emulated, why_not
+from shardwise.launch.emulate.network import Network, emulated, why_not, wired
 from shardwise.launch.emulate.reach import Reach, most_together
 from shardwise.launch.outcome import Failure
 from shardwise.launch.targets import hosts as over_ssh
 from shardwise.spec import Job, SpecError
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.run import Restarts
+from shardwise.spec.wiring import Wiring
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.full_tensors import full_tensors
 from shardwise.training.checkpoint.manifest import read_manifest
@@ -225,14 +226,14 @@ def beside(act: Callable[[Network], None]) -> Iterator[None]:
     """``act`` runs in a thread beside a run, with its network."""
 
     @contextmanager
-    def own(emulation: Emulation) -> Iterator[Network]:
-        with emulated(emulation) as network:
+    def own(emulation: Emulation, wiring: Wiring | None) -> Iterator[Network]:
+        with wired(emulation, wiring) as network:
             thread = threading.Thread(target=act, args=(network,), daemon=True)
             thread.start()
             yield network
             thread.join(10)
 
-    with mock.patch("shardwise.launch.run.emulated", own):
+    with mock.patch("shardwise.launch.run.wired", own):
         yield
 
 

@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 
 from required import require
-from shardwise.launch.emulate.network import Network, emulated, why_not
+from shardwise.launch.emulate.network import Network, why_not, wired
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.files import read_yaml
+from shardwise.spec.wiring import Wiring
 from shardwise.training.metrics.lines import read_lines
 from training.faults import Ended, final_state, small_job, train
 from training.runs import write_shards
@@ -52,9 +53,9 @@ def disturbed(folder: Path, step: int, disturb: Callable[[Network], None]) -> It
             disturb(network)
 
     @contextmanager
-    def own(emulation: Emulation) -> Iterator[Network]:
+    def own(emulation: Emulation, wiring: Wiring | None) -> Iterator[Network]:
         ended = threading.Event()
-        with emulated(emulation) as network:
+        with wired(emulation, wiring) as network:
             thread = threading.Thread(target=after_step, args=(network, ended))
             thread.start()
             try:
@@ -63,7 +64,7 @@ def disturbed(folder: Path, step: int, disturb: Callable[[Network], None]) -> It
                 ended.set()
                 thread.join()
 
-    with mock.patch("shardwise.launch.run.emulated", own):
+    with mock.patch("shardwise.launch.run.wired", own):
         yield
 
 
