@@ -112,8 +112,8 @@ def measured(engine: Engine, keepers: Keepers, folder: Path, gib: float) -> int:
     verdict = "ok" if ratio >= LEAST_RATIO else "MISSED"
     print(f"a copy of {gib:g} GiB stops training for {copies.stall_seconds:.3f} s, and is whole {copied:.2f} s later")
     print(
-        f"restored from the other node's memory in {seconds['memory']:.2f} s ({processor_seconds:.2f} s of a processor; "
-        f"this machine has {os.cpu_count()}, and a load of {os.getloadavg()[0]:.1f}), from a store of "
+        f"restored from the other node's memory in {seconds['memory']:.2f} s ({processor_seconds:.2f} s of "
+        f"a processor; this machine has {os.cpu_count()}, and a load of {os.getloadavg()[0]:.1f}), from a store of "
         f"{STORE_BYTES_PER_SECOND / 1e6:g} MB/s in {seconds['store']:.2f} s: {ratio:.1f} times as fast "
         f"(at least {LEAST_RATIO:g}): {verdict}"
     )
