@@ -1,8 +1,9 @@
 """One slow pair among four virtual nodes: a step with the ranks in the order of the nodes, and reordered.
 
 The pairs are measured as `doctor` does, on a network of which one link is slow. From what was measured the planner
-finds an order; both orders then train, and their steps are compared with the prediction. The links are slow, so that
-they and not the cores of this machine are the pace. Needs root.
+finds an order; both orders then train, and their steps are compared with the prediction. What a ring reaches of equal
+links is measured first, on the network before a link is slow. All links are slow, so that they and not the cores of
+this machine are the pace. Needs root.
 
     python bench/placement.py [--steps 6] [--slow 0.2] [--repeats 2]
 """
@@ -17,14 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import shardwise
+from shardwise.collectives import CollectiveKind
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank
+from shardwise.measure.collectives.request import levels_of, requests
+from shardwise.measure.collectives.run import PRELOAD, measure_in
 from shardwise.measure.doctor.pairs import measure_pairs, rounds_of_pairs, slowest_of_ranks
 from shardwise.measure.doctor.ranks import write_wiring
 from shardwise.planner.placement import place_nodes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_rate, readable_seconds
 from shardwise.spec.wiring import wiring_from
@@ -34,7 +39,7 @@ NODES, RATE, DELAY = 4, "5Mbit", "1ms"
 SLOW_PAIR = (1, 2)
 # Strategy, global batch, tokens of a sequence.
 LAYOUTS: tuple[tuple[dict[str, int], int, int], ...] = (
-    ({"dp": 4}, 4, 16), ({"dp": 4, "zero": 1}, 4, 16), ({"pp": 4}, 4, 64),
+    ({"dp": 4}, 4, 16), ({"dp": 4, "zero": 1}, 4, 16), ({"pp": 4}, 4, 512),
 )  # fmt: skip
 SKIPPED = 2  # first steps of a run
 
@@ -49,18 +54,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "wiring.yaml"
         hosts = [f"node-{node}" for node in range(NODES)]
+        calibrated = with_share(cluster_of(emulation, cluster_from("laptop")), emulation)
+        share = calibrated.levels[-1].reached_share
         measure(emulation, parsed.slow, hosts, path)
         wiring = wiring_from(str(path))
         for link in wiring.links:
             figures = f"{readable_rate(link.bandwidth)}, {readable_seconds(link.latency)}"
             print(f"measured  {' with '.join(link.between)}: {figures}")
-        cluster = replace(cluster_of(emulation, cluster_from("laptop")), wiring=wiring)
+        print(f"measured  a ring over equal links: {share:.0%} of their rate")
+        cluster = replace(calibrated, wiring=wiring)
         print(f"\n{'layout':<16}  {'nodes':<12}  {'order':<8}  {'predicted':>10}  {'measured':>10}")
         for layout, batch, seq in LAYOUTS:
             training = {"global_batch": batch, "seq": seq, "precision": "fp32"}
             run = {"steps": parsed.steps, "emulate": str(emulation), "evaluation": {"batches": 0}}
             given = {"model": "tiny", "cluster": cluster, "strategy": layout, "training": training, "run": run}
             compare(Job.from_dict(given), parsed.repeats, Path(folder))
+
+
+def with_share(cluster: Cluster, emulation: Emulation) -> Cluster:
+    """The cluster with the share of its links' rate that gloo's all-reduce reaches, as `calibrate` would find it."""
+    (level,) = (one for one in levels_of(cluster) if one.name == "world")
+    (request,) = requests(
+        cluster, [level], [CollectiveKind.ALL_REDUCE], ("backend",), (2**20,), warm_up=1, repeats=3, most_seconds=60.0
+    )
+    with EmulatedPool(emulation, PRELOAD) as pool:
+        (found,) = measure_in(pool, request)
+    share = min(1.0, found.bus_bandwidth / emulation.rate)
+    return cluster.with_level(len(cluster.levels) - 1, replace(cluster.levels[-1], efficiency=share))
 
 
 def measure(emulation: Emulation, slow: float, hosts: list[str], path: Path) -> None:
