@@ -12,6 +12,7 @@ from shardwise.api.quantities import amount
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import model_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError, shown
@@ -67,7 +68,8 @@ def _compare(parsed: Namespace, workers: int, servers: int) -> int:
         _job(parsed, workers), servers, _staleness(parsed.staleness), whole_number(parsed.steps, "--steps"), slow
     )  # fmt: skip
     request.plan  # noqa: B018  # refused before a process starts
-    with status("starting", quiet=parsed.json) as update:
+    again = "run it again; a process that the system killed needs more memory"
+    with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
         found = compare_servers(request, update)
     if parsed.plot is not None:
         write_text(parsed.plot, losses_picture(found), "--plot")
