@@ -104,8 +104,8 @@ class Calls(TorchDispatchMode):
         (torch.bfloat16, 128, 128, ""),
         (torch.float16, 64, 64, ""),
         (torch.float32, 128, 128, "it needs bf16 or fp16"),
-        (torch.bfloat16, 80, 80, "heads of 80 features for keys and 80 for values, not 64 or 128 for both"),
-        (torch.bfloat16, 192, 128, "heads of 192 features for keys and 128 for values, not 64 or 128 for both"),
+        (torch.bfloat16, 80, 80, "it is not for heads of 80 features for keys and 80 for values"),
+        (torch.bfloat16, 128, 64, "it is not for heads of 128 features for keys and 64 for values"),
     ],
 )
 def test_numbers_and_heads_that_it_takes(dtype: torch.dtype, features: int, value_features: int, said: str) -> None:

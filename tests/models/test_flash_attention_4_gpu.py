@@ -87,7 +87,7 @@ def test_packed_documents(most: int, window: int | None, features: int) -> None:
     check(drawn(8, 2, features, torch.bfloat16), AttentionArguments(True, window, 0.1, documents, bounds=bounds))
 
 
-@pytest.mark.parametrize("features", [96, 256])
+@pytest.mark.parametrize("features", [80, 112])  # of 80 its gradients are wrong (4.0.0b36)
 def test_other_heads_and_formats_have_pytorchs_kernel(features: int) -> None:
     for dtype, size in ((torch.bfloat16, features), (torch.float32, 128)):
         with Calls() as calls:

@@ -43,8 +43,7 @@ def misfit(dtype: torch.dtype, features: int, value_features: int) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return "it needs bf16 or fp16"
     if (features, value_features) not in HEADS:
-        known = " or ".join(str(size) for size, _ in HEADS)
-        return f"heads of {features} features for keys and {value_features} for values, not {known} for both"
+        return f"it is not for heads of {features} features for keys and {value_features} for values"
     return ""
 
 
