@@ -151,6 +151,10 @@ CATALOGUE: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880,
         "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
         "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "sliding_window": 128,
+        "rms_norm_eps": 1e-05, "rope_theta": 150000, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
         "tie_word_embeddings": False, "vocab_size": 201088,
     }),
 }  # fmt: skip

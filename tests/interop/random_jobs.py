@@ -187,7 +187,7 @@ def _megatron(random: Random) -> Fields:
         "precision": pick(sorted(set(RECIPES) - {"int8", "fp8-rowwise"} - ({"fp16"} if strategy["ep"] > 1 else set()))),
         "tokens": pick((None, seq * 1000)),
     }  # fmt: skip
-    latent, plain = ("deepseek-v3", "deepseek-v2-lite", "kimi-k2"), ("mixtral-8x7b", "qwen3-30b-a3b")
+    latent, plain = ("deepseek-v3", "deepseek-v2-lite"), ("mixtral-8x7b", "qwen3-30b-a3b")
     model = pick((*latent, *plain))
     if expert and model in latent:
         strategy["offload"]["activations"] = 0  # their layers are an odd number
@@ -227,7 +227,7 @@ def _torchtitan(random: Random) -> Fields:
         "seq": pick((2048, 8192)),
         "precision": pick(("fp32", "bf16-fp32-grads", "fp8", "fp8-rowwise", "mxfp8")),
     }
-    dense = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b")
+    dense = ("llama3.1-8b", "llama3.1-70b", "qwen3-8b", "qwen3-32b")
     return {"model": pick(EXPERTS[1:] if expert else dense), "strategy": strategy, "training": training}
 
 

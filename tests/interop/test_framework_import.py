@@ -248,7 +248,7 @@ def test_torchtitan_defaults() -> None:
     text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 2\n[parallelism]\n'
     back = TARGETS["torchtitan"].read(text + "tensor_parallel_degree = 8", None, CLUSTER)
     job = back.job(CLUSTER)
-    assert job.model.name == "llama3-8b"
+    assert job.model.name == "llama3.1-8b"  # whose rotary positions it stretches
     assert (job.strategy.tp, job.strategy.data_parallel, job.strategy.zero) == (8, 8, 3)
     assert job.training.global_batch == 16
     assert job.training.precision == "bf16-fp32-grads"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -67,12 +68,16 @@ def test_deepspeed_reads_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = own("deepspeed.runtime.config")
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
     for job in drawn("deepspeed", seed=5, number=100):
-        ranks = job.strategy.data_parallel
         path = tmp_path / "ds_config.json"
         path.write_text(text_of(job, "deepspeed"), encoding="utf-8")
-        mesh = SimpleNamespace(get_data_parallel_world_size=lambda ranks=ranks: ranks)
-        read = config.DeepSpeedConfig(str(path), mpu=mesh)
-        assert read.train_batch_size == job.sequences
+        strategy = job.strategy
+        # As in ``deepspeed.initialize``: only a pipeline has an object that knows its data-parallel ranks.
+        monkeypatch.setattr(config.dist, "get_world_size", lambda ranks=job.cluster.devices: ranks)
+        mesh = SimpleNamespace(get_data_parallel_world_size=lambda ranks=strategy.data_parallel: ranks)
+        read = config.DeepSpeedConfig(json.loads(path.read_text()), mpu=mesh if strategy.pp > 1 else None)
+        again = strategy.tp if strategy.pp == 1 else 1
+        assert read.train_batch_size == job.sequences * again
+        assert read.bfloat16_config.enabled or job.training.precision in ("fp16", "fp32")
         assert read.zero_optimization_stage == job.strategy.zero
         assert read.gradient_accumulation_steps == job.microbatches
         assert read.zero_config.overlap_comm == (job.strategy.overlap.dp if job.strategy.zero else False)

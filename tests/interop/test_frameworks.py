@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from interop.random_jobs import drawn
-from shardwise.interop.frameworks import TARGETS, can_run, export, target
+from shardwise.interop.frameworks import TARGETS, can_run, export, lacking, target
 from shardwise.interop.frameworks.documents import recorded
 from shardwise.interop.frameworks.job_fields import effective_fields, shape_of
 from shardwise.spec import Job, SpecError
@@ -59,7 +59,9 @@ def test_nothing_is_dropped_silently(name: str) -> None:
         if job.training.tokens is None:
             expected.pop("training.tokens"), got.pop("training.tokens")
         assert got == expected
-        assert all(loss.why and loss.field in (*expected, *shape_of(job.model)) for loss in exported.lost)
+        fields = (*expected, *shape_of(job.model))
+        for loss in exported.lost:
+            assert loss.why and any(one == loss.field or one.startswith(f"{loss.field}.") for one in fields)
         differing += bool(exported.missing)
     assert differing > NUMBER / 2
 
@@ -120,7 +122,8 @@ def test_who_can_run_a_three_dimensional_job() -> None:
     assert lacks("nanotron", job) == {"strategy.stage_layers"}  # it cuts by cost
     assert can_run(job, "colossalai") == []
     assert lacks("deepspeed", job) == {"strategy.sequence_parallel"}
-    assert lacks("torchtitan", job) == {"strategy.zero", "training.precision"}
+    stretched = "model.numerics.rope_scaling"  # its flavors are of Llama 3.1
+    assert lacks("torchtitan", job) == {"strategy.zero", "training.precision", stretched}
     assert lacks("accelerate", job) == {"strategy.tp", "strategy.pp", "strategy.overlap.dp"}
 
 
@@ -141,7 +144,8 @@ def test_the_pipeline_engine_of_deepspeed_refuses_zero_2() -> None:
 def test_fully_sharded_job() -> None:
     job = job_with(zero=3)
     job = replace(job, training=replace(job.training, precision="bf16-fp32-grads"))
-    assert can_run(job, "torchtitan") == []
+    assert lacks("torchtitan", job) == {"model.numerics.rope_scaling"}
+    assert lacking(job, "torchtitan") == []  # it runs the layout
     assert can_run(job, "accelerate") == []
     assert lacks("nanotron", job) == {"strategy.zero"}
     assert lacks("colossalai", job) == {"strategy.zero", "training.precision"}
@@ -169,3 +173,94 @@ def test_strict_names_all_that_is_missing() -> None:
     assert "strategy.zero = 3" in str(error.value)
     assert "strategy.schedule = zb-h1" in str(error.value)
     assert export(job_with(tp=8), "megatron").strict().missing == ()
+
+
+# -- what other people's code makes of a file ---------------------------------------------------------------
+
+
+def options(job: Job, name: str = "megatron") -> str:
+    (text,) = export(job, name).files.values()
+    return text
+
+
+def model_job(model: str, **strategy: Any) -> Job:
+    return Job.from_dict({**BASE, "model": model, "strategy": strategy})
+
+
+def test_megatron_norms_latent_features_only_if_told() -> None:
+    """Without --qk-layernorm its latent norms are identities (``gpt_layer_specs.py``)."""
+    text = options(model_job("deepseek-v3"))
+    assert "--qk-layernorm" in text
+    assert not any(one.field == "model.qk_norm" for one in export(model_job("deepseek-v3"), "megatron").lost)
+    back = TARGETS["megatron"].read(text.replace("--qk-layernorm\n", ""))
+    assert any("latent features are not normed" in note for note in back.notes)
+
+
+def test_a_megatron_window_leaves_out_the_token_itself() -> None:
+    """``get_sliding_window_causal_mask``: W,0 sees the token and W before it."""
+    text = options(model_job("mistral-7b"))
+    assert "--window-size 4095,0" in text
+    assert TARGETS["megatron"].read(text).fields["model.sliding_window"] == 4096
+
+
+def test_a_router_bias_that_megatron_would_refuse_is_not_written() -> None:
+    exported = export(model_job("gpt-oss-20b"), "megatron")
+    (text,) = exported.files.values()
+    lost = {one.field for one in exported.missing}
+    assert "--moe-router-enable-expert-bias" not in text and "--moe-router-bias-update-rate" not in text
+    assert "--rotary-base 150000" in text
+    assert {"model.moe.router_bias", "model.numerics.rope_scaling"} <= lost
+
+
+def test_what_megatron_fixes_of_yarn_is_said() -> None:
+    lost = {one.field: one.value for one in export(model_job("kimi-k2"), "megatron").missing}
+    assert lost == {"model.numerics.rope_scaling.beta_fast": 1.0}
+
+
+def test_moments_in_16_bits_have_options_in_megatron() -> None:
+    for zero, written in ((1, True), (0, False)):
+        job = Job.from_dict(
+            {**BASE, "training": {**BASE["training"], "optimizer": "adamw-bf16-moments"}, "strategy": {"zero": zero}}
+        )
+        assert ("--exp-avg-dtype bf16" in options(job)) is written
+        assert any(one.field == "training.optimizer" for one in export(job, "megatron").missing) is not written
+
+
+def test_autotp_counts_a_sequence_once_for_each_of_its_ranks() -> None:
+    """DeepSpeed compares train_batch_size with the whole world unless a pipeline knows better."""
+    job = job_with(tp=2)
+    text = options(job, "deepspeed")
+    assert f'"train_batch_size": {2 * job.sequences}' in text
+    back = TARGETS["deepspeed"].read(text, job.model, job.cluster)
+    assert back.fields["training.global_batch"] == job.sequences
+    with pytest.raises(SpecError, match="train_batch_size"):
+        TARGETS["deepspeed"].read(text.replace(str(2 * job.sequences), "7", 1), job.model, job.cluster)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
+def test_deepspeed_never_trains_in_fp32_instead(precision: str) -> None:
+    job = Job.from_dict({**BASE, "training": {**BASE["training"], "precision": precision}})
+    assert '"bf16"' in options(job, "deepspeed")
+    assert any(one.field == "training.precision" for one in export(job, "deepspeed").missing)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "v-half", "zb-h2", "interleaved"])
+def test_another_schedule_leaves_a_file_that_starts(schedule: str) -> None:
+    """1f1b, which frameworks fall back to, takes one stage per rank."""
+    job = job_with(pp=4, schedule=schedule, **({"interleave": 2} if schedule == "interleaved" else {}))
+    assert "pp_engine: 1f1b" in options(job, "nanotron")  # not all forward passes first
+    if schedule != "interleaved":
+        colossal = options(job, "colossalai")
+        assert '"pp_style": "1f1b"' in colossal and '"num_model_chunks": 1' in colossal
+    if schedule in ("v-half", "zb-h2"):
+        titan = options(job, "torchtitan")
+        assert 'pipeline_parallel_schedule = "1F1B"' in titan
+        assert f"pipeline_parallel_layers_per_stage = {job.model.layers // 4}" in titan
+
+
+def test_tensor_parallelism_alone_is_beyond_accelerates_file() -> None:
+    alone = Job.from_dict({**BASE, "cluster": "dgx-h100:1", "strategy": {"tp": 8}})
+    assert "strategy.tp" in lacks("accelerate", alone)
+    text = options(job_with(tp=8), "accelerate")
+    assert "dp_replicate_size: 1" in text  # copies that shard nothing are rejected beside tensor parallelism
+    assert "strategy.zero" in lacks("accelerate", job_with(tp=8))

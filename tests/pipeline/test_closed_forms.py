@@ -73,6 +73,39 @@ def test_bubbles_with_messages(pipeline, times, comm):
         assert bubble_seconds(*pipeline, *times, comm) == pytest.approx(expected, abs=1e-9)
 
 
+@settings(max_examples=examples(150), deadline=None)
+@given(pipeline=pipelines(ANY_TIMES), times=st.tuples(seconds, seconds, seconds))
+def test_ranks_that_end_a_step_together(pipeline, times):
+    """They wait for the last of them, which is not the longest where a schedule is skewed over the ranks."""
+    name, ranks, microbatches, _ = pipeline
+    schedule = build(*pipeline)
+    timeline = simulate(schedule, equal_stages(schedule.stages, *times))
+    together = bubble_seconds(*pipeline, *times, ends="together")
+    assert together >= bubble_seconds(*pipeline, *times) - 1e-9
+    if bubble_is_exact(name, ranks, microbatches, *times, ends="together"):
+        assert together == pytest.approx(timeline.idle_seconds("together"), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zb-2p", "zbv"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 7), (4, 12), (8, 16), (8, 40)])
+def test_skewed_schedules_wait_for_the_first_forward_pass(name, ranks, microbatches):
+    schedule = build(name, ranks, microbatches)
+    timeline = simulate(schedule, equal_stages(schedule.stages))
+    assert timeline.idle_seconds("apart") == pytest.approx(0.0)
+    assert timeline.idle_seconds("together") == pytest.approx(ranks - 1)
+    assert bubble_seconds(name, ranks, microbatches, ends="together") == pytest.approx(ranks - 1)
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zbv"])
+@pytest.mark.parametrize("passes", [(1.0, 1.2, 0.8), (1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
+@pytest.mark.parametrize("comm", [0.0, 0.02, 0.2])
+def test_a_full_skewed_pipeline_with_messages(name, passes, comm):
+    schedule = build(name, 4, 12)
+    timeline = simulate(schedule, equal_stages(schedule.stages, *passes), comm)
+    form = bubble_seconds(name, 4, 12, None, *passes, comm, ends="together")
+    assert form == pytest.approx(timeline.idle_seconds("together"), abs=0.025 * timeline.makespan_seconds)
+
+
 def busiest_link_messages(schedule):
     """Counted: what goes over the link with most of them, from one rank to another."""
     sent = Counter()

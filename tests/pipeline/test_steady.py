@@ -55,9 +55,9 @@ def slower_last(times: StageTimes, factor: float) -> StageTimes:
 @settings(max_examples=examples(250), deadline=None)
 @given(pipeline=pipelines(), data=st.data(), message=st.sampled_from((0.0, 0.01, 0.3, 2.0, 20.0)))
 def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
-    times = data.draw(any_times(pipeline[1] * pipeline[3]))
-    seconds, timeline = simulated_pipeline(*pipeline, times, message)
-    expected, whole = simulated_pipeline(*pipeline, times, message, whole=True)
+    times, ends = data.draw(any_times(pipeline[1] * pipeline[3])), data.draw(st.sampled_from(("apart", "together")))
+    seconds, timeline = simulated_pipeline(*pipeline, times, message, ends=ends)
+    expected, whole = simulated_pipeline(*pipeline, times, message, ends=ends, whole=True)
     assert whole is not None
     assert seconds == pytest.approx(expected, rel=1e-9)
     if timeline is None:
@@ -69,7 +69,7 @@ def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
 def test_it_is_used_where_stages_are_as_in_a_model(pipeline, message, factor):
     """Else the test above would prove nothing: equal stages, the last one with the loss."""
     times = slower_last(equal_stages(pipeline[1] * pipeline[3], 1.0, 1.1, 0.9), factor)
-    _, timeline = simulated_pipeline(*pipeline[:2], 48 * pipeline[1], pipeline[3], times, message)
+    _, timeline = simulated_pipeline(*pipeline[:2], 48 * pipeline[1], pipeline[3], times, message, ends="apart")
     assert timeline is None
 
 
@@ -79,7 +79,7 @@ def test_rounding_the_times_changes_next_to_nothing(pipeline, data, message):
     name, ranks, microbatches, chunks = pipeline
     times = data.draw(any_times(ranks * chunks))
     plain = simulate(build(name, ranks, microbatches, chunks), times, message).longest_rank_seconds
-    assert simulated_pipeline(*pipeline, times, message)[0] == pytest.approx(plain, rel=1e-10)
+    assert simulated_pipeline(*pipeline, times, message, ends="apart")[0] == pytest.approx(plain, rel=1e-10)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -93,7 +93,7 @@ def test_it_equals_the_closed_form_where_that_is_exact(pipeline, passes, message
     name, ranks, microbatches, chunks = pipeline
     if not bubble_is_exact(name, ranks, microbatches, *passes, message):
         return
-    seconds, _ = simulated_pipeline(*pipeline, equal_stages(ranks * chunks, *passes), message)
+    seconds, _ = simulated_pipeline(*pipeline, equal_stages(ranks * chunks, *passes), message, ends="apart")
     bubble = bubble_seconds(name, ranks, microbatches, chunks, *passes, message)
     assert seconds == pytest.approx(microbatches * chunks * sum(passes) + bubble, rel=1e-9)
 
@@ -104,7 +104,7 @@ def test_folded_schedules_equal_their_closed_form_for_equal_passes(name, microba
     if name == "dualpipe":
         microbatches += microbatches % 2
     chunks = chunks_per_rank(name)
-    seconds, _ = simulated_pipeline(name, 8, microbatches, chunks, equal_stages(8 * chunks))
+    seconds, _ = simulated_pipeline(name, 8, microbatches, chunks, equal_stages(8 * chunks), ends="apart")
     assert bubble_is_exact(name, 8, microbatches)
     assert seconds == pytest.approx(3 * microbatches * chunks + bubble_seconds(name, 8, microbatches))
 
@@ -120,22 +120,24 @@ def test_a_slow_stage_that_shows_late_is_not_missed():
     """The second stage is slower by a millionth: it takes long until the pipeline runs at its pace."""
     times = stage_times([1.0, 1.0, 1.0, 1.0], [1.0, 1.000001, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])
     for name in ("1f1b", "zb-h1", "zb-h2"):
-        seconds, _ = simulated_pipeline(name, 4, 600, 1, times, 0.2)
-        assert seconds == pytest.approx(simulated_pipeline(name, 4, 600, 1, times, 0.2, whole=True)[0], rel=1e-12)
+        seconds, _ = simulated_pipeline(name, 4, 600, 1, times, 0.2, ends="apart")
+        assert seconds == pytest.approx(
+            simulated_pipeline(name, 4, 600, 1, times, 0.2, whole=True, ends="apart")[0], rel=1e-12
+        )
 
 
 def test_too_few_microbatches_never_repeat():
     assert repetition(simulate(build("1f1b", 8, 8), equal_stages(8))) is None
-    assert simulated_pipeline("1f1b", 8, 8, 1, equal_stages(8))[1] is not None
+    assert simulated_pipeline("1f1b", 8, 8, 1, equal_stages(8), ends="apart")[1] is not None
 
 
 @pytest.mark.parametrize("name", ["zb-1p", "zb-2p"])
 def test_what_takes_the_best_of_several_orders_is_simulated_whole(name):
-    assert simulated_pipeline(name, 3, 60, 1, equal_stages(3))[1] is not None
+    assert simulated_pipeline(name, 3, 60, 1, equal_stages(3), ends="apart")[1] is not None
 
 
 def test_a_pipeline_without_work_takes_no_time():
-    assert simulated_pipeline("1f1b", 4, 100, 1, equal_stages(4, 0.0, 0.0, 0.0))[0] == 0.0
+    assert simulated_pipeline("1f1b", 4, 100, 1, equal_stages(4, 0.0, 0.0, 0.0), ends="apart")[0] == 0.0
 
 
 def test_a_long_step_is_simulated_in_milliseconds():
@@ -145,5 +147,5 @@ def test_a_long_step_is_simulated_in_milliseconds():
 
 def _clocked(times):
     begin = time.process_time()
-    assert simulated_pipeline("interleaved", 8, 4096, 2, times, 0.01)[1] is None
+    assert simulated_pipeline("interleaved", 8, 4096, 2, times, 0.01, ends="apart")[1] is None
     return time.process_time() - begin

@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,17 +26,35 @@ from shardwise.spec.model import Model
 def foreign_object(module: str = "megatron.core.enums", name: str = "ModelType") -> Iterator[Any]:
     """An object whose class can be pickled now and is nowhere when the file is read."""
     kind = type(name, (), {"__module__": module})
-    parts = module.split(".")
-    names = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    made = {one: ModuleType(one) for one in names}
-    setattr(made[module], name, kind)
-    with mock.patch.dict(sys.modules, made):
+    with _importable(kind):
         one = kind()
         one.loss_scale = 65536.0
         yield one
 
 
+@contextmanager
+def _importable(kind: type) -> Iterator[None]:
+    """While this lasts, the class can be pickled as one of its module."""
+    parts = kind.__module__.split(".")
+    names = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    made = {one: ModuleType(one) for one in names}
+    with mock.patch.dict(sys.modules, {one: module for one, module in made.items() if one not in sys.modules}):
+        setattr(sys.modules[kind.__module__], kind.__name__, kind)
+        yield
+
+
 # -- DeepSpeed --------------------------------------------------------------------------------------------
+
+
+# As DeepSpeed 0.19 saves the stage (``runtime/zero/config.py``).
+_ZeroStage = IntEnum("ZeroStageEnum", {f"stage_{n}": n for n in range(4)}, module="deepspeed.runtime.zero.config")
+
+
+def _with_attributes(parts: list[Tensor]) -> list[Tensor]:
+    """ZeRO-3 leaves its own attributes on tensors, which `torch.save` then writes as it writes a subclass."""
+    for number, part in enumerate(parts):
+        part.ds_id = number  # type: ignore[attr-defined]
+    return parts
 
 
 def write_deepspeed(
@@ -71,12 +90,12 @@ def write_deepspeed(
         elif rank == 0:
             torch.save(state, step / "mp_rank_00_model_states.pt")
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        with foreign_object("deepspeed.runtime.fp16.loss_scaler", "LossScaler") as scaler:
+        with foreign_object("deepspeed.runtime.fp16.loss_scaler", "LossScaler") as scaler, _importable(_ZeroStage):
             optimizer = {
-                "zero_stage": stage,
+                "zero_stage": _ZeroStage(stage),
                 "partition_count": ranks if stage == 3 else [ranks] * len(groups),
                 "loss_scaler": scaler,
-                key: partitions[rank],
+                key: _with_attributes(partitions[rank]),
                 "base_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(3)}}},
             }
             states = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.17.1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -189,7 +188,7 @@ def volume_of(schedule: Schedule, size: Any) -> Work:
 
 
 def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -> float:
-    """Seconds until the last message has arrived; links pass one message after the other, in the order they are ready.
+    """Seconds until the last message has arrived; links pass one message after the other, in the order of the rounds.
 
     What a level costs once, its startup and its ramp, is added as in `price_schedule`.
     """
@@ -207,37 +206,29 @@ def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -
 def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float) -> float:
     """When the last message arrives among ``ranks`` of the network."""
     router, chunk_bytes = Router(topology), size * schedule.chunk_fraction
-    transfers, waits_for, unlocks = _dependencies(schedule)
+    transfers, unlocks = _dependencies(schedule)
     free: dict[Link, float] = defaultdict(float)
     ready_at = [0.0] * len(transfers)
-    ready = [(0.0, number) for number, count in enumerate(waits_for) if not count]
-    heapq.heapify(ready)
     last = 0.0
-    while ready:
-        now, number = heapq.heappop(ready)
-        one = transfers[number]
+    for one, ready, unlocked in zip(transfers, ready_at, unlocks):
         route = router.route(ranks[one.src], ranks[one.dst])
         level = topology.levels[route.level]
         on_link = len(one.chunks) * chunk_bytes / level.rate
         for link in route.links:  # streams share a port: a message that waits for one link does not hold another
-            free[link] = max(now, free[link]) + on_link
+            free[link] = max(ready, free[link]) + on_link
         arrived = max(free[link] for link in route.links) + route.hops * level.latency
         last = max(last, arrived)
-        for later in unlocks[number]:
+        for later in unlocked:
             ready_at[later] = max(ready_at[later], arrived)
-            waits_for[later] -= 1
-            if not waits_for[later]:
-                heapq.heappush(ready, (ready_at[later], later))
     return last
 
 
-def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[int], list[list[int]]]:
-    """All transfers in the order of their rounds, how many each waits for, and which ones its arrival unlocks.
+def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[list[int]]]:
+    """All transfers in the order of their rounds, and which later ones wait for the arrival of each.
 
     A message waits for the newest arrivals of its chunks at its sender: of a sum, for all that were added.
     """
     transfers: list[Transfer] = []
-    waits_for: list[int] = []
     unlocks: list[list[int]] = []
     newest: dict[tuple[int, int], set[int]] = {}  # what arrived last of a chunk at a rank
     for one in schedule.rounds:
@@ -248,11 +239,10 @@ def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[int], list[l
             for earlier in before:
                 unlocks[earlier].append(number)
             transfers.append(transfer)
-            waits_for.append(len(before))
             unlocks.append([])
             for chunk in transfer.chunks:
                 arrivals.setdefault((transfer.dst, chunk), set()).add(number)
         for place, numbers in arrivals.items():
             summed = any(transfers[number].reduce for number in numbers)
             newest[place] = numbers | newest.get(place, set()) if summed else numbers
-    return transfers, waits_for, unlocks
+    return transfers, unlocks

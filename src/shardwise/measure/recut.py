@@ -160,7 +160,7 @@ def _simulated(job: Job, pieces: Pieces, slowness: Sequence[float], forward_shar
     strategy, times = job.strategy, _stage_times(job, pieces, _speeds(job, slowness), forward_share)
     message_seconds = candidate(job).prediction.slowest.message_seconds
     shape = strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank
-    return simulated_pipeline(*shape, times, message_seconds)[0]
+    return simulated_pipeline(*shape, times, message_seconds, ends=job.stack.step_ends)[0]
 
 
 def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_share: float) -> StageTimes:

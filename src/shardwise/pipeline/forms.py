@@ -17,7 +17,7 @@ from shardwise.pipeline.schedule import PipelineSchedule, equal_stages
 from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.timeline import peak_activations
 from shardwise.spec.errors import SpecError
-from shardwise.spec.schedules import ScheduleRecord, imported, schedule_record
+from shardwise.spec.schedules import ScheduleRecord, StepEnds, imported, schedule_record
 
 
 class EqualStages(NamedTuple):
@@ -53,6 +53,8 @@ class ClosedForms:
 
     ``bubble`` is the idle time of the longest rank if passes set the pace, ``pace`` its time if messages do (by default
     `paced_by_messages`). Unless the bubble is right for messages of any length, the longer of the two counts.
+    ``last_end`` is the idle time from the first start of all ranks to the last end, of schedules in which one rank
+    starts first and another ends last: what ranks that end a step together wait, unless the bubble is longer.
     """
 
     bubble: Callable[[EqualStages], Any]
@@ -60,6 +62,7 @@ class ClosedForms:
     is_exact: Callable[[EqualStages], bool] = lambda case: False
     any_messages: bool = False  # ``bubble`` is right for short messages and for long ones
     pace: Callable[[EqualStages], Any] | None = None
+    last_end: Callable[[EqualStages], Any] | None = None
 
 
 # -- Steps paced by messages, for equal stages -------------------------------------------------------
@@ -116,18 +119,21 @@ def bubble_seconds(
     weight_grad: Any = 1.0,
     comm_seconds: Any = 0.0,
     released_by_input_grad: float = 0.0,
+    ends: StepEnds = "apart",
 ) -> Any:
-    """Idle seconds of the longest rank (``Timeline.bubble_seconds``), for equal stages.
+    """Idle seconds of a step (``Timeline.idle_seconds``), for equal stages.
 
-    Times are for one stage (one chunk). All arguments but the name may be numpy arrays.
+    Times are for one stage (one chunk). All arguments but the name and ``ends`` may be numpy arrays.
     """
     v = chunks_per_rank(name) if chunks is None else chunks
     case = EqualStages(ranks, microbatches, v, forward, input_grad, weight_grad, comm_seconds, released_by_input_grad)
     record = schedule_record(name)
     forms = _forms(record)
     if forms is None:
-        return _simulated_bubbles(name, case)
+        return _simulated_bubbles(name, case, ends)
     bubble = forms.bubble(case)
+    if forms.last_end is not None and ends == "together":
+        bubble = maximum(bubble, (ranks > 1) * forms.last_end(case))
     if forms.any_messages:
         return bubble
     pace = forms.pace(case) if forms.pace else paced_by_messages(case, record)
@@ -142,11 +148,16 @@ def bubble_is_exact(
     input_grad: float = 1.0,
     weight_grad: float = 1.0,
     comm_seconds: float = 0.0,
+    ends: StepEnds = "apart",
 ) -> bool:
     """Whether ``bubble_seconds`` equals the simulator (equal stages, B = I + W, overlapped messages)."""
     forms = _forms(schedule_record(name))
+    if ranks == 1 or forms is None:
+        return True
+    if ends == "together" and forms.last_end is not None and microbatches < 2 * ranks - 1:
+        return False  # the pipeline never fills, so that any rank may end last
     case = EqualStages(ranks, microbatches, chunks_per_rank(name), forward, input_grad, weight_grad, comm_seconds)
-    return ranks == 1 or forms is None or bool(forms.is_exact(case))
+    return bool(forms.is_exact(case))
 
 
 def peak_chunks_in_flight(name: str, ranks: int, microbatches: int, chunks: int | None, rank: int) -> int:
@@ -168,22 +179,22 @@ def _forms(record: ScheduleRecord) -> ClosedForms | None:
     return found
 
 
-def _simulated_bubbles(name: str, case: EqualStages) -> Any:
+def _simulated_bubbles(name: str, case: EqualStages, ends: StepEnds) -> Any:
     if not any(getattr(value, "ndim", 0) for value in case):
-        return _simulated_bubble(name, case)
+        return _simulated_bubble(name, case, ends)
     import numpy as np
 
     columns = np.broadcast_arrays(*case)
     rows = zip(*(column.ravel().tolist() for column in columns))
-    return np.array([_simulated_bubble(name, EqualStages(*row)) for row in rows]).reshape(columns[0].shape)
+    return np.array([_simulated_bubble(name, EqualStages(*row), ends) for row in rows]).reshape(columns[0].shape)
 
 
 @lru_cache(maxsize=65536)
-def _simulated_bubble(name: str, case: EqualStages) -> float:
+def _simulated_bubble(name: str, case: EqualStages, ends: StepEnds) -> float:
     if case.p == 1:
         return 0.0
     schedule = _built(name, int(case.p), int(case.m), int(case.v))
-    return simulate(schedule, equal_stages(schedule.stages, case.F, case.I, case.W), case.c).bubble_seconds
+    return simulate(schedule, equal_stages(schedule.stages, case.F, case.I, case.W), case.c).idle_seconds(ends)
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from shardwise.pipeline.build import build
 from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, equal_stages
 from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.timeline import Timeline
-from shardwise.spec.schedules import schedule_record
+from shardwise.spec.schedules import StepEnds, schedule_record
 
 _FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth extrapolating
 _UNITS_PER_PASS = 36  # bits: 1.5e-11 of the longest pass, and sums of 100,000 passes are exact
@@ -32,20 +32,21 @@ def simulated_pipeline(
     times: StageTimes,
     message_seconds: float | Sequence[float] = 0.0,
     *,
+    ends: StepEnds,
     whole: bool = False,
 ) -> tuple[float, Timeline | None]:
-    """Seconds of the longest rank, and the timeline unless many microbatches were extrapolated from few.
+    """Seconds of a step, and the timeline unless many microbatches were extrapolated from few.
 
     The schedule is the one that runs, built without times: weight gradients are placed as if all passes were equal.
     ``message_seconds`` is one number or one per boundary between stages. ``whole`` never extrapolates.
     """
-    pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds))
+    pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds), ends)
     if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
         seconds = pipeline.extrapolated(microbatches)
         if seconds is not None:
             return seconds, None
     timeline = pipeline.timeline(microbatches)
-    return timeline.longest_rank_seconds, timeline
+    return timeline.step_seconds(ends), timeline
 
 
 def _in_units(times: StageTimes, message: float | Sequence[float]) -> tuple[StageTimes, tuple[float, ...]]:
@@ -61,19 +62,21 @@ def _in_units(times: StageTimes, message: float | Sequence[float]) -> tuple[Stag
 class _Pipeline:
     """One schedule with its times, for any number of microbatches."""
 
-    def __init__(self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...]) -> None:
+    def __init__(
+        self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...], ends: StepEnds
+    ) -> None:
         self.record, self.ranks, self.chunks = schedule_record(name), ranks, chunks
-        self.times, self.messages = times, messages
+        self.times, self.messages, self.ends = times, messages, ends
 
     def timeline(self, microbatches: int) -> Timeline:
         schedule = _schedule(self.record.name, self.ranks, microbatches, self.chunks)
         return simulate(schedule, self.times, self.messages)
 
     def seconds(self, microbatches: int) -> float:
-        return self.timeline(microbatches).longest_rank_seconds
+        return self.timeline(microbatches).step_seconds(self.ends)
 
     def extrapolated(self, microbatches: int) -> float | None:
-        """Seconds of the longest rank from at most half of the microbatches; None if no repetition is found."""
+        """Seconds of a step from at most half of the microbatches; None if no repetition is found."""
         if self.record.repeats == "unknown":
             return None
         if self.record.forwards_first:
@@ -87,7 +90,7 @@ class _Pipeline:
             if found is not None:
                 period, shift = found
                 left = fewer - (fewer - microbatches) % period
-                seconds = timeline.longest_rank_seconds if left == fewer else self.seconds(left)
+                seconds = timeline.step_seconds(self.ends) if left == fewer else self.seconds(left)
                 return seconds + (microbatches - left) // period * shift
             fewer = self._like(microbatches, 2 * fewer)
         return None

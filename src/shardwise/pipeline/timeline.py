@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, check_released
 from shardwise.spec.errors import SpecError
+from shardwise.spec.schedules import StepEnds
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,18 @@ class Timeline:
         """
         return max(self.rank_seconds)
 
+    def step_seconds(self, ends: StepEnds) -> float:
+        """Seconds from one step to the next."""
+        return self.makespan_seconds if ends == "together" else self.longest_rank_seconds
+
+    def idle_seconds(self, ends: StepEnds) -> float:
+        """``step_seconds`` minus the mean computation of a rank."""
+        return self.step_seconds(ends) - sum(self.busy) / len(self.busy)
+
     @property
     def bubble_seconds(self) -> float:
-        """``longest_rank_seconds`` minus the mean computation of a rank."""
-        return self.longest_rank_seconds - sum(self.busy) / len(self.busy)
+        """The papers' bubble: of ranks that end a step apart."""
+        return self.idle_seconds("apart")
 
     @property
     def bubble_rate(self) -> float:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 PLAIN = "1f1b"  # the default, and what a job without a pipeline is priced as
+# Whether a pipeline rank waits for all others at the end of a step, or goes on to the next one.
+StepEnds = Literal["together", "apart"]
 ENTRY_POINTS = "shardwise.schedules"
 
 

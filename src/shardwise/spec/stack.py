@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec
+from shardwise.spec.schedules import StepEnds
 from shardwise.spec.strategy import Overlap
 from shardwise.spec.training import Recipe
 
@@ -25,7 +26,9 @@ class Stack(Spec):
     matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
-    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself.
+    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself. ``step_ends``: the norm of all
+    gradients makes pipeline ranks end a step "together", unless a framework updates before it knows the norm and
+    repairs the update afterwards ("apart": post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
 
     ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last matmul
     is not.
@@ -65,6 +68,7 @@ class Stack(Spec):
     tp_gradients: Literal["beside", "in turn"] = "beside"
     ep_overlap: Literal["microbatches", "chunks"] = "microbatches"
     scattered_messages: bool = False
+    step_ends: StepEnds = "together"
     full_recompute: Literal["whole", "as needed"] = "whole"
     gradient_reduce: Literal["fp32", "bf16"] = "fp32"
     parameter_gather: Literal["bf16", "fp8"] = "bf16"

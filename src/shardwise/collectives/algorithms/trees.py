@@ -65,19 +65,21 @@ BINOMIAL = Algorithm("binomial", binomial_work, binomial_build)
 
 
 def double_tree_chunks(kind: CollectiveKind, level: Level, size: Size) -> Size:
-    return best_chunks(2 * log2_ceil(level.size) - 1, level.latency, 2 * size / level.rate)
+    return best_chunks(max(1, 2 * log2_ceil(level.size) - 3), level.latency, size / level.rate)
 
 
 def double_tree_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """(2D-1+k)(a + 2mb/k), D = ceil(log2 n): an upper bound, since only middle rounds fill the ports.
+    """(2D-1+k)a + (2 + (2D-3)/k)mb, D = ceil(log2 n): its rounds, or a little more.
 
-    Then a rank inside one tree sends one half-chunk up and two down, and one up as a leaf of the other.
+    In middle rounds a rank inside one tree sends one half-chunk up and two down, and one up as a leaf of the other:
+    four of m/2k. The first and last rounds have 4D+2 fewer together: counted in the built schedules, and exact if n is
+    a power of two and chunks are many; other n have a few less (`tests/collectives/test_double_tree.py`).
     """
-    n = level.size
+    n, depth = level.size, log2_ceil(level.size)
     k = double_tree_chunks(kind, level, size)
-    rounds = 2 * log2_ceil(n) - 1 + k
+    rounds, half_chunks = 2 * depth - 1 + k, 4 * k + 4 * depth - 6
     busiest = 2 * size if n > 2 else size
-    return Work(rounds, rounds * 2 * size / k, rounds, busiest, busiest, 2 * (n - 1) * size)
+    return Work(rounds, half_chunks * size / (2 * k), rounds, busiest, busiest, 2 * (n - 1) * size)
 
 
 def double_tree_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:

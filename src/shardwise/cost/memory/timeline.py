@@ -78,7 +78,7 @@ def memory_over_time(job: Job) -> MemoryOverTime:
         _rank_memory(view, timeline, rank, [held for _, held in held_chunks[rank]], tail_seconds)
         for view, rank in ranks_to_price(job)
     )
-    return MemoryOverTime(job, timeline.longest_rank_seconds + tail_seconds, ranks)
+    return MemoryOverTime(job, timeline.step_seconds(job.stack.step_ends) + tail_seconds, ranks)
 
 
 def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[float], tail_seconds: float) -> RankMemory:

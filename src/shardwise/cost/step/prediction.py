@@ -22,6 +22,7 @@ from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import StepEnds
 
 
 def passes_with_exposed(
@@ -59,13 +60,14 @@ def slowest_and_others(ranks: Sequence[Seconds], counts: Sequence[int]) -> tuple
 
 
 def pipeline_bubble(
-    schedule: str, pp: int, microbatches: Any, chunks: int, others: Seconds, message_seconds: Any
+    schedule: str, pp: int, microbatches: Any, chunks: int, others: Seconds, message_seconds: Any, ends: StepEnds
 ) -> Any:
     """Idle seconds that the schedule adds to the slowest rank's work, given the other ranks' passes."""
     if pp == 1:
         return 0.0
     forward, input_gradient, weight_gradient = (seconds / chunks for seconds in others.passes)
-    return idle_seconds(schedule, pp, microbatches, chunks, forward, input_gradient, weight_gradient, message_seconds)
+    passes = {"forward": forward, "input_grad": input_gradient, "weight_grad": weight_gradient}
+    return idle_seconds(schedule, pp, microbatches, chunks, **passes, comm_seconds=message_seconds, ends=ends)
 
 
 _PER_STEP = ("dp", "offload")
@@ -147,8 +149,8 @@ class Prediction:
         """The schedule's idle seconds if one message took so long."""
         strategy = self.job.strategy
         _, others = slowest_and_others([rank.passes for rank in self.ranks], self.counts)
-        chunks, m = strategy.chunks_per_rank, self.microbatches
-        return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message_seconds))
+        chunks, m, ends = strategy.chunks_per_rank, self.microbatches, self.job.stack.step_ends
+        return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message_seconds, ends))
 
     @cached_property
     def last(self) -> RankPrediction:

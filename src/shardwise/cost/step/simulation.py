@@ -21,11 +21,7 @@ from shardwise.spec.schedules import PLAIN
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A predicted step whose pipeline was simulated.
-
-    As in the closed form, the pipeline takes as long as its longest rank: a rank may start its next step when its own
-    is over (``Timeline.longest_rank_seconds``).
-    """
+    """A predicted step whose pipeline was simulated; as in the closed form, its ranks end it as the stack says."""
 
     prediction: Prediction
     pipeline_seconds: float  # all microbatches through the pipeline
@@ -113,6 +109,7 @@ def _pipeline(
         strategy.chunks_per_rank,
         pipeline_times(prediction),
         message_seconds,
+        ends=prediction.job.stack.step_ends,
         whole=whole,
     )
 

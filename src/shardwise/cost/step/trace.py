@@ -47,7 +47,8 @@ def step_trace(job: Job) -> dict[str, Any]:
     prediction = predict(job)
     timeline, ranks = step_timeline(prediction), rank_predictions(prediction)
     times = pipeline_times(prediction)
-    seconds = timeline.longest_rank_seconds + prediction.tail_seconds
+    seconds = timeline.step_seconds(job.stack.step_ends) + prediction.tail_seconds
+    end = timeline.makespan_seconds if job.stack.step_ends == "together" else None
     step = job.strategy.pp  # the process after those of the ranks
     events = [*_named(step, "step", -1, {0: "step"}), _event(step, 0, _Slice(_COMPUTE, "step", 0.0, seconds))]
     passes = _pass_events(timeline)
@@ -58,7 +59,7 @@ def step_trace(job: Job) -> dict[str, Any]:
             *_inside_passes(timeline, number, ranks, times),
             *_messages(timeline, number, prediction.slowest.message_seconds),
             *_under_passes(timeline, number, ranks[number]),
-            *_tail(prediction, ranks[number], timeline.ends[number][-1]),
+            *_tail(prediction, ranks[number], end or timeline.ends[number][-1]),
         ]
         events += passes[number] + _rank_events(number, job.strategy.pp, [one for one in slices if one.seconds > 0])
     tokens = job.tokens_per_step / seconds

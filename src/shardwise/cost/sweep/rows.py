@@ -344,10 +344,11 @@ class _RowBuilder:
         if pp == 1:
             return seconds
         messages = np.array([self.book.message_seconds(*one) for one in self.layers])[:, None]
-        mean = [np.broadcast_to(seconds, self.shape) for seconds in others.passes]
+        mean, ends = [np.broadcast_to(seconds, self.shape) for seconds in others.passes], self.book.job.stack.step_ends
         for s, (one, chunks) in enumerate(zip(group.schedules, self.chunks)):
             m = self.microbatches[:, s, None]
-            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, Seconds(*(x[:, s] for x in mean)), messages)
+            own = Seconds(*(x[:, s] for x in mean))
+            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, own, messages, ends)
         return seconds
 
 

@@ -128,8 +128,8 @@ _FOLLOWING = {
     "strategy.schedule": ("strategy.interleave", "strategy.overlap.pp"),
     "strategy.zero": ("strategy.shard_group", "strategy.keep_parameters", "strategy.accumulate"),
 }
-# Fields that neither layout, model nor number format depends on: a framework with other values still runs the job.
-_INDEPENDENT = ("training.optimization.", "training.tokens", "training.attention", "run.")
+# Fields that neither layout, shape nor number format depends on: a framework with other values still runs the job.
+_INDEPENDENT = ("training.optimization.", "training.tokens", "training.attention", "run.", "model.numerics.")
 
 
 def can_run(job: Job, name: str) -> list[Lost]:

@@ -60,8 +60,9 @@ def _compose(job: Job) -> Settings:
 
 
 def _fsdp(job: Job) -> Settings:
-    strategy, replicas = job.strategy, hybrid_replicas(job)
-    full = strategy.recompute == "full"
+    strategy, full = job.strategy, job.strategy.recompute == "full"
+    # ``ParallelismConfig`` rejects copies that shard nothing beside tensor or context parallelism.
+    replicas = hybrid_replicas(job) if strategy.zero else 1
     settings: Settings = {
         _FSDP + "version": 2,
         _FSDP + "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -218,6 +219,9 @@ ACCELERATE = Target(
          and job.strategy.data_parallel > 1, "tensor or context parallelism needs sharding over the data ranks"),
         ("strategy.tp", lambda job: job.strategy.tp > 1 and _is_ulysses(job),
          "Ulysses comes with DeepSpeed, without tensor parallelism"),
+        ("strategy.tp", lambda job: mode_for(job) == "FSDP" and job.strategy.data_parallel * job.strategy.cp == 1,
+         "a file has tensor parallelism beside FSDP2 only, which finds no ranks to shard over: pass "
+         "ParallelismConfig(tp_size=...) to the Accelerator of the training script"),
         ("strategy.offload.weights", lambda job: mode_for(job) == "DEEPSPEED" and job.strategy.offload.weights > 0
          and job.strategy.zero < 3, "offload_param needs ZeRO-3"),
     ),

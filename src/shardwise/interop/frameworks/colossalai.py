@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
+from shardwise.interop.frameworks.job_fields import with_schedule
 from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Option, Reading, Target
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -47,12 +48,17 @@ def _compose(job: Job) -> Settings:
     return {**settings, **_pipeline(job), **_recompute(job), **training_values.colossalai_settings(job)}
 
 
+_SCHEDULES = ("1f1b", "interleaved", "zbv")  # that it runs
+
+
 def _pipeline(job: Job) -> Settings:
+    job = with_schedule(job, _SCHEDULES)  # the plugin asserts that 1f1b has one chunk per rank
     strategy = job.strategy
     if strategy.pp == 1:
         return {}
     counts = stage_layer_counts(job.model, strategy)
     return {
+        _IN + "pp_style": strategy.schedule,
         _IN + "num_microbatches": job.microbatches,
         _IN + "microbatch_size": strategy.microbatch,
         _IN + "num_model_chunks": strategy.chunks_per_rank,
@@ -159,7 +165,7 @@ COLOSSALAI = Target(
         Option("strategy.ep", _IN + "ep_size", absent=1, omit=1),
         Option("strategy.zero", _IN + "zero_stage", absent=0, read=lambda reading, key: reading.zero(key, 2)),
         Option("strategy.overlap.dp", _IN + "overlap_communication", absent=True, always=True),
-        Option("strategy.schedule", _IN + "pp_style", ("1f1b", "interleaved", "zbv")),
+        Option("strategy.schedule", _IN + "pp_style", _SCHEDULES),
     ),
     compose=_compose,
     interpret=_interpret,

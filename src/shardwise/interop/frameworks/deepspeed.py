@@ -35,12 +35,12 @@ _FLAGS = (
 def _compose(job: Job) -> Settings:
     strategy, training = job.strategy, job.training
     settings: Settings = {
-        "train_batch_size": job.sequences,
+        "train_batch_size": job.sequences * _counted_again(strategy.tp, strategy.pp),
         "train_micro_batch_size_per_gpu": strategy.microbatch,
         "gradient_accumulation_steps": job.microbatches,
         "optimizer.type": _OPTIMIZERS.get(training.optimizer),
         "fp16.enabled": True if training.precision == "fp16" else None,
-        "bf16.enabled": True if training.precision in ("bf16", "bf16-fp32-grads") else None,
+        "bf16.enabled": True if training.precision not in ("fp16", "fp32") else None,  # what FP8 layers stand between
         "data_types.grad_accum_dtype": "fp32" if training.precision == "bf16-fp32-grads" else None,
         _ZERO + "overlap_comm": strategy.overlap.dp if strategy.zero else None,
     }
@@ -53,6 +53,14 @@ def _compose(job: Job) -> Settings:
         settings[_RECOMPUTE + ".partition_activations"] = False
         settings[_RECOMPUTE + ".cpu_checkpointing"] = strategy.offload.activations == 1
     return {**settings, **_offload(job), **training_values.deepspeed_settings(job)}
+
+
+def _counted_again(tensor_parallel: int, stages: int) -> int:
+    """How often train_batch_size counts a sequence: by AutoTP once for each rank that computes a part of it.
+
+    ``DeepSpeedConfig`` checks it against the whole world unless a pipeline says how many ranks are data parallel.
+    """
+    return tensor_parallel if stages == 1 else 1
 
 
 def _offload(job: Job) -> Settings:
@@ -165,7 +173,12 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     if train is None and micro is None:
         reading.notes.append("no batch size is given: give --global-batch and --microbatch")
         return
+    again = _counted_again(fields["strategy.tp"], fields["strategy.pp"])
+    if train is not None and train % again:
+        problem = f"{train} is not a multiple of the {again} tensor-parallel ranks, which DeepSpeed counts too"
+        raise SpecError("train_batch_size", problem, "correct it, or tensor_parallel.autotp_size")
     if train is not None:
+        train //= again
         fields["training.global_batch"] = train
     ranks = reading.data_ranks(fields)
     if ranks is None:
@@ -179,7 +192,8 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     steps = steps if steps is not None else train // (micro * ranks) if micro else 0
     if micro * steps * ranks != train:
         product = f"train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps}"
-        problem = f"{train} is not {product} × {ranks} data-parallel ranks = {micro * steps * ranks}"
+        ranks *= again
+        problem = f"{train * again} is not {product} × {ranks} ranks = {micro * steps * ranks}"
         raise SpecError("train_batch_size", problem, "correct one of the three, or the number of devices")
 
 
@@ -190,6 +204,8 @@ def _notes(job: Job) -> list[str]:
         notes.append("DeepSpeed's schedulers warm up for at least two steps")
     if strategy.tp > 1:
         notes.append(f"tp {strategy.tp} is AutoTP: a Hugging Face model, passed to deepspeed.initialize")
+    if _counted_again(strategy.tp, strategy.pp) > 1:
+        notes.append(f"train_batch_size counts every sequence {strategy.tp} times: with AutoTP DeepSpeed wants it so")
     if strategy.pp > 1:
         notes.append(f"pp {strategy.pp} needs the model as PipelineModule(num_stages={strategy.pp})")
     if strategy.tp > 1 and strategy.pp > 1:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardwise.spec import rules
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -57,6 +58,22 @@ def effects_of(job: Job) -> dict[str, bool]:
         **{f"strategy.{path}": effect for path, effect in of_strategy.items()},
         **{f"training.optimization.{path}": effect for path, effect in of_training.items()},
     }
+
+
+def with_schedule(job: Job, known: Collection[str]) -> Job:
+    """The job as a framework runs it that knows only these pipeline schedules: others become 1f1b.
+
+    A rank keeps its layers, as one stage instead of several. The job itself where its schedule is known.
+    """
+    strategy, record = job.strategy, job.strategy.schedule_record
+    if strategy.pp == 1 or strategy.schedule in known:
+        return job
+    layers: str | tuple[int, ...] = strategy.stage_layers
+    if not isinstance(layers, str) or job.model.layers % strategy.stages:
+        counts = rules.stage_layer_counts(job.model, strategy)
+        held = (record.stages_of(rank, strategy.pp, strategy.chunks_per_rank) for rank in range(strategy.pp))
+        layers = tuple(sum(counts[stage] for stage in stages) for stages in held)
+    return job.unchecked(strategy=strategy.unchecked(schedule=PLAIN, interleave=1, stage_layers=layers))
 
 
 def steps_of(job: Job) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import megatron_model, training_values
 from shardwise.interop.frameworks.documents import COMMAND, Settings
+from shardwise.interop.frameworks.job_fields import with_schedule
 from shardwise.interop.frameworks.target import Imported, Option, Reading, Target, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -159,6 +160,11 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
     if name == "dist_muon":
         fields["strategy.zero"] = 1
     fields["training.optimizer"] = "sgd-momentum" if name == "sgd" and momentum else name.removeprefix("dist_")
+    moments = [reading.choice(option, ("fp32", "fp16", "bf16", "fp8"), "fp32") for option in _MOMENTS]
+    if name == "adamw" and reading.flag("--use-precision-aware-optimizer") and moments != ["fp32", "fp32"]:
+        fields["training.optimizer"] = "adamw-bf16-moments"
+        if moments != ["bf16", "bf16"]:
+            reading.notes.append(f"moments in {moments[0]} and {moments[1]} are priced as bf16")
     share = reading.number("--optimizer-offload-fraction", 1.0)
     if reading.flag("--optimizer-cpu-offload"):
         fields["strategy.offload.optimizer"] = share
@@ -306,8 +312,9 @@ _SCHEDULES = ("1f1b", "interleaved")  # that it runs
 
 
 def _pipeline(job: Job) -> Settings:
+    job = with_schedule(job, _SCHEDULES)
     strategy, settings = job.strategy, Settings()
-    if strategy.pp == 1 or strategy.schedule not in _SCHEDULES:
+    if strategy.pp == 1:
         return settings
     if isinstance(strategy.stage_layers, tuple) or job.model.layers % strategy.stages:
         counts = stage_layer_counts(job.model, strategy)
@@ -327,6 +334,9 @@ def layout_text(counts: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(stages)
 
 
+_MOMENTS = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+
+
 def _optimizer(job: Job) -> Settings:
     strategy, name, momentum = job.strategy, job.training.optimizer, job.training.optimization.momentum
     settings: Settings = {"--optimizer": "adam"}
@@ -335,6 +345,8 @@ def _optimizer(job: Job) -> Settings:
     if name == "muon":
         settings = {"--optimizer": "dist_muon" if strategy.zero == 1 else "muon", "--ckpt-format": "torch"}
         settings["--muon-momentum"] = momentum
+    if name == "adamw-bf16-moments" and strategy.zero == 1:  # which the option needs
+        settings.update({"--use-precision-aware-optimizer": True, **dict.fromkeys(_MOMENTS, "bf16")})
     if strategy.offload.optimizer > 0:
         settings["--optimizer-cpu-offload"] = True
         settings["--optimizer-offload-fraction"] = strategy.offload.optimizer
@@ -397,7 +409,7 @@ MEGATRON = Target(
         "strategy.offload.activations": "a whole number of layers, fewer than all, without pipeline and recomputation",
         "strategy.offload.target": "offloads to CPU memory only",
         "strategy.overlap.offload": "only the optimizer's transfers overlap",
-        "training.optimizer": "not among Megatron's optimizers (adam, sgd, muon)",
+        "training.optimizer": "not among Megatron's optimizers (adam, with ZeRO-1 also bf16 moments; sgd, muon)",
         "training.precision": "neither 8-bit integer matmuls nor FP8 with a scale per row",
         "training.tokens": "--train-samples counts whole sequences",
         **megatron_model.REASONS,

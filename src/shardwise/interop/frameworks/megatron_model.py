@@ -10,7 +10,7 @@ from shardwise.interop.frameworks.target import Reading, word_for
 from shardwise.interop.keys import integer
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model
+from shardwise.spec.model import MixtureOfExperts, Model
 
 # -- The constants a model computes with -------------------------------------------------------------
 # Some are fixed in ``megatron/core``: Llama 3's scaling has 8192 original positions and frequency factors 1 and 4
@@ -39,7 +39,7 @@ def compose_numerics(model: Model) -> Settings:
         settings["--moe-router-topk-scaling-factor"] = numerics.router_scale if numerics.router_scale != 1 else None
         settings[_BALANCE] = "seq_aux_loss" if numerics.balance_loss else "none"
         settings["--moe-aux-loss-coeff"] = numerics.balance_loss or None
-        settings["--moe-router-bias-update-rate"] = numerics.bias_rate if model.moe.router_bias else None
+        settings["--moe-router-bias-update-rate"] = numerics.bias_rate if _balancing_bias(model.moe) else None
     return settings
 
 
@@ -113,6 +113,8 @@ REASONS = {
     "model.mlp_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.max_seq": "--max-position-embeddings covers at least the sequence",
     "model.moe.shared_gate": "shared experts are added without a gate",
+    "model.moe.router_bias": "only sigmoid scores take a bias (a softmax router with one is gpt-oss's, whose attention "
+    "sinks and clamped SwiGLU a job does not describe either)",
     **NUMERIC_REASONS,
 }
 
@@ -131,7 +133,7 @@ def compose(job: Job) -> Settings:
         "--swiglu": model.activation == "swiglu" or None,
         "--quick-geglu": model.activation == "geglu" or None,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings or None,
-        "--qk-layernorm": model.qk_norm or None,
+        "--qk-layernorm": model.qk_norm or model.mla is not None or None,  # there also the norms of latent features
         "--mtp-num-layers": model.mtp_layers or None,
         "--mtp-loss-scaling-factor": model.numerics.prediction_loss if model.mtp_layers else None,
     }
@@ -139,7 +141,8 @@ def compose(job: Job) -> Settings:
         settings["--disable-bias-linear"] = True
         settings["--add-qkv-bias"] = model.qkv_bias or None
     if model.sliding_window is not None:
-        settings["--window-size"] = f"{model.sliding_window},0"
+        # Keys before a query's own, which Megatron does not count (``get_sliding_window_causal_mask``).
+        settings["--window-size"] = f"{model.sliding_window - 1},0"
         settings["--window-attn-skip-freq"] = model.sliding_window_every if model.sliding_window_every > 1 else None
     return {**settings, **_attention(model), **_experts(model), **compose_numerics(model)}
 
@@ -166,10 +169,15 @@ def _experts(model: Model) -> Settings:
         "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
         "--moe-layer-freq": _pattern(model),
         "--moe-router-score-function": moe.router,
-        "--moe-router-enable-expert-bias": moe.router_bias or None,
+        "--moe-router-enable-expert-bias": _balancing_bias(moe) or None,
         "--moe-router-num-groups": moe.groups if grouped else None,
         "--moe-router-group-topk": moe.groups_used if grouped else None,
     }
+
+
+def _balancing_bias(moe: MixtureOfExperts) -> bool:
+    """Whether the router's bias is the one that balances; ``TransformerConfig`` refuses it for softmax scores."""
+    return moe.router_bias and moe.router == "sigmoid"
 
 
 def _pattern(model: Model) -> str | None:
@@ -203,7 +211,8 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     shape["positions"] = "rope" if reading.flag("--use-rotary-position-embeddings") else positions
     shape["norm"] = reading.choice("--normalization", _NORMS, "layernorm")
     shape["tied_embeddings"] = not reading.flag("--untie-embeddings-and-output-weights")
-    shape["qk_norm"] = reading.flag("--qk-layernorm")
+    normed = reading.flag("--qk-layernorm")
+    shape["qk_norm"] = normed and not reading.settings.get("--multi-latent-attention")
     shape["mtp_layers"] = reading.integer("--mtp-num-layers", 0)
     biased, queries = not reading.flag("--disable-bias-linear"), reading.flag("--add-qkv-bias")
     shape.update({"qkv_bias": biased or queries, "attention_out_bias": biased, "mlp_bias": biased})
@@ -225,6 +234,8 @@ def _read_attention(reading: Reading, shape: dict[str, Any]) -> None:
     shape["head_dim"] = reading.count("--kv-channels")
     if reading.flag("--multi-latent-attention"):
         shape.update({f"mla.{name}": reading.count(option, usual) for name, (option, usual) in _LATENT.items()})
+        if not reading.flag("--qk-layernorm"):
+            reading.notes.append("without --qk-layernorm latent features are not normed: priced as if they were")
 
 
 def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
@@ -232,9 +243,9 @@ def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
     if window is None:
         return
     left = window.strip("()").split(",")[0].strip()
-    if not left.isdigit() or int(left) < 1:
-        raise SpecError("--window-size", f"{shown(window)} is not understood", "write it like 4096,0")
-    shape["sliding_window"] = int(left)
+    if not left.isdigit():
+        raise SpecError("--window-size", f"{shown(window)} is not understood", "write it like 4095,0")
+    shape["sliding_window"] = int(left) + 1
     shape["sliding_window_every"] = reading.count("--window-attn-skip-freq", 1)
 
 

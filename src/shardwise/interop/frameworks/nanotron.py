@@ -13,10 +13,12 @@ from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.schedules import PLAIN
 
 _MODEL = "model.model_config."
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bf16-fp32-grads": "bfloat16"}
 _FACTORY = "optimizer.optimizer_factory."
+_SCHEDULES = {PLAIN: PLAIN, "afab": "gpipe"}
 # Required by nanotron, unknown to a job: values to replace.
 _PLACEHOLDERS = {"general.project": "shardwise", "general.run": "%date_%jobid", "model.init_method.std": 0.02}
 # Our field -> its key and default there.
@@ -45,6 +47,8 @@ def _compose(job: Job) -> Settings:
     }
     if adam:
         settings[_FACTORY + "torch_adam_is_fused"] = True
+    if strategy.pp > 1 and strategy.schedule not in _SCHEDULES.values():
+        settings["parallelism.pp_engine"] = PLAIN  # its own default is all forward passes first
     recompute = True if strategy.recompute == "full" else None
     return {**settings, **training_values.nanotron_settings(job), "parallelism.recompute_layer": recompute}
 
@@ -170,7 +174,7 @@ NANOTRON = Target(
         Option("strategy.pp", "parallelism.pp", absent=1),
         Option("strategy.cp", "parallelism.context_parallel_size", absent=1, omit=1),
         Option("strategy.ep", "parallelism.expert_parallel_size", absent=1, omit=1),
-        Option("strategy.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, absent="gpipe"),
+        Option("strategy.schedule", "parallelism.pp_engine", _SCHEDULES, absent="gpipe"),
         Option("strategy.sequence_parallel", "parallelism.tp_mode", {"REDUCE_SCATTER": True, "ALL_REDUCE": False},
                absent=False),
         Option("strategy.overlap.tp", "parallelism.tp_linear_async_communication", absent=False),

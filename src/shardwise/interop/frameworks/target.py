@@ -374,7 +374,7 @@ class Target:
         text = self.text(job)
         refused = [Lost(path, value_at(job, path), why) for path, applies, why in self.refusals if applies(job)]
         lost: dict[str, Lost] = {}
-        for one in (*refused, *self._not_returned(job, self.read_back(job, text))):
+        for one in (*refused, *_in_sections(self._not_returned(job, self.read_back(job, text)), job)):
             lost.setdefault(one.field, one)
         files = {self.filename or self.name + self.format.suffixes[0]: text}
         return Exported(self.name, self.names.version, files, tuple(lost.values()), tuple(self.notes(job)))
@@ -441,6 +441,16 @@ class Target:
     def _reason(self, path: str, job: Job) -> str:
         why = _nearest(self.reasons, path) or f"{self.title} has no option for it"
         return why if isinstance(why, str) else why(job)
+
+
+def _in_sections(lost: list[Lost], job: Job) -> list[Lost]:
+    """How rotary positions are stretched, lost as a whole, is one entry instead of one for each of its constants."""
+    section = "model.numerics.rope_scaling"
+    if not any(one.field == f"{section}.kind" for one in lost):
+        return lost
+    (why,) = (one.why for one in lost if one.field == f"{section}.kind")
+    others = [one for one in lost if not one.within(section)]
+    return [*others, Lost(section, value_at(job, section).to_dict(), why)]
 
 
 def _nearest(table: Mapping[str, Any], path: str) -> Any:

@@ -10,19 +10,21 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import TOML, Settings
-from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.interop.frameworks.job_fields import with_schedule
+from shardwise.interop.frameworks.target import Option, Reading, Target, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN, schedule_record
 
 _PARALLEL, _PARTS = "parallelism.", "parallelism.module_fqns_per_model_part"
-# Our presets by the model name and flavor of TorchTitan 0.2.2.
+# Our presets by the model name and flavor of TorchTitan 0.2.2, the first of each as which a flavor is read. All its
+# Llamas stretch rotary positions as Llama 3.1 does (``RoPEScalingArgs`` in models/llama3/model/args.py).
 FLAVORS = {
-    "llama3-8b": ("llama3", "8B"),
     "llama3.1-8b": ("llama3", "8B"),
-    "llama3-70b": ("llama3", "70B"),
+    "llama3-8b": ("llama3", "8B"),
     "llama3.1-70b": ("llama3", "70B"),
+    "llama3-70b": ("llama3", "70B"),
     "llama3-405b": ("llama3", "405B"),
     "qwen3-0.6b": ("qwen3", "0.6B"),
     "qwen3-1.7b": ("qwen3", "1.7B"),
@@ -88,11 +90,15 @@ def _compose(job: Job) -> Settings:
 
 
 def _pipeline(job: Job) -> Settings:
+    job = with_schedule(job, _SCHEDULES.values())  # its own default, 1F1B, takes one stage per rank
     strategy = job.strategy
     if strategy.pp == 1:
         return {}
     counts = stage_layer_counts(job.model, strategy)
-    settings: Settings = {_PARALLEL + "pipeline_parallel_microbatch_size": strategy.microbatch}
+    settings: Settings = {
+        _PARALLEL + "pipeline_parallel_schedule": word_for(_SCHEDULES, strategy.schedule),
+        _PARALLEL + "pipeline_parallel_microbatch_size": strategy.microbatch,
+    }
     if len(set(counts)) == 1:
         settings[_PARALLEL + "pipeline_parallel_layers_per_stage"] = counts[0]
         settings[_PARALLEL + "pipeline_parallel_first_stage_less_layers"] = 0
@@ -231,6 +237,11 @@ def _tensor_mix(job: Job) -> bool:
     return job.model.moe is not None and strategy.expert_tensor_parallel not in choices
 
 
+def _stretched(job: Job) -> bool:
+    """Whether the flavor stretches rotary positions and the model does not."""
+    return FLAVORS.get(job.model.name, ("",))[0] == "llama3" and job.model.numerics.rope_scaling is None
+
+
 # fmt: off
 TORCHTITAN = Target(
     name="torchtitan",
@@ -293,6 +304,8 @@ TORCHTITAN = Target(
         ("strategy.recompute", lambda job: job.strategy.recompute == "selective" and job.model.moe is not None,
          "its selective recomputation of expert layers has no price here"),
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
+        ("model.numerics.rope_scaling", _stretched,
+         "the flavor stretches rotary positions as Llama 3.1 does: register one without rope_scaling_args"),
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
          and job.strategy.sharding_group > 1
          and job.strategy.pp > 1 and job.strategy.schedule_record.splits_backward,

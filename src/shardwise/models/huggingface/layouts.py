@@ -6,7 +6,7 @@ A module's name maps to a module's name; its ``weight`` and ``bias`` follow. ``{
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,20 @@ class FamilyLayout:
     interleaved: frozenset[str] = frozenset()
     prefix: str = "model."  # stands before every name but the head's; some published files leave it out
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
+    joined_experts: bool = False  # one tensor holds all experts' gates and ups, another their downs
+
+    def with_joined_experts(self) -> FamilyLayout:
+        """As `transformers` 5 has a mixture in memory, and in what is saved of that as it is."""
+        return replace(self, joined_experts=True, inside={**self.inside, **_JOINED_EXPERTS})
 
 
+JOINED_EXPERTS = "mlp.experts.gate_up_proj"
+_JOINED_EXPERTS = {
+    "mlp.router.gate": "mlp.gate",
+    "mlp.experts.gate": JOINED_EXPERTS,
+    "mlp.experts.up": JOINED_EXPERTS,
+    "mlp.experts.down": "mlp.experts.down_proj",
+}
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _ATTENTION = {
     "attention_norm": "input_layernorm",

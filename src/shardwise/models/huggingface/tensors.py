@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.interop.companions import config_for
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.models.decoder import Decoder
-from shardwise.models.huggingface.layouts import LAYOUTS, FamilyLayout
+from shardwise.models.huggingface.layouts import JOINED_EXPERTS, LAYOUTS, FamilyLayout
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 
@@ -27,7 +27,8 @@ class TensorPlace:
 
     ``names`` is one name, or one per expert where ours is a stack of them. ``start`` and ``whole`` say which part of
     fused outputs is ours. ``head`` is the rows of a head, of which the last ``rotated`` are stored with pairs
-    interleaved. ``every`` is the number of fused outputs per head, and ours begin at ``start`` of each.
+    interleaved. ``every`` is the number of fused outputs per head, and ours begin at ``start`` of each. ``joined``
+    experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorPlace:
     head: int = 0
     rotated: int = 0
     every: int = 0
+    joined: bool = False
 
     @property
     def outputs(self) -> int:
@@ -49,6 +51,9 @@ class TensorPlace:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of each stored tensor."""
+        if self.joined:
+            experts, inputs, outputs = self.shape
+            return experts, self.whole or outputs, inputs
         shape = self.shape[1:] if self.stacked else self.shape
         shape = shape[::-1] if self.transposed else shape
         if self.whole is None:
@@ -57,6 +62,9 @@ class TensorPlace:
 
     def stored_slices(self, slices: Slices) -> Slices:
         """What to read of a stored tensor for ``slices`` of ours (of one expert's matrix, of a stack)."""
+        if self.joined:
+            first, last, _ = slices[2].indices(self.shape[2])
+            return slices[0], slice(self.start + first, self.start + last), slices[1]
         if self.rotated or self.every:
             return (slice(None), *slices[1:])  # rows change places: all are read, then picked
         if self.whole is not None:
@@ -68,6 +76,8 @@ class TensorPlace:
         """Our layout of what `stored_slices` has read."""
         if self.rotated or self.every:
             return stored[self._rows()[slices[0]]]
+        if self.joined:
+            return stored.transpose(1, 2)
         return stored.T if self.transposed else stored
 
     def to_stored(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +124,8 @@ def _place(
     _, index, inner = name.split(".", 2)
     before = layout.layer.format(index)
     if ".experts." in inner:
+        if layout.joined_experts:
+            return _joined(name, shape, before + _theirs(inner, layout.inside, name), inner.rpartition(".")[2])
         theirs = f"{before}{_theirs(inner, layout.inside, name)}.weight"
         names = tuple(theirs.format(expert) for expert in range(shape[0]))
         return TensorPlace(name, shape, names, stacked=True, transposed=True)
@@ -125,6 +137,13 @@ def _place(
     names = (f"{before}{_theirs(module, layout.inside, name)}.{kind}",)
     transposed, head = module in layout.transposed and len(shape) == 2, model.head_size if every else head
     return TensorPlace(name, shape, names, False, transposed, start, whole, head, rotated, every)
+
+
+def _joined(name: str, shape: tuple[int, ...], theirs: str, part: str) -> TensorPlace:
+    """Gate, then up, make one tensor; down is another."""
+    outputs = shape[2]
+    start, whole = {"gate": (0, 2 * outputs), "up": (outputs, 2 * outputs)}.get(part, (0, outputs))
+    return TensorPlace(name, shape, (theirs,), start=start, whole=whole, joined=True)
 
 
 def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
@@ -173,6 +192,8 @@ class Naming:
         described, layout = model or model_from_hf_config(config), _layout_of(config)
         first = layout.layer.format(described.layers) + layout.inside.get("joined", "")
         modules = described.mtp_layers if f"{first}.weight" in present else 0
+        if any(name.endswith(JOINED_EXPERTS) for name in present):
+            layout = layout.with_joined_experts()
         return cls(replace(described, mtp_layers=modules), layout, config)
 
     @classmethod

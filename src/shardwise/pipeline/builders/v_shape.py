@@ -91,10 +91,21 @@ v_min = partial(_filled, "v-min", _min_order, lambda p: 2 * ((p + 4) // 3))
 
 def _zbv_bubble(case: EqualStages) -> Any:
     """0 for F = I = W (Qi et al. 2023); with fewer microbatches than 2p-1 the pipeline never fills."""
-    p, m, F, I, W = case.p, case.m, case.F, case.I, case.W  # noqa: E741
+    p, m = case.p, case.m
     unfilled = maximum(0, maximum(2 * p - 1 - m, 4 * (p - m) - 1)) * (p > 1)
+    return unfilled * (case.F + case.I + case.W) / 3 + _zbv_waits(case)
+
+
+def _zbv_waits(case: EqualStages) -> Any:
+    """Idle seconds of the first rank in a full pipeline."""
+    F, I, W = case.F, case.I, case.W  # noqa: E741
     uneven = maximum(maximum(F, I), W) - minimum(minimum(F, I), W)
-    return unfilled * (F + I + W) / 3 + (p - 1) * (2 * uneven + 6 * case.c)
+    return (case.p - 1) * (2 * uneven + 6 * case.c)
+
+
+def _zbv_last_end(case: EqualStages) -> Any:
+    """In a full pipeline every rank ends two weight gradients, less an input gradient and a message, after the last."""
+    return _zbv_waits(case) + (case.p - 1) * maximum(0.0, 2 * case.W - case.I - case.c)
 
 
 def _half_bubble(case: EqualStages) -> Any:
@@ -142,7 +153,10 @@ def _min_in_flight(p: int, m: int, v: int, r: int) -> int:
 
 
 ZBV_FORMS = ClosedForms(
-    bubble=_zbv_bubble, in_flight=lambda p, m, v, r: min(2 * m, 2 * p), is_exact=lambda case: case.is_even
+    bubble=_zbv_bubble,
+    in_flight=lambda p, m, v, r: min(2 * m, 2 * p),
+    is_exact=lambda case: case.is_even,
+    last_end=_zbv_last_end,
 )
 HALF_FORMS = ClosedForms(
     bubble=_half_bubble,

@@ -182,6 +182,11 @@ def h2_bubble(case: EqualStages) -> Any:
     return deferred_bubble(case, 2 * (case.p - 1))
 
 
+def last_rank_end(case: EqualStages) -> Any:
+    """The last rank starts when the first forward pass reaches it, and then never waits."""
+    return (case.p - 1) * (case.F + case.c)
+
+
 def deferred_bubble(case: EqualStages, waiting: Any) -> Any:
     """The round trip of the first microbatch, filled by at most ``waiting`` deferred weight gradients."""
     hops = case.p - 1
@@ -211,7 +216,12 @@ def _h2_is_exact(case: EqualStages) -> bool:
 
 # p on every rank, r of them waiting for their weight gradient.
 H1_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace)
-H2_FORMS = ClosedForms(bubble=h2_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p - 1), is_exact=_h2_is_exact)
+H2_FORMS = ClosedForms(
+    bubble=h2_bubble,
+    in_flight=lambda p, m, v, r: min(m, 2 * p - 1),
+    is_exact=_h2_is_exact,
+    last_end=last_rank_end,
+)
 
 
 # -- Zero bubble under a memory limit: ZB-1p (p microbatches), ZB-2p (2p), or any other --------------
@@ -291,4 +301,4 @@ def _2p_bubble(case: EqualStages) -> Any:
 
 
 ONE_P_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), pace=h1_pace)
-TWO_P_FORMS = ClosedForms(bubble=_2p_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p))
+TWO_P_FORMS = ClosedForms(bubble=_2p_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p), last_end=last_rank_end)

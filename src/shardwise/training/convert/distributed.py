@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def model_tensors(folder: Path) -> dict[str, LazyTensor]:
     """The model's tensors, whatever their prefix, without optimizer and run states."""
-    held = {name: one.whole() for name, one in stored_tensors(folder).items() if not _NO_WEIGHTS.match(name)}
+    stored = stored_tensors(folder)
+    held = {name: one.whole() for name, one in stored.items() if not _NO_WEIGHTS.match(name) and not _counts(name, one)}
     return without_prefixes(held, _PREFIXES)
+
+
+def _counts(name: str, one: StoredTensor) -> bool:
+    """Whether a tensor is a number of the run beside the model (``step``, ``iteration``), no part of a module."""
+    return "." not in name and math.prod(one.shape) == 1
 
 
 def without_prefixes(held: Mapping[str, LazyTensor], prefixes: Sequence[str]) -> dict[str, LazyTensor]:

@@ -63,8 +63,8 @@ def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, o
         return complete(about.model, stored, origin, step)
     if "tok_embeddings.weight" in stored:
         return _from_meta(about.model, stored, origin, step)
-    naming = Naming.of_model(about.model) if about.config is None else Naming.of_config(about.config, about.model)
-    return from_family(naming, stored, origin, step)
+    config = Naming.of_model(about.model).config if about.config is None else about.config
+    return from_family(Naming.of_config(config, about.model, stored.keys()), stored, origin, step)
 
 
 def torch_files(paths: Sequence[Path]) -> dict[str, LazyTensor]:

@@ -241,10 +241,28 @@ def _rebuilt_with_type(storage: Any, offset: Any, shape: Any, stride: Any, *furt
     return _rebuilt(storage, offset, shape, stride, dtype=dtype)
 
 
+def _rebuilt_from_type(rebuild: Any, kind: Any, arguments: Any, *state: Any) -> Tensor:
+    """A tensor of a subclass, or with attributes (ZeRO-3's parameters): its numbers alone."""
+    if not isinstance(rebuild, _Function) or not isinstance(arguments, tuple):
+        raise _RefusedError("makes a tensor by a function that is not known")
+    made = rebuild(*arguments)
+    if not isinstance(made, Tensor):
+        raise _RefusedError("makes a tensor of something that is not one")
+    return made
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int:
+        raise _RefusedError("names a member of an enumeration of integers that is not an integer")
+    return value
+
+
 _parameter = _Function(lambda data, *further: data)  # a parameter is its numbers
 _KNOWN: dict[str, Any] = {
     "collections.OrderedDict": _Mapping,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Function(_whole_number),
     "torch.Size": _Function(tuple),
+    "torch._tensor._rebuild_from_type_v2": _Function(_rebuilt_from_type),
     "torch._utils._rebuild_tensor": _Function(_rebuilt),
     "torch._utils._rebuild_tensor_v2": _Function(_rebuilt),
     "torch._utils._rebuild_tensor_v3": _Function(_rebuilt_with_type),
