@@ -67,7 +67,7 @@ USING: dict[str, Fields] = {
     "expert-tp": {"tp": 2, "model": EXPERTS},
     "experts-across-tp": {"tp": 2, "expert_tp": 2, "order": ("dp", "tp", "cp", "pp"), "model": EXPERTS},
     "expert-tp-unlike-tp": {"tp": 4, "expert_tp": 2, "model": EXPERTS},
-    "experts-across-replicas": {"ep": 2, "model": EXPERTS},
+    "experts-across-replicas": {"ep": 2, "model": EXPERTS, "dp_shares": [1, 2, 2, 1]},
     "deduplicated-dispatch": {"ep": 2, "dispatch": "deduplicated", "model": EXPERTS},
     "no-pipeline": {},
     "pp": {"pp": 2},

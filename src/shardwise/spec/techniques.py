@@ -77,7 +77,9 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
 
 
 def _across_replicas(s: Strategy, t: Training, m: Model) -> Any:
-    """Whether the ranks that share a layer's experts are of several data-parallel replicas."""
+    """Whether the ranks that share a layer's experts are of several replicas, of which some take other shares."""
+    if s.dp_shares is None:
+        return False
     inside = [name for name in s.order if name != "pp"]
     within = reduce(mul, (s.degree(name) for name in inside[: inside.index("dp")]), 1)
     return (m.moe is not None) & (s.expert_tensor_parallel * s.ep > within)
