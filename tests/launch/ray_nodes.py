@@ -40,6 +40,7 @@ class RayNodes:
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1",
             "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "200",
+            "RAY_raylet_start_wait_time_s": "100",  # on a machine that has other things to do
         }  # fmt: skip
         self.address = f"{self._net}.1:{PORT}"
 

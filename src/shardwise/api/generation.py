@@ -9,12 +9,15 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardwise.api.execution import target_place
+from shardwise.api.given import Size
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.generation.request import Generation, GenerationRequest, Sampling
 from shardwise.interop.companions import end_tokens
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
+from shardwise.launch.targets.registry import TARGETS, TargetPlace
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError, shown
@@ -87,6 +90,10 @@ def generate(
     model: str | None = None,
     tokenizer: str | PathLike[str] | None = None,
     cache: bool = True,
+    on: Literal["ray"] | None = None,
+    ray_address: str | None = None,
+    wait_for_resources: Size | None = None,
+    workers: int | None = None,
     on_text: OnText | None = None,
     on_done: OnDone | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -95,7 +102,8 @@ def generate(
 
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
     at a token of ``stop`` (those that the weights' folder names; "none": no token ends it) or after
-    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started.
+    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. ``on``
+    "ray" a file goes through ``workers`` models on a Ray cluster (the one at ``ray_address``, or one started here).
     ``on_text`` is called with the number of a prompt and what has been added to its text; ``on_done`` with how many of
     a file's prompts are done, and how many there are.
     """
@@ -106,6 +114,7 @@ def generate(
         (), whole_number(batch, "--batch"), cache,
     )  # fmt: skip
     request.sampling.check()
+    place = _ray_place(on, here, request, data, ray_address, wait_for_resources, workers)
     texts = [prompt] if isinstance(prompt, str) else list(prompt)
     _check_prompts(texts, tokens, data, out)
     require_packages("generate", "torch", "safetensors")
@@ -113,7 +122,8 @@ def generate(
     from shardwise.generation.limits import layout_of
     from shardwise.generation.load import opened_weights, stored_dtype
 
-    require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
+    if place is None:
+        require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
     if here is None and device == "cpu":
         require_cores("--tp", request.tp, "use fewer")
     weights = opened_weights(request)
@@ -124,7 +134,7 @@ def generate(
     request = _with_stop(request, stop, weights, reader)
     asked = _Asked(request, weights, reader, reader_name, here, notes, note)
     if data is not None:
-        return _of_file(asked, Path(data), Path(str(out)), on_done)
+        return _of_file(asked, Path(data), Path(str(out)), on_done, place)
     return _of_prompts(asked, texts, tokens, on_text)
 
 
@@ -187,7 +197,35 @@ def _of_prompts(
     return GenerationResult(made)
 
 
-def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None) -> GenerationResult:
+@dataclass(frozen=True)
+class _RayPlace:
+    where: TargetPlace
+    workers: int | None
+
+
+def _ray_place(
+    on: str | None, here: Started | None, request: GenerationRequest, data: str | PathLike[str] | None,
+    ray_address: str | None, wait_for_resources: Size | None, workers: int | None,
+) -> _RayPlace | None:  # fmt: skip
+    """Where the models run; None: here."""
+    target = TARGETS["ray"] if on == "ray" else None
+    where = target_place(target, ray_address=ray_address, wait_for_resources=wait_for_resources)
+    if on is None:
+        if workers is not None:
+            raise SpecError("--workers", "is for --on ray", "leave it out")
+        return None
+    if target is None:
+        raise SpecError("--on", f"{shown(on)}: files of prompts are generated here or on ray", "use --on ray")
+    if here is not None:
+        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+    if request.tp > 1:
+        raise SpecError("--tp", "every worker of --on ray has a whole model", "leave it out; --workers says how many")
+    if data is None:
+        raise SpecError("--on", "ray is for a file of prompts", "give --data FILE and --out FILE, or leave it out")
+    return _RayPlace(where, None if workers is None else whole_number(workers, "--workers", 10_000))
+
+
+def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place: _RayPlace | None) -> GenerationResult:
     from shardwise.generation.files import PartialFile, PromptFile, surveyed
 
     number, checksum = surveyed(data, asked.tokenizer, asked.weights.model, asked.request)
@@ -202,8 +240,15 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None) -> Ge
         if on_done is not None:
             on_done(done, number)
 
-    work = PromptFile(str(data.resolve()), str(out.absolute()), asked.tokenizer_name, about)
-    _, times = asked.run(work, on_event, "run the same command again: it goes on from there")
+    files = (str(data.resolve()), str(out.absolute()), asked.tokenizer_name, about)
+    if place is None:
+        _, times = asked.run(PromptFile(*files), on_event, "run the same command again: it goes on from there")
+    else:
+        from shardwise.generation.on_ray import RayPrompts
+
+        for text in asked.notes:
+            asked.note(text)
+        _, times = RayPrompts(*files, place.where, place.workers).run(asked.request, on_event)
     made = Generation(asked.weights.model.name, asked.request.tp, number, times, out=out)
     return GenerationResult(made)
 

@@ -9,6 +9,7 @@ from argparse import SUPPRESS, Namespace
 from shardwise.api.generation import BATCH, NEW_TOKENS, generate
 from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import path_from, print_notes, require_torch
+from shardwise.launch.targets.registry import WAIT_SECONDS
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
 from shardwise.spec.errors import SpecError, shown
@@ -22,6 +23,7 @@ _EXAMPLE = """
 shardwise generate runs/job --tokenizer bytes --prompt "def " --max-new-tokens 100
 shardwise generate models/Llama-3.2-1B --prompt "The sea" --temperature 0.7 --top-p 0.9 --tp 2
 shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --batch 32
+shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --on ray --workers 8 --device cuda
 torchrun --nproc-per-node 2 -m shardwise generate runs/job --tokens 1,2,3
 """
 # What our engine trains with, and does not generate with.
@@ -90,6 +92,13 @@ def _parser() -> Parser:
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
     add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under a launcher all its ranks)")
+    add("--on", metavar="ray", help="with --data: CPU actors tokenise, model actors generate, by Ray Data")
+    add("--workers", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
+    add(
+        "--ray-address", metavar="ADDRESS", help="with --on ray: the cluster (default RAY_ADDRESS, or one started here)"
+    )
+    wait = f"with --on ray: how long to wait for room (default {WAIT_SECONDS:g}s)"
+    add("--wait-for-resources", metavar="TIME", help=wait)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="what to run on (default cpu)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as stored)")
     add("--model", help="model name or config.json, where the source does not include it")

@@ -50,15 +50,32 @@ class PromptRecord:
         )
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None) -> Iterator[tuple[str, PromptRecord]]:
-    """Every prompt with its place (file and line), skipping empty lines; raises SpecError naming the place."""
+def read_prompts(path: Path, tokenizer: Tokenizer | None, offset: int = 0) -> Iterator[tuple[str, PromptRecord]]:
+    """Every prompt with its place (file and line, from ``offset`` on), skipping empty lines.
+
+    Raises SpecError naming the place.
+    """
     try:
         with path.open("rb") as file:
+            file.seek(offset)
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield f"{path}:{number}", _record(line, tokenizer, f"{path}:{number}")
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", "name a file of JSON lines") from None
+
+
+def batch_offsets(path: Path, size: int) -> list[int]:
+    """Where in the file each batch of prompts begins."""
+    found, count, at = [], 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                if count % size == 0:
+                    found.append(at)
+                count += 1
+            at += len(line)
+    return found
 
 
 def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecord:

@@ -25,6 +25,7 @@ _EXTRAS = {
     "fsspec": "remote",
     "s3fs": "remote",
     "ray": "ray",
+    "pandas": "ray",
 }
 _TITLES = {"torch": "PyTorch"}
 

@@ -1,0 +1,270 @@
+"""`--on ray`: a file of prompts through three stages of Ray Data.
+
+CPU actors tokenise, model actors generate, CPU actors make lines of text; this process writes them.
+
+A row is one batch: the same one as without Ray, so that the file is the same. Rows come back in their order. Ray starts
+an actor that was lost again, and gives it the rows that it had; a row is written when it arrives here, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shardwise.generation.files import PartialFile, PromptRecord, batch_offsets, read_prompts
+from shardwise.generation.ranks import Clock, Done, Emit, run_batch
+from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
+from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
+from shardwise.launch.targets.installed import installed, require_same
+from shardwise.launch.targets.registry import TargetPlace
+from shardwise.spec.errors import DoesNotFit, SpecError, shown
+from shardwise.spec.installation import require_packages
+from shardwise.spec.units import counted
+from shardwise.training.data.tokenizer import tokenizer_from
+
+CPU_STAGE_CORES = 0.5  # they wait for the model most of the time
+WORKERS_PER_CPU_ACTOR = 8
+IN_FLIGHT_BYTES = 64 * 2**20  # between the stages, however long the file is
+_MOST_BLOCKS = 10_000  # Ray keeps account of each
+_AHEAD = 2  # rows that wait at an actor while it works
+_LOOK_SECONDS = 0.5
+_REMEDY = "run the same command again: it goes on from there"
+
+
+@dataclass(frozen=True)
+class RayPrompts:
+    """Reads ``data`` and writes ``out`` as `PromptFile` does, by ``workers`` models (None: one for every GPU)."""
+
+    data: str
+    out: str
+    tokenizer: str | None
+    about: Mapping[str, Any]
+    where: TargetPlace
+    workers: int | None = None
+
+    def run(self, request: GenerationRequest, emit: Emit) -> Done:
+        """Raises SpecError if there is no room, or nodes differ; DoesNotFit after the time for waiting."""
+        require_packages("--on ray", "ray", "pandas")
+        address = self.where.address or os.environ.get(ADDRESS)
+        wanted = _Wanted(self.workers or 1, request.device)
+        cores = len(os.sched_getaffinity(0))
+        part = PartialFile(Path(self.out), self.about)
+        with part.opened(), ray_cluster(address, max(cores, wanted.whole_cores)):
+            if self.workers is None:
+                wanted = wanted.for_cluster()
+            wanted.wait(self.where.wait_seconds)
+            done = part.whole_batches(request.batch)
+            emit(done)
+            found = self._streamed(request, wanted, done)
+            times = _written(found, part, done, emit)
+            part.complete()
+        return [], times
+
+    def _streamed(self, request: GenerationRequest, wanted: _Wanted, done: int) -> Iterator[Mapping[str, Any]]:
+        """Rows with the lines of a batch, in their order."""
+        import ray.data
+
+        offsets = batch_offsets(Path(self.data), request.batch)[done // request.batch :]
+        rows = [
+            {"first": done + number * request.batch, "offset": offset, "count": request.batch}
+            for number, offset in enumerate(offsets)
+        ]
+        if not rows:
+            return iter(())
+        _configure(ray.data.DataContext.get_current())
+        facts = _Facts.here(Path(self.data))
+        stages = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))
+        for stage, given, count, resources in (
+            (Tokenise, (self.data, self.tokenizer), wanted.cpu_actors, {"num_cpus": CPU_STAGE_CORES}),
+            (Generate, (request,), wanted.workers, wanted.model_resources),
+            (WriteText, (self.tokenizer,), wanted.cpu_actors, {"num_cpus": CPU_STAGE_CORES}),
+        ):
+            pool = ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=_AHEAD)
+            stages = stages.map(stage, fn_constructor_args=(facts, *given), compute=pool, **resources)
+        return _rows(stages)
+
+
+def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
+    """Raises SpecError for what a stage has refused or broken on; a lost actor is no error."""
+    import ray
+
+    try:
+        yield from stages.iter_rows()
+    except ray.exceptions.RayError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, SpecError):
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        if cause is not None:
+            raise SpecError(cause.field, cause.problem, cause.remedy) from None
+        why = str(error).strip().splitlines()[-1]
+        raise StageFailed("--on ray", f"a stage failed ({shown(why, 200)})", _REMEDY) from None
+
+
+class StageFailed(SpecError):
+    status = 1
+
+
+def _configure(context: Any) -> None:
+    """In order, with a bound on what waits between the stages; its progress is ours to show."""
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
+        object_store_memory=IN_FLIGHT_BYTES
+    )
+    context.enable_progress_bars = context.print_on_execution_start = False
+    for name in ("ray.data", "ray.util"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, emit: Emit) -> GenerationTimes:
+    """Writes what arrives; every batch must be the next one."""
+    began, tokens, load, first = time.perf_counter(), 0, 0.0, None
+    for row in rows:
+        if first is None:
+            first, began = float(row["first_token_seconds"]), time.perf_counter() - float(row["seconds"])
+        if row["first"] != done:
+            raise StageFailed("--on ray", f"the batch from prompt {row['first']} came, not that from {done}", _REMEDY)
+        part.write(row["lines"])
+        done += int(row["count"])
+        tokens += int(row["tokens"])
+        load = max(load, float(row["load_seconds"]))
+        emit(done)
+    return GenerationTimes(load, first or 0.0, time.perf_counter() - began, tokens)
+
+
+# -- what a cluster must have ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The actors of all stages on a kind of device."""
+
+    workers: int
+    device: str
+
+    @property
+    def cpu_actors(self) -> int:
+        return -(-self.workers // WORKERS_PER_CPU_ACTOR)
+
+    @property
+    def whole_cores(self) -> int:
+        return self.workers + math.ceil(2 * self.cpu_actors * CPU_STAGE_CORES)
+
+    @property
+    def model_resources(self) -> dict[str, float]:
+        return {"num_cpus": 1, **({"num_gpus": 1} if self.device == "cuda" else {})}
+
+    def for_cluster(self) -> _Wanted:
+        """A model for every GPU there is; one on CPUs."""
+        import ray
+
+        gpus = int(ray.cluster_resources().get("GPU", 0)) if self.device == "cuda" else 1
+        return _Wanted(max(1, gpus), self.device)
+
+    def wait(self, seconds: float) -> None:
+        """Raises DoesNotFit if there is no room in time."""
+        import ray
+
+        needed = {"CPU": self.whole_cores, **({"GPU": self.workers} if self.device == "cuda" else {})}
+        deadline = time.monotonic() + seconds
+        while True:
+            free = ray.available_resources()
+            if all(free.get(name, 0) >= count for name, count in needed.items()):
+                return
+            if time.monotonic() >= deadline:
+                asked = " and ".join(counted(count, name) for name, count in needed.items())
+                there = " and ".join(f"{int(ray.cluster_resources().get(name, 0))} {name}s" for name in needed)
+                unused = " and ".join(f"{int(free.get(name, 0))}" for name in needed)
+                models = counted(self.workers, "model actor")
+                problem = (
+                    f"no place for {models} within {seconds:g} s: asked for {asked}; present: {there}, of which "
+                    f"{unused} are free"
+                )
+                raise DoesNotFit("--on ray", problem, "use fewer (--workers), wait (--wait-for-resources), add nodes")
+            time.sleep(_LOOK_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What all nodes must share: code, versions and the file of prompts."""
+
+    found: Mapping[str, str]
+
+    @classmethod
+    def here(cls, data: Path) -> _Facts:
+        return cls(_facts(data))
+
+    def require(self, data: Path) -> None:
+        import ray
+
+        there = ray.util.get_node_ip_address()
+        require_same(self.found, _facts(data), there)
+
+
+def _facts(data: Path) -> dict[str, str]:
+    size = f"{data.stat().st_size} bytes" if data.is_file() else "missing"
+    return {**installed(data.parent), str(data): size}
+
+
+# -- the stages, in the processes of Ray -------------------------------------------------------------------
+
+
+class Tokenise:
+    """The prompts of a batch, as tokens."""
+
+    def __init__(self, facts: _Facts, data: str, tokenizer: str | None) -> None:
+        self._data = Path(data)
+        facts.require(self._data)
+        self._tokenizer = None if tokenizer is None else tokenizer_from(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        found = read_prompts(self._data, self._tokenizer, int(row["offset"]))
+        records = [record for _, record in islice(found, int(row["count"]))]
+        return {"first": row["first"], "count": len(records), "records": pickle.dumps(records)}
+
+
+class Generate:
+    """A whole model, and the tokens that follow the prompts of a batch."""
+
+    def __init__(self, facts: _Facts, request: GenerationRequest) -> None:
+        from shardwise.generation.load import loaded, opened_weights
+
+        began = time.perf_counter()
+        self._request = request
+        self._model = loaded(opened_weights(request), 1, request.device)
+        self._load_seconds = time.perf_counter() - began
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        records: Sequence[PromptRecord] = pickle.loads(row["records"])
+        clock = Clock(self._load_seconds)
+        prompts = [record.tokens for record in records]
+        found = run_batch(self._model, prompts, self._request, int(row["first"]), clock, lambda step: None)
+        times = clock.times()
+        return {
+            **row,
+            "found": pickle.dumps(found),
+            "tokens": times.tokens,
+            "seconds": times.seconds,
+            "load_seconds": times.load_seconds,
+            "first_token_seconds": times.first_token_seconds,
+        }
+
+
+class WriteText:
+    """The lines of a batch, as the file has them."""
+
+    def __init__(self, facts: _Facts, tokenizer: str | None) -> None:
+        self._tokenizer = None if tokenizer is None else tokenizer_from(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        records: Sequence[PromptRecord] = pickle.loads(row["records"])
+        found: Sequence[Generated] = pickle.loads(row["found"])
+        lines = b"".join(record.line(one, self._tokenizer) for record, one in zip(records, found))
+        return {**{name: value for name, value in row.items() if name not in ("records", "found")}, "lines": lines}
