@@ -303,6 +303,16 @@ def test_the_file_and_how_to_submit_it(tmp_path: Path, monkeypatch: pytest.Monke
 # -- what they run -----------------------------------------------------------------------------------------
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """In which the image's command is found."""
+    executable = folder / "bin" / "shardwise"
+    executable.parent.mkdir()
+    executable.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
+    executable.chmod(0o755)
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return {**own, "PATH": f"{executable.parent}{os.pathsep}{own['PATH']}"}
+
+
 class Pods:
     """The nodes of a manifest as processes of this machine: its command and variables, with folders of ``folder``."""
 
@@ -315,25 +325,19 @@ class Pods:
         here = re.sub("(?<!/)/runs/", f"{folder}/runs/", text.out).replace("/etc/shardwise", str(folder))
         self.documents = list(yaml.safe_load_all(here))
         (folder / "job.yaml").write_text(by_kind(self.documents)["ConfigMap"]["data"]["job.yaml"])
-        executable = folder / "bin" / "shardwise"
-        executable.parent.mkdir()
-        executable.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
-        executable.chmod(0o755)
         self.run = folder / "runs" / "tiny"
-        self._path = executable.parent
+        self._own = environment(folder)
 
     def start(self, *around: str) -> list[subprocess.Popen[str]]:
         """The command of every pod, ``around`` which may be another."""
         container, port = pod(self.documents)["containers"][0], free_port()
-        own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        own["PATH"] = f"{self._path}{os.pathsep}{own['PATH']}"
         started = []
         for number in range(2):
             given = {one["name"]: one.get("value", str(number)) for one in container["env"]}
             given |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
             started.append(
                 subprocess.Popen(
-                    [*around, *container["command"]], env={**own, **given}, text=True,
+                    [*around, *container["command"]], env={**self._own, **given}, text=True,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )
             )  # fmt: skip
@@ -416,3 +420,27 @@ def test_nodes_that_share_only_a_store_lose_their_disks_and_resume(tmp_path: Pat
     for one in (tmp_path / "copy").rglob("*.safetensors"):  # files in a store have names of their own
         one.rename(one.with_name(re.sub(r"\..*\.", ".", one.name)))
     equal_weights(tmp_path / "copy", tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_nodes_of_skypilot_train_as_plain_train(tmp_path: Path) -> None:
+    from launch.test_ray import equal_weights
+
+    job = ("--steps", "3", "--set", "run.data.workers=1")
+    here = shardwise("train", *SMALL, "--cluster", "laptop:2", "--run-folder", str(tmp_path / "here"), *job)
+    assert here.status == 0, here.err
+    (tmp_path / "cluster").mkdir()
+    (task,) = rendered("skypilot", (*SMALL, "--cluster", two_nodes(tmp_path / "cluster"), *job), "runs=a")
+    own = environment(tmp_path)
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
+    sky["SKYPILOT_TASK_ID"] = str(tmp_path)
+    started = []
+    for node in range(2):
+        script = f"{task['setup']}{task['run']}".replace("/tmp/shardwise", f"{tmp_path}/node-{node}")
+        command = ["bash", "-c", script.replace("/runs/", f"{tmp_path}/runs/")]
+        given = {**own, **sky, "SKYPILOT_NODE_RANK": str(node)}
+        started.append(subprocess.Popen(command, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    statuses, said = ended(started)
+    assert statuses == [0, 0], said
+    assert losses(tmp_path / "runs" / "tiny") == losses(tmp_path / "here")
+    equal_weights(tmp_path / "runs" / "tiny", tmp_path / "here")
