@@ -32,8 +32,8 @@ from shardwise.training.data.tokenizer import tokenizer_from
 
 CPU_STAGE_CORES = 0.5  # they wait for the model most of the time
 WORKERS_PER_CPU_ACTOR = 8
-IN_FLIGHT_BYTES = 64 * 2**20  # between the stages, however long the file is
-_MOST_BLOCKS = 10_000  # Ray keeps account of each
+ROWS_AHEAD = 4  # for every worker: what may wait for a stage, however long the file is
+_ROWS, _POLICIES = "shardwise.rows_ahead", "backpressure_policies.enabled"
 _AHEAD = 2  # rows that wait at an actor while it works
 _LOOK_SECONDS = 0.5
 _REMEDY = "run the same command again: it goes on from there"
@@ -79,9 +79,9 @@ class RayPrompts:
         ]
         if not rows:
             return iter(())
-        _configure(ray.data.DataContext.get_current())
+        _configure(ray.data.DataContext.get_current(), ROWS_AHEAD * wanted.workers)
         facts = _Facts.here(Path(self.data))
-        stages = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))
+        stages = ray.data.from_items(rows, override_num_blocks=len(rows))
         for stage, given, count, resources in (
             (Tokenise, (self.data, self.tokenizer), wanted.cpu_actors, {"num_cpus": CPU_STAGE_CORES}),
             (Generate, (request,), wanted.workers, wanted.model_resources),
@@ -112,12 +112,21 @@ class StageFailed(SpecError):
     status = 1
 
 
-def _configure(context: Any) -> None:
-    """In order, with a bound on what waits between the stages; its progress is ours to show."""
+def _configure(context: Any, rows_ahead: int) -> None:
+    """In order, with a bound on the rows that wait between stages; its progress is ours to show."""
+    from ray.data._internal.execution import backpressure_policy as of_ray
+
+    class FewRowsAhead(of_ray.BackpressurePolicy):  # type: ignore[misc]
+        """Ray's own policies count bytes, and our rows have few: it would tokenise a whole file ahead."""
+
+        def can_add_input(self, op: Any) -> bool:
+            waiting = [self._topology[after].total_enqueued_input_blocks() for after in op.output_dependencies]
+            waiting = waiting or [self._topology[op].total_enqueued_output_blocks()]
+            return max(waiting) < int(self._data_context.get_config(_ROWS))
+
+    context.set_config(_ROWS, rows_ahead)
+    context.set_config(_POLICIES, [*of_ray.ENABLED_BACKPRESSURE_POLICIES, FewRowsAhead])
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
-        object_store_memory=IN_FLIGHT_BYTES
-    )
     context.enable_progress_bars = context.print_on_execution_start = False
     for name in ("ray.data", "ray.util"):
         logging.getLogger(name).setLevel(logging.ERROR)
