@@ -144,7 +144,6 @@ import time
 from pathlib import Path
 from shardwise.generation import on_ray
 from shardwise.generation.request import GenerationRequest
-from shardwise.launch.targets.registry import TargetPlace
 
 class Tokenise(on_ray.Tokenise):
     def __call__(self, row):
@@ -164,7 +163,7 @@ class Generate(on_ray.Generate):
 
 on_ray.Tokenise, on_ray.Generate, on_ray.ROWS_AHEAD = Tokenise, Generate, MOST
 request = GenerationRequest(SOURCE, max_new_tokens=1, batch=1)
-work = on_ray.RayPrompts(DATA, "out", None, {}, TargetPlace(), 1)
+work = on_ray.RayPrompts(DATA, "out", None, {}, None, 60.0, 1)
 print(len(list(work._streamed(request, on_ray._Wanted(1, "cpu"), 0))))
 """
 

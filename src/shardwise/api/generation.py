@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.api.execution import target_place
+from shardwise.api.execution import require_ray_for
 from shardwise.api.given import Size
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
@@ -17,11 +17,12 @@ from shardwise.generation.request import Generation, GenerationRequest, Sampling
 from shardwise.interop.companions import end_tokens
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.targets.registry import TARGETS, TargetPlace
+from shardwise.launch.targets.registry import TARGETS
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, slow_formats
+from shardwise.spec.units import parse
 from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.training.data.tokenizer import Tokenizer
 
 NEW_TOKENS, BATCH = 64, 8
+WAIT_SECONDS = 60.0  # for room on a Ray cluster
 OnText = Callable[[int, str], None]
 OnDone = Callable[[int, int], None]
 _NEVER = "none"
@@ -199,7 +201,8 @@ def _of_prompts(
 
 @dataclass(frozen=True)
 class _RayPlace:
-    where: TargetPlace
+    address: str | None
+    wait_seconds: float
     workers: int | None
 
 
@@ -209,10 +212,11 @@ def _ray_place(
 ) -> _RayPlace | None:  # fmt: skip
     """Where the models run; None: here."""
     target = TARGETS["ray"] if on == "ray" else None
-    where = target_place(target, ray_address=ray_address, wait_for_resources=wait_for_resources)
+    require_ray_for(ray_address, target)
     if on is None:
-        if workers is not None:
-            raise SpecError("--workers", "is for --on ray", "leave it out")
+        for flag, value in (("--workers", workers), ("--wait-for-resources", wait_for_resources)):
+            if value is not None:
+                raise SpecError(flag, "is for --on ray", "leave it out")
         return None
     if target is None:
         raise SpecError("--on", f"{shown(on)}: files of prompts are generated here or on ray", "use --on ray")
@@ -222,7 +226,9 @@ def _ray_place(
         raise SpecError("--tp", "every worker of --on ray has a whole model", "leave it out; --workers says how many")
     if data is None:
         raise SpecError("--on", "ray is for a file of prompts", "give --data FILE and --out FILE, or leave it out")
-    return _RayPlace(where, None if workers is None else whole_number(workers, "--workers", 10_000))
+    wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "--wait-for-resources")
+    number = None if workers is None else whole_number(workers, "--workers", 10_000)
+    return _RayPlace(ray_address, float(wait), number)
 
 
 def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place: _RayPlace | None) -> GenerationResult:
@@ -248,7 +254,7 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place
 
         for text in asked.notes:
             asked.note(text)
-        _, times = RayPrompts(*files, place.where, place.workers).run(asked.request, on_event)
+        _, times = RayPrompts(*files, place.address, place.wait_seconds, place.workers).run(asked.request, on_event)
     made = Generation(asked.weights.model.name, asked.request.tp, number, times, out=out)
     return GenerationResult(made)
 

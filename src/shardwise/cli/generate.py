@@ -6,10 +6,9 @@ import json
 import sys
 from argparse import SUPPRESS, Namespace
 
-from shardwise.api.generation import BATCH, NEW_TOKENS, generate
+from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
 from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import path_from, print_notes, require_torch
-from shardwise.launch.targets.registry import WAIT_SECONDS
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
 from shardwise.spec.errors import SpecError, shown

@@ -24,7 +24,6 @@ from shardwise.generation.ranks import Clock, Done, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
 from shardwise.launch.targets.installed import installed, require_same
-from shardwise.launch.targets.registry import TargetPlace
 from shardwise.spec.errors import DoesNotFit, SpecError, shown
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import counted
@@ -41,26 +40,30 @@ _REMEDY = "run the same command again: it goes on from there"
 
 @dataclass(frozen=True)
 class RayPrompts:
-    """Reads ``data`` and writes ``out`` as `PromptFile` does, by ``workers`` models (None: one for every GPU)."""
+    """Reads ``data`` and writes ``out`` as `PromptFile` does, by ``workers`` models (None: one for every GPU).
+
+    They are on the cluster at ``address``, which has ``wait_seconds`` to make room for them.
+    """
 
     data: str
     out: str
     tokenizer: str | None
     about: Mapping[str, Any]
-    where: TargetPlace
-    workers: int | None = None
+    address: str | None
+    wait_seconds: float
+    workers: int | None
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if there is no room, or nodes differ; DoesNotFit after the time for waiting."""
         require_packages("--on ray", "ray", "pandas")
-        address = self.where.address or os.environ.get(ADDRESS)
+        address = self.address or os.environ.get(ADDRESS)
         wanted = _Wanted(self.workers or 1, request.device)
         cores = len(os.sched_getaffinity(0))
         part = PartialFile(Path(self.out), self.about)
         with part.opened(), ray_cluster(address, max(cores, wanted.whole_cores)):
             if self.workers is None:
                 wanted = wanted.for_cluster()
-            wanted.wait(self.where.wait_seconds)
+            wanted.wait(self.wait_seconds)
             done = part.whole_batches(request.batch)
             emit(done)
             found = self._streamed(request, wanted, done)
@@ -122,7 +125,7 @@ def _configure(context: Any, rows_ahead: int) -> None:
         def can_add_input(self, op: Any) -> bool:
             waiting = [self._topology[after].total_enqueued_input_blocks() for after in op.output_dependencies]
             waiting = waiting or [self._topology[op].total_enqueued_output_blocks()]
-            return max(waiting) < int(self._data_context.get_config(_ROWS))
+            return bool(max(waiting) < self._data_context.get_config(_ROWS))
 
     context.set_config(_ROWS, rows_ahead)
     context.set_config(_POLICIES, [*of_ray.ENABLED_BACKPRESSURE_POLICIES, FewRowsAhead])
