@@ -2,9 +2,9 @@
 
     python bench/mixed.py            # dp 2 with shares 2:1, then pp 2 with layers by speed
 
-Both ways of a pair train the same global batch with the same slow rank, one after the other on the same processes; the
-figure is the ratio of their median steps, beside that of their predicted steps on a cluster of two kinds of which one
-has half the speed. Exits 1 unless what is predicted to be faster is.
+Both ways of a pair train the same global batch with the same slow rank, in turn on the same processes; the figure is
+the ratio of their median steps, beside that of their predicted steps on a cluster of two kinds of which one has half
+the speed. Exits 1 unless what is predicted to be faster is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from shardwise.planner.candidate import candidate
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.presets import resolve
 
 WORLD, SLOW_RANK, WARM_UP = 2, 1, 2
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -47,10 +49,8 @@ def main() -> int:
         for name, ways in PAIRS.items():
             jobs = [job_of(way) for way in ways]
             predicted = [candidate(job).step_seconds for job in jobs]
-            measured = []
-            for job in jobs:
-                found = pool.run(timed, WORLD, job, asked.steps, timeout_seconds=600)
-                measured.append(statistics.median(max(of_ranks) for of_ranks in zip(*found)))
+            found = pool.run(timed, WORLD, jobs, asked.steps, timeout_seconds=600)
+            measured = [statistics.median(max(of_ranks) for of_ranks in zip(*way)) for way in zip(*found)]
             gain, expected = measured[0] / measured[1], predicted[0] / predicted[1]
             ok = gain > 1
             failed |= not ok
@@ -61,15 +61,14 @@ def main() -> int:
 
 def job_of(strategy: dict[str, Any]) -> Job:
     """6 layers on a quick device and one of half its speed, which is what computes: no cost of a step is fixed."""
-    job = Job.from_dict(
+    return Job.from_dict(
         {
-            "model": "tiny",
+            "model": {**resolve("model", Model, "tiny").to_dict(), "layers": 6},
             "cluster": {"kinds": [computing(1.0), computing(TIMES)]},
             "strategy": strategy,
             "training": {"global_batch": 12, "seq": 128, "precision": "fp32"},
         }
     )
-    return replace(job, model=replace(job.model, layers=6, published_parameters=None))
 
 
 def computing(slowness: float) -> Cluster:
@@ -84,21 +83,22 @@ def computing(slowness: float) -> Cluster:
     return replace(cluster, name=name, device=slower)
 
 
-def timed(place: PoolPlace, job: Job, steps: int) -> list[float]:
-    """Seconds of the steps on this rank."""
+def timed(place: PoolPlace, jobs: list[Job], steps: int) -> list[list[float]]:
+    """Seconds of the steps of each job on this rank; they take turns, so that what else runs here slows all."""
     torch.set_num_threads(1)
     if place.rank == SLOW_RANK and not hasattr(Layer, "quick"):
         slow_down()
     with joined(place.rank, place.world, place.rendezvous_file):
-        engine = Engine(job)
-        batch = sample_batch(job, 0, 0).rows(engine.rows)
-        seconds: list[float] = []
+        engines = [Engine(job) for job in jobs]
+        batches = [sample_batch(job, 0, 0).rows(engine.rows) for job, engine in zip(jobs, engines)]
+        seconds: list[list[float]] = [[] for _ in jobs]
         for number in range(WARM_UP + steps):
-            dist.barrier()
-            start = time.perf_counter()
-            engine.step(batch)
-            if number >= WARM_UP:
-                seconds.append(time.perf_counter() - start)
+            for engine, batch, own in zip(engines, batches, seconds):
+                dist.barrier()
+                start = time.perf_counter()
+                engine.step(batch)
+                if number >= WARM_UP:
+                    own.append(time.perf_counter() - start)
         return seconds
 
 
