@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, update_slots
 from shardwise.engine import torch_private
 from shardwise.engine.offload.store import MASTER, copy_stream
+from shardwise.engine.optim.one_pass import OnePass, OnePassPart, scalars_of
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
+from shardwise.models import kernels
 
 if TYPE_CHECKING:
-    from shardwise.engine.offload.states import StateChunk, StatePiece, StoredStates
+    from shardwise.engine.offload.states import StateChunk, StoredStates
 
 
 class StreamedUpdate:
@@ -44,6 +46,10 @@ class StreamedUpdate:
         self._arrived: list[Any] = []
         self._ahead = 0  # chunks whose states are here, or come, for the next update
         self._weights_ready: dict[nn.Parameter, Any] = {}  # since the last update that nothing has waited for
+        self._read: dict[nn.Parameter, Tensor] = {}  # gradients, until a reader of the new weights waits for them
+        self._scalars: list[Tensor | None] = []  # of each group's update, if it runs in one pass
+        self._giver: Any = None  # the stream on which these were computed
+        self._passes: list[OnePass] = []  # of each chunk, whose addresses are those of the step before
         self._last: Any = None
         self.is_awaited = False  # by every reader of the weights: see `wait_before` and `await_updates`
 
@@ -54,12 +60,7 @@ class StreamedUpdate:
 
     def run(self, updates: Sequence[Update]) -> None:
         """Enqueues one step of every group, after everything enqueued so far."""
-        computing = self._streams[1]
-        if computing is not None:
-            computing.wait_stream(torch.cuda.current_stream(self._device))
-            for one in (one for update in updates for one in (update.bad, update.divisor, update.learning_rate)):
-                if isinstance(one, Tensor):
-                    one.record_stream(computing)  # others free them, and would use their memory before it is read
+        self._begin(updates)
         for number in range(len(self._chunks)):
             self._chunk(number, updates)
         self._ahead = 0
@@ -70,6 +71,35 @@ class StreamedUpdate:
         if not self.is_awaited:
             self.all_weights()
 
+    def _begin(self, updates: Sequence[Update]) -> None:
+        """What the update reads stays until it was read, though others free it."""
+        computing = self._streams[1]
+        self._forget(list(self._read), None)
+        grads = {one.parameter: one.parameter.grad for chunk in self._chunks for one in chunk.pieces}
+        self._read = {one: local(grad) for one, grad in grads.items() if grad is not None}
+        self._scalars = [None] * len(updates)
+        if computing is None:
+            return
+        self._giver = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._giver)
+        for one in (one for update in updates for one in (update.bad, update.divisor, update.learning_rate)):
+            if isinstance(one, Tensor):
+                one.record_stream(computing)
+        if kernels.run_on(self._device):
+            with _on(computing):
+                self._scalars = [scalars_of(one) if one.in_one_pass else None for one in updates]
+
+    def _forget(self, parameters: Iterable[nn.Parameter], waiting: Any) -> None:
+        """Gradients whose update the stream ``waiting`` is after: none, if None.
+
+        Not left to `record_stream` alone, after which their memory is free when the GPU says so: the next gradients
+        would have other addresses in every step.
+        """
+        for one in parameters:
+            gradient = self._read.pop(one, None)
+            if gradient is not None and gradient.is_cuda and waiting != self._giver:
+                gradient.record_stream(self._streams[1])
+
     def _chunk(self, number: int, updates: Sequence[Update]) -> None:
         chunk, slot, (_, computing, outgoing) = self._chunks[number], number % len(self._slots), self._streams
         if number >= self._ahead:
@@ -77,7 +107,7 @@ class StreamedUpdate:
         here = self._here(number)
         with _on(computing):
             _wait(computing, self._arrived[slot])
-            self._update(chunk, here, updates[chunk.group])
+            self._update(number, here, updates[chunk.group])
             updated = _event(computing)
         with _on(outgoing):
             _wait(outgoing, updated)
@@ -98,22 +128,22 @@ class StreamedUpdate:
         chunk, slot = self._chunks[number], self._slots[number % len(self._slots)]
         return {name: slot[name][: chunk.end - chunk.begin] for name in self.stored.names_of(chunk)}
 
-    def _update(self, chunk: StateChunk, here: dict[str, Tensor], update: Update) -> None:
-        pieces = [one for one in chunk.pieces if one.parameter.grad is not None]
-        gradients = [self._gradient(one) for one in pieces]
+    def _update(self, number: int, here: dict[str, Tensor], update: Update) -> None:
+        chunk = self._chunks[number]
+        pieces = [one for one in chunk.pieces if one.parameter in self._read]
+        gradients = [one.of(self._read[one.parameter]) for one in pieces]
         values = [here[MASTER][one.inside] if MASTER in here else one.of(one.parameter) for one in pieces]
         states = {name: [tensor[one.inside] for one in pieces] for name, tensor in here.items() if name != MASTER}
+        scalars = self._scalars[chunk.group]
+        if scalars is not None:  # the kernel that updates what is not offloaded: the same weights to the last bit
+            weights = [one.of(one.parameter) if MASTER in here else None for one in pieces]
+            parts = zip(gradients, values, states["exp_avg"], states["exp_avg_sq"], weights)
+            self._passes[number](update, (OnePassPart(*one) for one in parts), scalars)
+            return
         if pieces:
-            update(values, gradients, states)
+            update(values, [one.float() for one in gradients], states)
         for one in chunk.pieces if MASTER in here else ():
             one.of(one.parameter).copy_(here[MASTER][one.inside])
-
-    def _gradient(self, piece: StatePiece) -> Tensor:
-        assert piece.parameter.grad is not None
-        given = local(piece.parameter.grad)
-        if given.is_cuda:
-            given.record_stream(self._streams[1])  # freed by others before it is read
-        return piece.of(given).float()
 
     def make_slots(self) -> None:
         """Room on the device for some chunks of the states that are stored now."""
@@ -132,6 +162,7 @@ class StreamedUpdate:
             ]
         self._free = [_event(self._streams[1])] * slots
         self._arrived = list(self._free)
+        self._passes = [OnePass() for _ in chunks]
 
     # -- who waits for it ---------------------------------------------------------------------------------
 
@@ -139,9 +170,12 @@ class StreamedUpdate:
         """What is enqueued from now on, on the stream of the ``reader`` (by default the current one), reads the updated
         weights of these."""
         if self._weights_ready:
-            events = {id(event): event for one in parameters if (event := self._weights_ready.pop(one, None))}
+            updated = [one for one in parameters if one in self._weights_ready]
+            events = {id(event): event for one in updated if (event := self._weights_ready.pop(one))}
+            waiting = torch.cuda.current_stream(self._device) if reader is None and events else reader
             for event in events.values():
-                (torch.cuda.current_stream(self._device) if reader is None else reader).wait_event(event)
+                waiting.wait_event(event)
+            self._forget(updated, waiting)
 
     def all_weights(self) -> None:
         self.weights_of(list(self._weights_ready))

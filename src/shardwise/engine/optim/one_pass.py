@@ -50,15 +50,18 @@ class OnePass:
         self.tables = TensorTables()
 
     @torch.no_grad()
-    def __call__(self, update: Update, parts: Iterable[OnePassPart]) -> None:
-        """One step of AdamW; nothing is written if ``update.bad`` is 1. There is a launch for every format there is."""
+    def __call__(self, update: Update, parts: Iterable[OnePassPart], scalars: Tensor | None = None) -> None:
+        """One step of AdamW; nothing is written if ``update.bad`` is 1. There is a launch for every format there is.
+
+        ``scalars`` of the update, if they were computed before (`scalars_of`).
+        """
         alike: dict[tuple[Any, ...], list[OnePassPart]] = {}
         for one in parts:
             if one.value.numel():
                 alike.setdefault((*one.formats, aligned(one.addresses)), []).append(one)
         if not alike:
             return
-        scalars = _scalars(update)
+        scalars = scalars_of(update) if scalars is None else scalars
         for (*formats, whole), some in alike.items():
             self._launch(update, some, scalars, formats, whole)
 
@@ -80,7 +83,8 @@ class OnePass:
         )  # fmt: skip
 
 
-def _scalars(update: Update) -> Tensor:
+def scalars_of(update: Update) -> Tensor:
+    """What all elements of an update share, as the kernel reads it."""
     from shardwise.engine.optim.adamw_kernel import SCALARS, step_scalars
 
     settings, rate = update.settings, update.learning_rate
