@@ -183,16 +183,21 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if name in kept and buffer is not None}
 
 
-def before_every_call(module: nn.Module, function: Callable[[], None]) -> None:
-    """Not by a hook where the module is compiled: the compiler would take it into the graph (2.11 on)."""
+def around_every_call(module: nn.Module, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
+    """Not by hooks where the module is compiled: the compiler would take them into the graph (2.11 on)."""
     compiled: Any = module._compiled_call_impl
     if compiled is None:
-        module.register_forward_pre_hook(lambda module, arguments: function())
+        module.register_forward_pre_hook(lambda module, arguments: before())
+        if after is not None:
+            module.register_forward_hook(lambda module, arguments, result: after())
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        function()
-        return compiled(*arguments, **named)
+        before()
+        result = compiled(*arguments, **named)
+        if after is not None:
+            after()
+        return result
 
     module._compiled_call_impl = call
 

@@ -194,18 +194,23 @@ class StreamedUpdate:
 def wait_before(layers: Sequence[nn.Module], root: nn.Module, update: StreamedUpdate) -> None:
     """Has each layer wait for its own weights, and the network for what is updated before any of them.
 
-    The last layer also waits for what is updated after it, such as the head, which a loss reads without calling it.
+    What is updated after the last layer, such as the head, which a loss reads without calling it, is waited for once
+    that layer has run.
     """
     update.is_awaited = True
     inside = {parameter: number for number, layer in enumerate(layers) for parameter in layer.parameters()}
-    waiting: list[list[nn.Parameter]] = [[] for _ in range(len(layers) + 1)]
-    reached = 0  # of the places that wait: the root first
+    first: list[nn.Parameter] = []
+    own: list[list[nn.Parameter]] = [[] for _ in layers]
+    last: list[nn.Parameter] = []
     for parameter in root.parameters():
         if parameter in inside:
-            reached = len(layers)
-        waiting[inside[parameter] + 1 if parameter in inside else reached].append(parameter)
-    for module, parameters in zip((root, *layers), waiting):
-        torch_private.before_every_call(module, _waiting_for(parameters, update))
+            own[inside[parameter]].append(parameter)
+        else:
+            (last if any(own) else first).append(parameter)
+    torch_private.around_every_call(root, _waiting_for(first, update))
+    for number, (layer, parameters) in enumerate(zip(layers, own)):
+        after = _waiting_for(last, update) if number == len(layers) - 1 else None
+        torch_private.around_every_call(layer, _waiting_for(parameters, update), after)
 
 
 def _waiting_for(parameters: list[nn.Parameter], update: StreamedUpdate) -> Callable[[], None]:
