@@ -15,13 +15,19 @@ TopologyName = Literal["line", "ring", "tree", "switch", "mesh", "torus", "fully
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Spec):
-    """A connection of one device: bytes/s in one direction after line coding, seconds per message."""
+    """A connection of one device: bytes/s in one direction after line coding, seconds per message.
+
+    Of a host's link, ``bandwidth`` is what comes to the device; what leaves it has ``outward`` times as much, and each
+    direction ``duplex`` times as much while both are busy.
+    """
 
     bandwidth: float = quantity("bytes/s")
     latency: float = quantity("seconds", minimum=0)
     name: str = "custom"
     kind: str = ""
     efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    outward: float = field(default=1.0, metadata={"above": 0})
+    duplex: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
     source: str = ""
 
 

@@ -49,6 +49,12 @@ def first_elements(contents: RankContents, sharding: Sharding, *, tied: bool) ->
     return layers / maximum(1, contents.layers) + embedding
 
 
+def head_elements(contents: RankContents, sharding: Sharding, *, tied: bool) -> Any:
+    """Elements of a head of its own, on a device."""
+    ends = select(contents.has_embedding, 2, 1)
+    return contents.others / sharding.shards * contents.has_head * (not tied) / ends
+
+
 def share_on_device(elements: Any, first: Any) -> Any:
     """Share of the offloaded states that has come to the device when their update begins."""
     return minimum(1.0, update_slots(elements, first) * update_chunk(elements) / maximum(1, elements))

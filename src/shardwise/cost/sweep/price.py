@@ -21,12 +21,10 @@ from shardwise.cost.sweep.rows import RowTable, changed, joined_rows, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.offload import (
-    LEAVING,
     OffloadLine,
     activation_lines,
-    forward_share,
-    host_topology,
     how_updated,
+    sent_seconds,
     state_lines,
 )
 from shardwise.cost.traffic.overlap import (
@@ -76,7 +74,7 @@ class Offloaded:
         self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
-        self.updates, self.forward_share = how_updated(job), forward_share(job, contents)
+        self.job, self.updates = job, how_updated(job)
         self.moved_share = moved_share(job, offload.activations)
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
@@ -101,35 +99,41 @@ class Offloaded:
         return added_seconds(transfers, hidden, tail), together
 
     def _link(self, line: OffloadLine) -> Topology:
-        return host_topology(self.cluster, line.link or self.offload.target, out=line.payload.role in LEAVING)
+        return line.topology(self.cluster, self.offload.target)
 
     def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         m = rows.microbatches[part]
+        in_layers = rows.ranks.in_layers[:, None, part]
         transfers = [
-            self._transfer(line, lengths, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
+            self._transfer(line, lengths, in_layers, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
             for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
             if seconds is not None
         ]
         if self.offload.activations:
             moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
-            lines = activation_lines(moved, m, self.forward_share)
-            cost = [m * one for one in _send(self._link(lines[0]), moved)]
-            transfers += [self._transfer(line, lengths, *cost) for line in lines]
+            for line in activation_lines(self.job, moved, m):
+                cost = [m * one for one in _send(self._link(line), moved)]
+                transfers.append(self._transfer(line, lengths, in_layers, *cost))
         return transfers
 
     def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
         return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches, **self.updates)
 
-    def _transfer(self, line: OffloadLine, lengths: Array, seconds: Any, on_link: Any) -> OverlappedTransfer:
+    def _transfer(
+        self, line: OffloadLine, lengths: Array, in_layers: Array, seconds: Any, on_link: Any
+    ) -> OverlappedTransfer:
         """``seconds`` in the whole step, ``on_link`` those that keep the link busy."""
+        link, line = self._link(line), replace(line, of_layers=by_row(line.of_layers, lengths))
+        after: Any = line.after_bytes
         return OverlappedTransfer(
             line.payload.in_pass,
             seconds,
-            {self._link(line).levels[0].name: on_link},
+            {link.levels[0].name: on_link},
             line.window_if(self.overlapped),
-            line.window_share * by_row(line.layers_share, lengths),
+            line.window(in_layers),
             line.last_only,
             units_taken=self.units_taken,
+            delay=by_row(sent_seconds(link, after), lengths) if is_array(after) else after,
         )
 
 

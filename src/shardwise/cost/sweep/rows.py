@@ -54,6 +54,7 @@ class RankRows:
     lasting: dict[Pass, Array]  # seconds of a step's pass, including exposed communication of its layers
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
+    in_layers: Array  # share of a forward pass that is computed before the head
     passes: PassMemory
 
     def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
@@ -234,7 +235,9 @@ class _RowBuilder:
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         passes = passes_with_exposed(compute, transfers, hidden, self.m)
-        return passes, self._rank_rows(figures[SAVED], *layer_windows(transfers, hidden, windows))
+        head = self.counts[:, 3, None, None, None] * self.stack.figures[FORWARD, :, 3, 0][:, None, None]
+        in_layers = 1 - head / compute.forward
+        return passes, self._rank_rows(figures[SAVED], in_layers, *layer_windows(transfers, hidden, windows))
 
     def _transfer(self, figures: Array, number: int) -> OverlappedTransfer:
         """A line of all layer choices."""
@@ -256,7 +259,7 @@ class _RowBuilder:
 
     # -- memory --------------------------------------------------------------------------------------
 
-    def _rank_rows(self, saved_figures: Array, lasting: Any, busy: Any) -> RankRows:
+    def _rank_rows(self, saved_figures: Array, in_layers: Array, lasting: Any, busy: Any) -> RankRows:
         import numpy as np
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
@@ -274,7 +277,7 @@ class _RowBuilder:
             in_turn=np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1),
         )
         once = [self._once_seconds(contents) for contents in self.group.ranks]
-        return RankRows(lasting, busy, np.array(once)[:, :, None, None], passes)
+        return RankRows(lasting, busy, np.array(once)[:, :, None, None], in_layers, passes)
 
     def _once_seconds(self, contents: RankContents) -> list[float]:
         """By layer choice."""

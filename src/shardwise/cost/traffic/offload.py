@@ -18,14 +18,25 @@ from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
 from shardwise.cost.memory.offload import (
     first_elements,
+    head_elements,
     last_layer_stays,
     moved_share,
     share_on_device,
+    update_chunk,
     updates_on_device,
 )
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
+from shardwise.cost.step.stage_time import part_seconds, stage_seconds
 from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import (
+    Payload,
+    Role,
+    Traffic,
+    collective_price,
+    priced,
+    sent_backward,
+    sent_forward,
+)
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -43,7 +54,9 @@ class OffloadLine:
     """One kind of transfer: its size, how many in a step, its overlap, and its link.
 
     ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. Computation can hide it for
-    ``window_share`` of its pass, which depends on the microbatches, times ``layers_share``, which depends on the rank.
+    ``window_share`` of its pass, which depends on the microbatches; of what has to be there before the head, only
+    ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left. ``both_ways``: as much goes the other
+    way at the same time.
     """
 
     payload: Payload
@@ -53,7 +66,18 @@ class OffloadLine:
     last_only: bool = False
     hidden: bool = True
     link: Target | None = None  # by default that of the offload's target
-    layers_share: Any = 1.0
+    of_layers: Any = None  # None: all of the pass
+    after_bytes: Any = 0.0
+    both_ways: bool = False
+
+    def window(self, in_layers: Any) -> Any:
+        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers."""
+        return self.window_share if self.of_layers is None else self.window_share * self.of_layers * in_layers
+
+    def topology(self, cluster: Cluster, target: Target) -> Topology:
+        """Its link; ``target`` is the offload's."""
+        out = self.payload.role in LEAVING
+        return host_topology(cluster, self.link or target, out=out, both_ways=self.both_ways)
 
     def window_if(self, overlapped: bool) -> Window:
         return self.payload.in_pass if overlapped and self.hidden else "none"
@@ -61,12 +85,11 @@ class OffloadLine:
 
 def state_lines(
     contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any, *,
-    on_device: bool = False, tied: bool = False, active: float = 1.0,
+    on_device: bool = False, tied: bool = False,
 ) -> list[OffloadLine]:  # fmt: skip
     """Every possible transfer of weights, gradients and optimizer results.
 
     ``on_device``: the device updates the states, and the next forward pass waits for them (`_device_update`).
-    ``active`` is the share of the routed experts that compute for a token.
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
     gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
@@ -85,10 +108,10 @@ def state_lines(
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
     if on_device:
-        first = first_elements(contents, sharding, tied=tied)
-        in_layers = layers_share(contents, tied=tied, active=active)
-        before_last = in_layers * (1 - 1 / maximum(1, contents.layers))
-        update = _device_update(owned * offload.optimizer, first, states.stored, m, before_last)
+        first, head = (each(contents, sharding, tied=tied) for each in (first_elements, head_elements))
+        elements = owned * offload.optimizer
+        last = maximum(0.0, elements - (owned - head)) / maximum(1.0, elements)  # the share that is the head's
+        update = _device_update(elements, first, last, states.stored, m, contents.layers)
     else:
         update = [
             OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
@@ -107,43 +130,44 @@ def state_lines(
     ]
 
 
-def _device_update(elements: Any, first: Any, kept: Any, microbatches: Any, before_last: Any) -> list[OffloadLine]:
+def _device_update(
+    elements: Any, first: Any, head: Any, kept: Any, microbatches: Any, layers: Any
+) -> list[OffloadLine]:
     """States that are ``kept`` on the host to the device, and back.
 
-    States of the ``first`` elements at least have come before the update begins, beside the step before. Each layer
-    after them waits for its own, and the last for all that is left: they hide it ``before_last``, a share of the pass.
+    States of the ``first`` elements at least have come before the update begins, beside the step before. The next comes
+    into the room of one that has left. Each layer waits for its own, and the last one so for all but the share that is
+    the ``head``'s, which are waited for once that layer has run.
     Nothing waits for what goes back: as much comes at the same time, in the other direction.
     """
     ahead = share_on_device(elements, minimum(first, elements))
     during = kept * (1 - ahead)
+    late = minimum(during, kept * head)
+    role, chunk = (
+        sent_forward(Role.STATES_FROM_HOST),
+        kept * minimum(1.0, update_chunk(elements) / maximum(1, elements)),
+    )
+    shared: dict[str, Any] = {"last_only": True, "link": "cpu", "after_bytes": chunk, "both_ways": True}
+    before_last = 1 - 1 / maximum(1, layers)
     return [
         OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
-        OffloadLine(
-            sent_forward(Role.STATES_FROM_HOST), during, 1, 1 / microbatches, True, link="cpu", layers_share=before_last
-        ),
-        OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, _NEVER_AWAITED, link="cpu"),
+        OffloadLine(role, during - late, 1, 1 / microbatches, of_layers=before_last, **shared),
+        OffloadLine(role, late, 1, 1 / microbatches, of_layers=1.0, **shared),
+        OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, _NEVER_AWAITED, link="cpu", both_ways=True),
     ]
 
 
 def how_updated(job: Job) -> dict[str, Any]:
     """What `state_lines` has to know of a job."""
-    moe, on_device = job.model.moe, updates_on_device(job, job.strategy.offload)
-    active = moe.top_k / moe.experts if moe else 1.0
-    return {"on_device": on_device, "tied": job.model.tied_embeddings, "active": active}
+    return {"on_device": updates_on_device(job, job.strategy.offload), "tied": job.model.tied_embeddings}
 
 
-def forward_share(job: Job, contents: RankContents) -> Any:
-    """The share of a forward pass in which activations can leave: where a loss follows, only that of the layers."""
-    known = how_updated(job)
-    return layers_share(contents, tied=known["tied"], active=known["active"]) if last_layer_stays(job) else 1.0
-
-
-def layers_share(contents: RankContents, *, tied: bool, active: float = 1.0) -> Any:
-    """The share of a pass that a rank computes in layers, by the parameters that a token meets."""
-    ends = select(contents.has_embedding * (not tied), 2, 1)
-    head = contents.others * contents.has_head / ends
-    layers = contents.layer_matrices + contents.experts * active
-    return layers / maximum(1.0, layers + head)
+def share_in_layers(job: Job, contents: RankContents) -> float:
+    """The share of a forward pass that a rank computes before its head."""
+    if not contents.has_head:
+        return 1.0
+    head = part_seconds(job, RankContents(contents.rank, 0, 0, False, True, 0.0, 0.0, 0.0)).forward
+    return 1 - float(head / stage_seconds(job, contents).forward)
 
 
 def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
@@ -172,13 +196,14 @@ def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]
     )
 
 
-def activation_lines(moved_bytes: Any, microbatches: Any, in_layers: Any = 1.0) -> list[OffloadLine]:
+def activation_lines(job: Job, moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
     """Activations of every microbatch, out in the forward and back in the backward pass.
 
-    ``in_layers``: the share of a forward pass after which all have to be out, before a head computes the loss.
+    Where a loss follows, all have to be out before a head computes it.
     """
+    window = 1.0 if last_layer_stays(job) else None
     return [
-        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches, layers_share=in_layers),
+        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches, of_layers=window),
         OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches),
     ]
 
@@ -193,7 +218,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     share = moved_share(job, strategy.offload.activations)
     moved = offloaded_activations(job, contents).saved * share if share else 0.0
     lines = state_lines(contents, sharding, job.recipe, states, m, **how_updated(job))
-    lines += activation_lines(moved, m, forward_share(job, contents))
+    lines += activation_lines(job, moved, m)
+    in_layers = share_in_layers(job, contents)
     return [
         priced(
             "offload",
@@ -201,15 +227,21 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             CollectiveKind.SEND_RECV,
             line.size_bytes,
             line.count,
-            host_topology(job.cluster, line.link or target, out=line.payload.role in LEAVING),
+            (link := line.topology(job.cluster, target)),
             "auto",
             window=line.window_if(strategy.overlap.offload),
-            window_share=line.window_share * float(line.layers_share),
+            window_share=float(line.window(in_layers)),
             last_only=line.last_only,
+            delay_seconds=float(sent_seconds(link, line.after_bytes)),
         )
         for line in lines
         if line.size_bytes and line.count
     ]
+
+
+def sent_seconds(link: Topology, size_bytes: Any) -> Any:
+    """What a message takes, or what it is in place of."""
+    return collective_price(CollectiveKind.SEND_RECV, size_bytes, link, "auto").seconds
 
 
 # What goes from the device to the host; a host's link carries both directions at once.
@@ -217,8 +249,9 @@ LEAVING = (Role.GRADIENTS_TO_HOST, Role.LAST_GRADIENTS_TO_HOST, Role.WEIGHTS_TO_
            Role.ACTIVATIONS_TO_HOST)  # fmt: skip
 
 
-def host_topology(cluster: Cluster, target: Target, *, out: bool = False) -> Topology:
-    """The link to the offload target, as a network of two; of the host's, one direction."""
+def host_topology(cluster: Cluster, target: Target, *, out: bool = False, both_ways: bool = False) -> Topology:
+    """The link to the offload target, as a network of two; of the host's, one direction, ``both_ways`` if the other is
+    used as much."""
     if target == "nvme":
         if not cluster.storage:
             problem = "nvme, but the cluster names no storage"
@@ -229,7 +262,8 @@ def host_topology(cluster: Cluster, target: Target, *, out: bool = False) -> Top
     if cluster.host_link is None:
         raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
     link = cluster.host_link
-    return _one_link(link.bandwidth * link.efficiency, link.latency, "host link, out" if out else "host link, in")
+    share = link.duplex if both_ways else link.outward if out else 1.0
+    return _one_link(link.bandwidth * link.efficiency * share, link.latency, "host link, out" if out else "host link, in")
 
 
 def _one_link(bandwidth: float, latency: float, name: str) -> Topology:

@@ -21,7 +21,8 @@ class OverlappedTransfer:
     ``window_share`` the part of it that is left once the data is ready: with ``last_only`` that of the last microbatch,
     when gradients are complete. ``hideable`` is the share of the communication that may overlap (not the first gather,
     nor the last bucket), ``units_taken`` the share of the compute units that it occupies. ``repeated`` is the share of
-    a forward pass's communication that recompute sends, in the backward pass.
+    a forward pass's communication that recompute sends, in the backward pass. It begins ``delay`` seconds after its
+    window does.
     """
 
     in_pass: Pass
@@ -33,6 +34,7 @@ class OverlappedTransfer:
     hideable: Any = 1.0
     units_taken: Any = 0.0
     repeated: Any = 0.0
+    delay: Any = 0.0
 
     def beside(self, link: str) -> Any:
         """Seconds in which it does not use the link."""
@@ -169,14 +171,17 @@ _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
 def _hidden_across(transfer: OverlappedTransfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken) -> Any:
-    share = transfer.window_share
-    hidden = minimum(transfer.seconds * transfer.hideable, share * lasting)
+    share, late = transfer.window_share, is_array(transfer.delay) or transfer.delay > 0
+    window = maximum(0.0, share * lasting - transfer.delay) if late else share * lasting
+    hidden = minimum(transfer.seconds * transfer.hideable, window)
     for name in transfer.link_seconds:
         spread, last = taken.get((transfer.in_pass, name), (None, None))
         if spread is None and last is None and name not in busy:
             continue  # free all the time: the window itself is the limit
         unused = lasting - busy.get(name, 0.0)
         free = share * maximum(0.0, unused if spread is None else unused - spread)
+        if late:
+            free = maximum(0.0, free - transfer.delay)
         if last is not None:
             free = maximum(0.0, free - last)
         # A busy link holds up only what goes over it; the rest of the transfer can still hide.

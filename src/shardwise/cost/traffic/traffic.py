@@ -161,8 +161,9 @@ class Traffic:
     """``count`` equal collectives of one step on the busiest device.
 
     For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `OverlappedTransfer`;
-    ``unhideable`` is the share that cannot be overlapped. ``once`` marks what is sent after the last microbatch, not
-    overlapped. Where the schedule determines the exposed time (pipeline messages), it is ``fixed_exposed_seconds``.
+    ``delay_seconds`` is its ``delay``; ``unhideable`` is the share that cannot be overlapped. ``once`` marks what is
+    sent after the last microbatch, not overlapped. Where the schedule determines the exposed time (pipeline messages),
+    it is ``fixed_exposed_seconds``.
     """
 
     dimension: str
@@ -175,6 +176,7 @@ class Traffic:
     window: Window = "none"
     window_share: float = 1.0
     last_only: bool = False
+    delay_seconds: float = 0.0
     unhideable: float = 0.0
     units_taken: float = 0.0
     repeated: float = 0.0
@@ -236,6 +238,7 @@ class Traffic:
             1 - self.unhideable,
             self.units_taken,
             self.repeated,
+            self.delay_seconds,
         )
 
     @property

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.offload.store import copy_stream
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import local_rank
 from shardwise.measure.calibrate.gpu_figures import CopyFigure, ProductFigure
@@ -63,6 +64,17 @@ class CopySample:
 
 
 @dataclass(frozen=True)
+class HostLinkSample:
+    """The link between a GPU and its host's pinned memory: bytes/s to the device, from it, and in the slower direction
+    while both are busy; seconds of a copy of next to nothing among others."""
+
+    into: float
+    out: float
+    both: float
+    latency: float
+
+
+@dataclass(frozen=True)
 class StepShape:
     """A small decoder that is trained on a batch of its own."""
 
@@ -96,7 +108,7 @@ class DeviceSamples:
     attentions: tuple[AttentionSample, ...]
     copies: tuple[CopySample, ...]
     steps: tuple[StepSample, ...]
-    host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
+    host_link: HostLinkSample | None = None  # of a GPU
     formats: tuple[MatmulSample, ...] = ()  # one small matmul in each, on a CPU: it may lack the instructions
     gpu: GpuSamples | None = None
 
@@ -177,7 +189,7 @@ def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
         _name(device), threads, _memory(device, rank.ranks_per_host),
         tuple(MatmulSample("bf16", one.rows, one.inner, one.columns, one.seconds) for one in matmuls), (),
         tuple(CopySample(one.bytes, one.seconds) for one in copies), (),
-        tuple(_host_copies(device, barrier)), gpu=found,
+        _host_link(device, barrier), gpu=found,
     )  # fmt: skip
 
 
@@ -208,11 +220,35 @@ def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterat
         yield CopySample(size, seconds_of(partial(target.copy_, source), device, barrier))
 
 
-def _host_copies(device: torch.device, barrier: StoreBarrier) -> Iterator[CopySample]:
-    for size in (2**24, 2**28):
-        source = torch.ones(size, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(size, dtype=torch.uint8, device=device)
-        yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, barrier))
+_COPIED, _LITTLE = 2**26, 2**10  # bytes of a copy
+_IN_A_ROW = 8  # copies, as offload has many, so that the start of the first does not count
+
+
+def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
+    """As offload uses it: copies in a row on a stream for each direction."""
+    streams = {out: copy_stream(device) for out in (False, True)}
+    hosts, there = (
+        {out: torch.ones(_COPIED, dtype=torch.uint8, **where) for out in streams}
+        for where in ({"pin_memory": True}, {"device": device})
+    )
+
+    def copy(size: int, *directions: bool) -> None:
+        for out in directions:
+            streams[out].wait_stream(torch.cuda.current_stream(device))
+        for _ in range(_IN_A_ROW):
+            for out in directions:  # in turns, so that both begin at once
+                with torch.cuda.stream(streams[out]):
+                    source, target = (there, hosts) if out else (hosts, there)
+                    target[out][:size].copy_(source[out][:size], non_blocking=True)
+        for out in directions:
+            torch.cuda.current_stream(device).wait_stream(streams[out])
+
+    alone, away, both = (
+        _COPIED * _IN_A_ROW / seconds_of(partial(copy, _COPIED, *directions), device, barrier)
+        for directions in ((False,), (True,), (False, True))
+    )
+    latency = seconds_of(partial(copy, _LITTLE, False), device, barrier) / _IN_A_ROW
+    return HostLinkSample(alone, away, both, latency)
 
 
 def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:

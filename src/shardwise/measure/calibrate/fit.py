@@ -160,7 +160,6 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
         "formats": ("seconds",),
         "attentions": ("forward_seconds", "backward_seconds"),
         "copies": ("seconds",),
-        "host_copies": ("seconds",),
         "steps": ("passes_seconds", "update_seconds"),
     }
     return replace(samples[0], **{name: middle(name, seconds) for name, seconds in kinds.items()})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from shardwise.launch.emulate.network import EmulatedPool, Network
 from shardwise.launch.pool import Pool
-from shardwise.measure.calibrate.device_samples import DeviceSamples, measure_device
+from shardwise.measure.calibrate.device_samples import DeviceSamples, HostLinkSample, measure_device
 from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
 from shardwise.measure.calibrate.fit_gpu import fitted_gpu
 from shardwise.measure.calibrate.gpu_samples import middle_gpu
@@ -161,11 +161,9 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             device, found = _device(request, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
             slow += slow_devices(samples, hosts)
-            if samples[0].host_copies:
-                rates = [max(copy.bytes / copy.seconds for copy in one.host_copies) for one in samples]
-                source = "measured: pinned memory to a device"
-                link = Link(bandwidth=statistics.median(rates), latency=1e-5, name="host link", source=source)
-                cluster = replace(cluster, host_link=link)
+            links = [one.host_link for one in samples if one.host_link is not None]
+            if links:
+                cluster = replace(cluster, host_link=_host_link(links))
         if "links" in request.parts and cluster.devices > 1:
             links = _measured_links(request, ranks, network, report)
             cluster, found = _with_links(request, cluster, links)
@@ -207,6 +205,19 @@ def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
     device = replace(device, efficiency=replace(device.efficiency, source=source))
     return (device if known else replace(device, name="calibrated-cpu", source=source)), residuals
+
+
+def _host_link(samples: Sequence[HostLinkSample]) -> Link:
+    """The median of every figure."""
+    into, out, both, latency = (statistics.median(each) for each in zip(*map(astuple, samples)))
+    return Link(
+        bandwidth=into,
+        latency=latency,
+        outward=out / into,
+        duplex=min(1.0, both / into),
+        name="host link",
+        source="measured: pinned memory and a device",
+    )
 
 
 def _measured_links(
