@@ -43,6 +43,7 @@ class Case:
     own_kernel: bool = True
     waits: bool = False
     in_order: bool = True
+    zero: int = 0
 
 
 STATES = {"optimizer": 1.0}
@@ -55,6 +56,8 @@ CASES = (
     Case("offloaded, all waited for", STATES, waits=True),
     Case("plain, fp32 masters, PyTorch's kernel", {}, whole_masters=True, own_kernel=False),
     Case("offloaded, PyTorch's kernel", STATES, own_kernel=False),
+    Case("plain, ZeRO-3", {}, zero=3),
+    Case("weights offloaded too, ZeRO-3", {"optimizer": 1.0, "weights": 1.0}, zero=3),
     Case("plain, any order", {}, in_order=False),
     Case("plain, any order, again", {}, in_order=False),
     Case("plain, any order, a third time", {}, in_order=False),
@@ -150,7 +153,7 @@ def waited_for(chunk: Callable[..., None]) -> Callable[..., None]:
 def job_of(case: Case, asked: Any) -> Job:
     training = {"global_batch": asked.batch, "seq": asked.seq, "precision": asked.precision, "graphs": False}
     cluster = cluster_from(cluster_name_here("cuda")).with_devices(1).to_dict()
-    strategy = {"microbatch": asked.batch, "offload": case.offload}
+    strategy = {"microbatch": asked.batch, "zero": case.zero, "offload": case.offload}
     return Job.from_dict({"model": MODEL, "cluster": cluster, "strategy": strategy, "training": training})
 
 

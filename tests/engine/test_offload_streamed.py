@@ -16,7 +16,8 @@ from shardwise.engine.offload import streamed
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
-STEPS = 3
+STEPS = 4
+COUNTED = 2  # of them: the first finds weights on the device, and its update no states that came ahead
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 
 
@@ -39,14 +40,12 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
     engine = Engine(one, device="cpu")
     assert (engine.optimizer.stored.streamed is not None) == one.strategy.offload.any
     for step in range(STEPS):
-        if (
-            engine.store is not None and step == 1
-        ):  # the first finds weights on the device, and no states that came ahead
-            engine.optimizer.stored.settle()
+        if engine.store is not None and step == STEPS - COUNTED:
             engine.store.lanes.moved.clear()
         share = (engine.mesh.rank("dp"), engine.mesh.size("dp"))
         engine.step(sample_batch(one, step, 0).share(*share))
-    return states_of(engine), Counter() if engine.store is None else engine.store.lanes.moved
+    moved: Counter[Payload] = Counter() if engine.store is None else Counter(engine.store.lanes.moved)
+    return states_of(engine), moved
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,9 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
         ({}, {"optimizer": 0.4}),
         ({"precision": "bf16"}, {"optimizer": 1}),
         ({"dp": 2, "zero": 2}, {"optimizer": 1}),
+        ({"zero": 3}, {"optimizer": 1, "weights": 1}),
+        ({"zero": 3, "microbatch": 2}, {"optimizer": 1, "weights": 1}),
+        ({"dp": 2, "zero": 3}, {"optimizer": 1, "weights": 1}),
     ],
 )
 def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: dict[str, Any]) -> None:
@@ -65,8 +67,11 @@ def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any], offload: 
     for (expected, _), (found, _) in zip(here, there):
         assert_equal(found, expected, 1e-6)
     moved = _by_role(sum((Counter(counted) for _, counted in there), Counter()))
-    priced = _by_role(priced_bytes(job(offload, **layout), STEPS - 1))
-    assert moved == {role: pytest.approx(size, rel=5e-3) for role, size in priced.items()}  # norms are left out of some
+    priced = _by_role(priced_bytes(job(offload, **layout), COUNTED))
+    # Norms are left out of some prices; those of stored weights are fetched although they were updated on the device.
+    assert moved == {
+        role: pytest.approx(size, rel=2e-2 if role is Role.WEIGHTS_FROM_HOST else 5e-3) for role, size in priced.items()
+    }
 
 
 def _by_role(moved: Counter[Payload]) -> dict[Role, float]:

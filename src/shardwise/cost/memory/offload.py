@@ -26,9 +26,10 @@ FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 
 
 def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, alone."""
-    alone = not (offload.weights or offload.gradients)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and alone
+    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without gradients,
+    and with all of the weights or none."""
+    taken = not offload.gradients and offload.weights in (0, 1)
+    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and taken
 
 
 def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:

@@ -64,7 +64,8 @@ class HeldMemory:
             return 0.0
         elements = owned * offload.optimizer
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
-        return update_slots(elements, first) * update_chunk(elements) * self.states.stored / elements
+        each = self.states.stored / elements + 4 * (offload.weights > 0)
+        return update_slots(elements, first) * update_chunk(elements) * each
 
     @cached_property
     def left_over(self) -> Any:

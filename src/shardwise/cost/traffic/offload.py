@@ -107,11 +107,13 @@ def state_lines(
     hidden = not recipe.fp32_shards
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
+    loads = gathers
     if on_device:
         first, head = (each(contents, sharding, tied=tied) for each in (first_elements, head_elements))
         elements = owned * offload.optimizer
         last = maximum(0.0, elements - (owned - head)) / maximum(1.0, elements)  # the share that is the head's
-        update = _device_update(elements, first, last, states.stored, m, contents.layers)
+        update = _device_update(elements, first, last, states.stored + owned * 4 * offload.weights, m, contents.layers)
+        loads = gathers - (offload.weights > 0)  # the first forward pass has them from the update
     else:
         update = [
             OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
@@ -122,7 +124,7 @@ def state_lines(
         ]
     return [
         *update,
-        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
+        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, loads),
         OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
         # Each microbatch is added to the gradients on disk, and all are read for the update.
@@ -263,7 +265,8 @@ def host_topology(cluster: Cluster, target: Target, *, out: bool = False, both_w
         raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
     link = cluster.host_link
     share = link.duplex if both_ways else link.outward if out else 1.0
-    return _one_link(link.bandwidth * link.efficiency * share, link.latency, "host link, out" if out else "host link, in")
+    name = "host link, out" if out else "host link, in"
+    return _one_link(link.bandwidth * link.efficiency * share, link.latency, name)
 
 
 def _one_link(bandwidth: float, latency: float, name: str) -> Topology:

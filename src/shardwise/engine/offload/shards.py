@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.cost.traffic.traffic import Phase, Role, sent_backward
 from shardwise.engine import torch_private
 from shardwise.engine.offload.states import StoredStates
-from shardwise.engine.offload.store import BackgroundCopy, StreamCopy
+from shardwise.engine.offload.store import BackgroundCopy, Incoming
 from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.parameters import as_divided, local
 
@@ -34,6 +34,7 @@ class OffloadedWeights:
                 away = [one for one in group.fsdp_params if stored.has_weights(one.sharded_param)]
                 if away:
                     self.shards[module] = _Shards(group, away, stored)
+        stored.cut_units([one.sharded_param for one in shards.away] for shards in self.shards.values())
         for is_backward, order in ((False, forward), (True, backward)):
             there = [self.shards[module] for module in order if module in self.shards]
             for one, after in pairwise(there):
@@ -60,7 +61,7 @@ class _Shards:
         self.in_backward: list[_Shards] = []  # of the last unit of a forward pass: all of those of the backward pass
         self._is_here = True  # until the first gather: FSDP may still move them before
         self._is_coming = False
-        self._incoming: list[BackgroundCopy | StreamCopy] = []
+        self._incoming: list[Incoming] = []
         self._sizes = [0] * len(away)
         self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -15,13 +16,12 @@ from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward, 
 from shardwise.engine.offload.store import (
     GRADIENT,
     MASTER,
-    BackgroundCopy,
+    Incoming,
     Store,
     StoredRegion,
-    StreamCopy,
     host_tensor,
 )
-from shardwise.engine.offload.streamed import StreamedUpdate
+from shardwise.engine.offload.streamed import StreamedUpdate, UpdatedWeights
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
 
@@ -81,6 +81,7 @@ class StoredStates:
         self._row = {row.parameter: row for row in rows}
         self._starts: dict[str, int] = {}  # where in the region, in elements
         self._region: StoredRegion | None = None
+        self._cuts: set[int] = set()  # in the row, which no chunk crosses
         self.streamed = StreamedUpdate(self) if store is not None and store.updates_on_device else None
         self.resize(elements)
 
@@ -148,11 +149,27 @@ class StoredStates:
             if self.streamed is not None:
                 self.streamed.drop()
 
-    def bring_weights(self, parameters: Sequence[nn.Parameter], phase: Phase) -> list[BackgroundCopy | StreamCopy]:
-        """Starts to copy the weights that are here into the parameters' own memory."""
+    def cut_units(self, units: Iterable[Sequence[nn.Parameter]]) -> None:
+        """No chunk of matrices holds weights of two units, which are fetched one after the other."""
+        sizes: Counter[int] = Counter()
+        for row in self.rows:
+            sizes[row.group] += row.size
+        largest = max(sizes, key=lambda group: sizes[group])
+        begins = [[row.begin for one in unit if (row := self._row[one]).group == largest] for unit in units]
+        self._cuts = {min(one) for one in begins if one}
+        if self.streamed is not None:
+            self.streamed.make_slots()
+
+    def bring_weights(self, parameters: Sequence[nn.Parameter], phase: Phase) -> list[Incoming]:
+        """Starts to copy the weights that are here into the parameters' own memory; updates them if that is left."""
         assert self._region is not None
-        copies: list[BackgroundCopy | StreamCopy] = []
-        for parameter in parameters:
+        streamed, copies = self.streamed, list[Incoming]()
+        updated: Set[nn.Parameter] = frozenset() if streamed is None else streamed.deliver(parameters)
+        if streamed is not None and updated:
+            copies.append(UpdatedWeights(streamed, updated))
+        for parameter in (one for one in parameters if one not in updated):
+            if streamed is not None:
+                streamed.stored_of(parameter, self.store.lanes.stream(out=False))
             copies.append(self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter)))
             self.store.lanes.moved[Payload(Role.WEIGHTS_FROM_HOST, phase)] += local(parameter).nbytes
         return copies
@@ -193,7 +210,8 @@ class StoredStates:
             groups.setdefault(row.group, []).append(row)
         for group, rows in sorted(groups.items(), key=lambda one: sum(row.size for row in one[1])):
             first, last = rows[0].begin, min(rows[-1].begin + rows[-1].size, self.elements)
-            cuts = sorted({first, last, *(one for one in (self.weights, self.gradients) if first < one < last)})
+            inside = {one for one in (self.weights, self.gradients, *self._cuts) if first < one < last}
+            cuts = sorted({first, last, *inside})
             at_once = update_chunk(self.elements, most)
             for start, stop in pairwise(cuts):
                 for begin, end in _parts(start, stop, at_once):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ class StreamCopy:
         """What is enqueued from now on, on the stream of the ``reader`` (by default the current one), runs after it."""
         (torch.cuda.current_stream() if reader is None else reader).wait_event(self._done)
         self._tensors = ()
+
+
+class Incoming(Protocol):
+    """What a reader waits for: one of the copies above, or an update of what is read."""
+
+    def wait(self, reader: Any = None) -> None: ...
 
 
 class Lanes:

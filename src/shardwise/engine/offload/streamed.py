@@ -6,13 +6,16 @@ its layers waits for the chunks that hold its own weights. The order of the chun
 ones first. The device has room for those that the first layer needs: they come back for the next update as soon as
 this one is over, beside the rest of the step.
 
-Weights and gradients are on the device: where they are stored too, the host's processors update (`states`).
+Stored weights are updated as a forward pass fetches them: their chunks, none of which has weights of two units, wait
+until then, and what is read is what the update leaves on the device. Where gradients are stored too, the host's
+processors update (`states`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +33,14 @@ if TYPE_CHECKING:
     from shardwise.engine.offload.states import StateChunk, StoredStates
 
 
+@dataclass
+class _PendingUpdate:
+    """A step of every group, of which the chunks from ``begin`` on are left."""
+
+    updates: Sequence[Update]
+    begin: int = 0
+
+
 class StreamedUpdate:
     """Updates of ``stored`` on its device; on a CPU the same steps, one after the other."""
 
@@ -41,6 +52,8 @@ class StreamedUpdate:
         self._device = device
         self._first: list[nn.Parameter] = []
         self._chunks: list[StateChunk] = []
+        self._places: dict[nn.Parameter, range] = {}  # the chunks of each
+        self._pending: _PendingUpdate | None = None
         self._slots: list[dict[str, Tensor]] = []
         self._free: list[Any] = []  # of each slot: when it was written back
         self._arrived: list[Any] = []
@@ -50,6 +63,7 @@ class StreamedUpdate:
         self._scalars: list[Tensor | None] = []  # of each group's update, if it runs in one pass
         self._giver: Any = None  # the stream on which these were computed
         self._passes: list[OnePass] = []  # of each chunk, whose addresses are those of the step before
+        self._store_ready: dict[nn.Parameter, Any] = {}  # since the host has last waited for all
         self._last: Any = None
         self.is_awaited = False  # by every reader of the weights: see `wait_before` and `await_updates`
 
@@ -59,17 +73,49 @@ class StreamedUpdate:
         self.make_slots()
 
     def run(self, updates: Sequence[Update]) -> None:
-        """Enqueues one step of every group, after everything enqueued so far."""
+        """One step of every group, after everything enqueued so far; of stored weights, once they are fetched."""
+        self.finish()
         self._begin(updates)
-        for number in range(len(self._chunks)):
-            self._chunk(number, updates)
-        self._ahead = 0
+        self._pending = _PendingUpdate(updates)
+        if not self.stored.weights:
+            self.finish()
+            if not self.is_awaited:
+                self.all_weights()
+
+    def finish(self) -> None:
+        """Enqueues what is left of the update."""
+        self._advance(len(self._chunks), frozenset())
+
+    def deliver(self, parameters: Sequence[nn.Parameter]) -> Set[nn.Parameter]:
+        """Updates stored weights that are about to be read, and writes them where they are read as well.
+
+        Returns those that were written, for which `weights_of` waits: the others were updated before.
+        """
+        pending = self._pending
+        if pending is None:
+            return frozenset()
+        places = {one: self._places[one] for one in parameters}
+        written = frozenset(one for one, place in places.items() if place.start >= pending.begin)
+        if self._streams[1] is not None:  # the memory that is written was in use until now
+            self._streams[1].wait_stream(torch.cuda.current_stream(self._device))
+        self._advance(max((place.stop for place in places.values()), default=0), written)
+        return written
+
+    def _advance(self, end: int, written: frozenset[nn.Parameter]) -> None:
+        """Chunks up to ``end``; of stored weights those to be ``written`` are."""
+        pending = self._pending
+        if pending is None:
+            return
+        for number in range(pending.begin, end):
+            self._chunk(number, pending.updates, written)
+        pending.begin = max(end, pending.begin)
+        if pending.begin < len(self._chunks):
+            return
+        self._pending, self._ahead = None, 0
         come = min(len(self._slots), len(self._chunks))
         for number in range(come):
             self._arrive(number, sent_ahead=True)
         self._ahead = come
-        if not self.is_awaited:
-            self.all_weights()
 
     def _begin(self, updates: Sequence[Update]) -> None:
         """What the update reads stays until it was read, though others free it."""
@@ -100,21 +146,25 @@ class StreamedUpdate:
             if gradient is not None and gradient.is_cuda and waiting != self._giver:
                 gradient.record_stream(self._streams[1])
 
-    def _chunk(self, number: int, updates: Sequence[Update]) -> None:
+    def _chunk(self, number: int, updates: Sequence[Update], written: frozenset[nn.Parameter]) -> None:
         chunk, slot, (_, computing, outgoing) = self._chunks[number], number % len(self._slots), self._streams
         if number >= self._ahead:
             self._arrive(number, sent_ahead=False)
         here = self._here(number)
         with _on(computing):
             _wait(computing, self._arrived[slot])
-            self._update(number, here, updates[chunk.group])
+            self._update(number, here, updates[chunk.group], written)
             updated = _event(computing)
         with _on(outgoing):
             _wait(outgoing, updated)
             self.stored.copy_out(chunk, here)
             self._free[slot] = self._last = _event(outgoing)
-        for piece in chunk.pieces:
-            self._weights_ready[piece.parameter] = updated
+        for one in (piece.parameter for piece in chunk.pieces):
+            self._store_ready[one] = self._last
+            if one in written or not self.stored.has_weights(one):
+                self._weights_ready[one] = updated
+            elif self._places[one].stop == number + 1:
+                self._forget([one], None)  # nothing on the device reads it
 
     def _arrive(self, number: int, *, sent_ahead: bool) -> None:
         """Has the states of a chunk come, once its slot is free."""
@@ -128,22 +178,24 @@ class StreamedUpdate:
         chunk, slot = self._chunks[number], self._slots[number % len(self._slots)]
         return {name: slot[name][: chunk.end - chunk.begin] for name in self.stored.names_of(chunk)}
 
-    def _update(self, number: int, here: dict[str, Tensor], update: Update) -> None:
+    def _update(self, number: int, here: dict[str, Tensor], update: Update, written: frozenset[nn.Parameter]) -> None:
         chunk = self._chunks[number]
         pieces = [one for one in chunk.pieces if one.parameter in self._read]
         gradients = [one.of(self._read[one.parameter]) for one in pieces]
         values = [here[MASTER][one.inside] if MASTER in here else one.of(one.parameter) for one in pieces]
         states = {name: [tensor[one.inside] for one in pieces] for name, tensor in here.items() if name != MASTER}
-        scalars = self._scalars[chunk.group]
+        scalars, stored = self._scalars[chunk.group], self.stored.has_weights
         if scalars is not None:  # the kernel that updates what is not offloaded: the same weights to the last bit
-            weights = [one.of(one.parameter) if MASTER in here else None for one in pieces]
+            beside = [MASTER in here and not stored(one.parameter) for one in pieces]
+            weights = [one.of(one.parameter) if is_beside else None for one, is_beside in zip(pieces, beside)]
             parts = zip(gradients, values, states["exp_avg"], states["exp_avg_sq"], weights)
             self._passes[number](update, (OnePassPart(*one) for one in parts), scalars)
-            return
-        if pieces:
+        elif pieces:
             update(values, [one.float() for one in gradients], states)
         for one in chunk.pieces if MASTER in here else ():
-            one.of(one.parameter).copy_(here[MASTER][one.inside])
+            # Memory of stored weights is new: it is written even if the step is skipped.
+            if one.parameter in written if stored(one.parameter) else scalars is None:
+                one.of(one.parameter).copy_(here[MASTER][one.inside])
 
     def make_slots(self) -> None:
         """Room on the device for some chunks of the states that are stored now."""
@@ -152,6 +204,11 @@ class StreamedUpdate:
             self._streams[0].synchronize()  # what came ahead into the room before
         stored = self.stored
         chunks = self._chunks = list(stored.chunks(UPDATE_CHUNK_ELEMENTS))
+        self._places = {}
+        for number, chunk in enumerate(chunks):
+            for one in chunk.pieces:
+                before = self._places.get(one.parameter, range(number, number))
+                self._places[one.parameter] = range(before.start, number + 1)
         names = {name for chunk in chunks for name in stored.names_of(chunk)}
         elements = max((chunk.end - chunk.begin for chunk in chunks), default=0)
         slots = update_slots(stored.elements, sum(stored.count(one) for one in self._first), UPDATE_CHUNK_ELEMENTS)
@@ -180,15 +237,31 @@ class StreamedUpdate:
     def all_weights(self) -> None:
         self.weights_of(list(self._weights_ready))
 
+    def stored_of(self, parameter: nn.Parameter, stream: Any) -> None:
+        """``stream`` reads what the store holds of a parameter."""
+        _wait(stream, self._store_ready.get(parameter))
+
     def settle(self) -> None:
         """The host reads the store."""
+        self.finish()
         if self._last is not None:
             self._last.synchronize()
             self._last = None
+            self._store_ready.clear()
 
     def drop(self) -> None:
         """The host has written into the store: what came from it before does not count."""
         self._ahead = 0
+
+
+class UpdatedWeights:
+    """Stored weights that their update writes into the parameters' own memory."""
+
+    def __init__(self, update: StreamedUpdate, parameters: Set[nn.Parameter]) -> None:
+        self._update, self._parameters = update, parameters
+
+    def wait(self, reader: Any = None) -> None:
+        self._update.weights_of(self._parameters, reader)
 
 
 def wait_before(layers: Sequence[nn.Module], root: nn.Module, update: StreamedUpdate) -> None:

@@ -147,6 +147,8 @@ class LocalOptimizer(torch.optim.Optimizer):
             if known_to_host(bad):
                 return
             bad = None
+        if self.stored.streamed is not None:
+            self.stored.streamed.finish()  # with the number of its own step
         with named(StepPhase.OPTIMIZER):
             updates = []
             for group in self.param_groups:
