@@ -72,6 +72,7 @@ class Operator:
     windowed: float = 0.0  # share of its FLOPs that is in layers with a sliding window
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
+    eager_forward: float | None = None  # share of the bytes of both passes, by PyTorch's own kernels
     kernels: int = 1
     expert: bool = False
     rotary: bool = False  # of a layer with rotary embedding
@@ -152,26 +153,30 @@ def _windowed_share(model: Model, seq: int) -> float:
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
     """Norms, residuals and rotary embedding, in 16 bit.
 
-    Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward.
+    Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward. PyTorch's own
+    kernels: 10 and 25, of which 15 add gradients. Rotary embedding: in fp32, in halves of tensors, 24 and 44.
     """
     hidden = model.hidden * shape.region_tokens
     operators = [Operator(OperatorRole.NORMS, "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
-                          kernels=4, recomputed_by="norm")]  # fmt: skip
+                          eager_forward=10 / 35, kernels=4, recomputed_by="norm")]  # fmt: skip
     heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
     moved = 4 * heads * model.query_key_dim * shape.tokens
     if model.qk_norm:  # reads one tensor and writes one; backward it also reads the gradient
         operators.append(Operator(OperatorRole.HEAD_NORMS, "traffic", forward_bytes=moved, backward_bytes=1.5 * moved,
                                   kernels=0))  # fmt: skip
     if model.positions == "rope":
-        operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
+        operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved,
+                                  eager_forward=24 / 68, kernels=2))  # fmt: skip
     return operators
 
 
 def _activation(model: Model, elements: float) -> Operator:
-    """Gated: two inputs and one output of ``elements``; plain: one and one."""
+    """Gated: two inputs and one output of ``elements``; plain: one and one. PyTorch's own kernels of a gated one read and
+    write 5 tensors forward and 11 backward, where they compute SiLU again."""
     forward, backward = (6, 10) if model.gated else (4, 6)
     return Operator(OperatorRole.ACTIVATION, "traffic", forward_bytes=forward * elements,
-                    backward_bytes=backward * elements, recomputed_by="activation")  # fmt: skip
+                    backward_bytes=backward * elements, eager_forward=5 / 16 if model.gated else None,
+                    recomputed_by="activation")  # fmt: skip
 
 
 def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:

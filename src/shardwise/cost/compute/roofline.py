@@ -207,6 +207,9 @@ def _own_traffic(operator: Operator, own: EngineKernels, device: Device, recipe:
     if operator.role in _MEASURED_PASSES:
         by_mode = own.compiled if mode_of(stack) == "compiled" else own.eager
         passes = by_mode.get(_MEASURED_PASSES[operator.role], 1.0)
+        if mode_of(stack) == "eager" and operator.eager_forward is not None:  # of both passes, which were measured
+            both = passes * (operator.forward_bytes + operator.backward_bytes) / memory
+            return Seconds(both * operator.eager_forward, both * (1 - operator.eager_forward))
     else:
         others = {
             OperatorRole.LOSS: own.loss_traffic,

@@ -111,10 +111,10 @@ class _StageOffload:
         one.close()
 
     def takes(self, size: int) -> bool:
-        """Whether to offload a storage, so that at any time at least the share of a pass's bytes is offloaded: copies
-        begin with the first."""
+        """Whether to offload a storage, so that at any time what is offloaded is as near to the share of a pass's bytes
+        as with it or without."""
         self.seen += size
-        if self.sent >= self.share * self.seen:
+        if self.sent + size / 2 > self.share * self.seen:
             return False
         self.sent += size
         return True
