@@ -173,7 +173,7 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
 def _activation(model: Model, elements: float) -> Operator:
     """Gated: two inputs and one output of ``elements``; plain: one and one.
 
-    PyTorch's own kernels of a gated one read and write 5 tensors forward and 11 backward, where they compute SiLU again.
+    PyTorch's own kernels of a gated one move 5 tensors forward and 11 backward, where they compute SiLU again.
     """
     forward, backward = (6, 10) if model.gated else (4, 6)
     return Operator(OperatorRole.ACTIVATION, "traffic", forward_bytes=forward * elements,
