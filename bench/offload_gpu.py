@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "optimizer, weights": (3, {"optimizer": 1, "weights": 1}),
     "optimizer, weights, gradients": (3, {"optimizer": 1, "weights": 1, "gradients": 1}),
     "a quarter of the activations": (0, {"activations": 0.25}),
+    "half of the activations": (0, {"activations": 0.5}),
     "activations": (0, {"activations": 1}),
 }
 FIRST, WARM, ROUNDS = 2, 1, 2  # steps before all others, before those of a turn; turns

@@ -40,6 +40,8 @@ class OffloadedWeights:
             for one, after in pairwise(there):
                 one.after[is_backward] = after
             if is_backward and there:
+                for one in there:
+                    one.share = min(1.0, 2 / len(there))  # all in the first half: the ends may not be fetched again
                 last = [module for module in forward if module in self.shards][-1]
                 self.shards[last].in_backward = there
 
@@ -59,6 +61,7 @@ class _Shards:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
         self.in_backward: list[_Shards] = []  # of the last unit of a forward pass: all of those of the backward pass
+        self.share = 1.0  # of the states for the next update that come when a backward pass has fetched these
         self._is_here = True  # until the first gather: FSDP may still move them before
         self._is_coming = False
         self._incoming: list[Incoming] = []
@@ -106,6 +109,8 @@ class _Shards:
         parameters = [one.sharded_param for one in self.away if local(one.sharded_param).numel()]
         phase = Phase.BACKWARD if is_backward else Phase.FORWARD
         self._is_coming, self._incoming = True, self.stored.bring_weights(parameters, phase)
+        if is_backward and self.stored.streamed is not None:
+            self.stored.streamed.come_ahead(self.share)
 
     def free(self, reader: Any = None) -> None:
         """``reader``: the GPU stream that reads them last."""

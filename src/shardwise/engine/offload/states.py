@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -37,10 +36,11 @@ class FlatRow:
 
 
 def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
+    """Of all matrices. Vectors stay on the device: a copy of one is short, but waits its turn among long ones."""
     rows: list[FlatRow] = []
     begin = 0
     for number, group in enumerate(groups):
-        for parameter in group["params"]:
+        for parameter in (one for one in group["params"] if one.dim() > 1):
             assert local(parameter).is_contiguous(), "parts of it are written as parts of a row"
             size = local(parameter).numel()
             rows.append(FlatRow(parameter, begin, size, number))
@@ -150,13 +150,8 @@ class StoredStates:
                 self.streamed.drop()
 
     def cut_units(self, units: Iterable[Sequence[nn.Parameter]]) -> None:
-        """No chunk of matrices holds weights of two units, which are fetched one after the other."""
-        sizes: Counter[int] = Counter()
-        for row in self.rows:
-            sizes[row.group] += row.size
-        largest = max(sizes, key=lambda group: sizes[group])
-        begins = [[row.begin for one in unit if (row := self._row[one]).group == largest] for unit in units]
-        self._cuts = {min(one) for one in begins if one}
+        """No chunk holds weights of two units, which are fetched one after the other."""
+        self._cuts = {min(self._row[one].begin for one in unit) for unit in units}
         if self.streamed is not None:
             self.streamed.make_slots()
 

@@ -13,6 +13,7 @@ processors update (`states`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -112,10 +113,20 @@ class StreamedUpdate:
         if pending.begin < len(self._chunks):
             return
         self._pending, self._ahead = None, 0
-        come = min(len(self._slots), len(self._chunks))
-        for number in range(come):
+        if not self.stored.weights:
+            self.come_ahead(1.0)
+
+    def come_ahead(self, share: float) -> None:
+        """Has the next ``share`` of the states that there is room for come for the next update, after what is enqueued
+        so far: copies wait for each other, also those of weights that a backward pass needs."""
+        if self._pending is not None:
+            return
+        room = min(len(self._slots), len(self._chunks))
+        if self._streams[0] is not None:
+            self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        for number in range(self._ahead, min(room, self._ahead + math.ceil(share * room))):
             self._arrive(number, sent_ahead=True)
-        self._ahead = come
+            self._ahead = number + 1
 
     def _begin(self, updates: Sequence[Update]) -> None:
         """What the update reads stays until it was read, though others free it."""

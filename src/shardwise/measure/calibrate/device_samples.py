@@ -221,7 +221,7 @@ def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterat
 
 
 _COPIED, _LITTLE = 2**26, 2**10  # bytes of a copy
-_IN_A_ROW = 8  # copies, as offload has many, so that the start of the first does not count
+_IN_A_ROW = 32  # copies, as offload has many: the start of the first does not count
 
 
 def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
@@ -234,11 +234,10 @@ def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
 
     def copy(size: int, *directions: bool) -> None:
         for out in directions:
+            source, target = (there, hosts) if out else (hosts, there)
             streams[out].wait_stream(torch.cuda.current_stream(device))
-        for _ in range(_IN_A_ROW):
-            for out in directions:  # in turns, so that both begin at once
-                with torch.cuda.stream(streams[out]):
-                    source, target = (there, hosts) if out else (hosts, there)
+            with torch.cuda.stream(streams[out]):
+                for _ in range(_IN_A_ROW):
                     target[out][:size].copy_(source[out][:size], non_blocking=True)
         for out in directions:
             torch.cuda.current_stream(device).wait_stream(streams[out])

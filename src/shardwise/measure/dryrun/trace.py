@@ -30,6 +30,7 @@ from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPl
 from shardwise.measure.dryrun.result import Holder, TracedCollective
 from shardwise.measure.dryrun.world import (
     block_kernel,
+    chunks_of_all_layers,
     fake_tensors,
     nothing_moves,
     posing_as,
@@ -93,6 +94,8 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         entered.enter_context(nothing_moves())
         if job.run_device == "cuda":
             entered.enter_context(updates_in_one_pass())
+        if job.strategy.offload.optimizer:
+            entered.enter_context(chunks_of_all_layers(job, coordinate(job.strategy, "pp", rank)))
         entered.enter_context(fake_tensors())
         memory = MemoryLog(places)
         entered.enter_context(memory)
@@ -104,7 +107,9 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         each = job.sequences // job.strategy.data_parallel
         tokens = torch.zeros((each, job.training.seq), dtype=torch.int64)
         batch = Batch.of(tokens, tokens.clone())
-        _step(engine, batch, places, memory)
+        # States come ahead of an update from the second one on; that of stored weights is in the step after its own.
+        for _ in range(2 if engine.optimizer.stored.weights else 1):
+            _step(engine, batch, places, memory)
         memory.forget()
         if engine.store is not None:
             engine.store.lanes.moved.clear()

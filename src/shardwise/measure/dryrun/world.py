@@ -13,9 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.cost.memory import offload as memory_of_offload
+from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, update_chunk
+from shardwise.cost.memory.states import owned_parameters, sharding_of
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import EFFICIENT, FLASH, BlockKernel
+from shardwise.engine.offload import states
 from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
 from shardwise.engine.optim import optimizer
 from shardwise.engine.optim.one_pass import OnePass
@@ -27,9 +31,11 @@ from shardwise.engine.torch_private import (
     flash_attention,
     sharding_prop,
 )
+from shardwise.layout.stages import rank_contents
 from shardwise.models import dot_product, loss
 from shardwise.models.dot_product import shapes_taken
 from shardwise.models.norms import RMSNorm
+from shardwise.spec.job import Job
 
 # -- Temporarily replaces functions ------------------------------------------------------------------
 
@@ -109,6 +115,17 @@ def updates_in_one_pass() -> AbstractContextManager[None]:
     return replaced(
         (optimizer, "kernels", on_a_gpu), (OnePass, "__call__", lambda one_pass, update, parts: list(parts) and None)
     )
+
+
+def chunks_of_all_layers(job: Job, pipeline_rank: int) -> AbstractContextManager[None]:
+    """Offloaded states come to the device in chunks of the size that they have with all layers of a rank."""
+    owned = owned_parameters(rank_contents(job, pipeline_rank), sharding_of(job.strategy))
+    elements = int(owned * job.strategy.offload.optimizer)
+
+    def chunk(of_traced: int, most: int = UPDATE_CHUNK_ELEMENTS) -> int:
+        return int(update_chunk(elements, most))
+
+    return replaced((states, "update_chunk", chunk), (memory_of_offload, "update_chunk", chunk))
 
 
 def block_kernel(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
