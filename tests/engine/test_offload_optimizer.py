@@ -68,7 +68,9 @@ def test_the_same_weights_and_the_priced_bytes(world: int, layout: dict[str, Any
             assert_equal(found, expected, 1e-6)
         moved: Counter[Payload] = sum((Counter(counted) for _, counted in there), Counter())
         priced = priced_bytes(one, STEPS)
-        assert dict(moved) == {payload: pytest.approx(size, rel=2e-3) for payload, size in priced.items()}
+        assert dict(moved) == {
+            payload: pytest.approx(size, rel=5e-3) for payload, size in priced.items()
+        }  # vectors stay
 
 
 @pytest.mark.parametrize("layout", [{"precision": "fp16"}, {"dp": 2, "zero": 2}])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.compute.operators import ends_operators, fully_recomputed_share, layer_operators, share_run_again
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import Payload, Role
+from shardwise.cost.traffic.traffic import Payload, Role, sent_forward
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
@@ -55,12 +55,20 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollectiv
 
 def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]) -> list[Compared]:
     """One line for every kind of transfer between the device and its host that either knows of."""
-    planned: dict[Payload, float] = {}
-    for one in step_traffic(job, rank_contents(job, pipeline_rank)):
-        if one.dimension == "offload":
-            planned[one.payload] = planned.get(one.payload, 0.0) + one.count * one.size_bytes
-    lines = _lines(planned, traced, lambda moved: f"offload {moved.words}")
-    return [one for one in lines if one.planned or one.traced]
+    lines = step_traffic(job, rank_contents(job, pipeline_rank))
+    moved = ((one.payload, one.count * one.size_bytes) for one in lines if one.dimension == "offload")
+    planned, found = (_ahead_or_not(each) for each in (moved, traced.items()))
+    compared = _lines(planned, found, lambda payload: f"offload {payload.words}")
+    return [one for one in compared if one.planned or one.traced]
+
+
+def _ahead_or_not(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
+    """States that come ahead of their update with those that come for it: how many depends on where chunks end."""
+    found: dict[Payload, float] = {}
+    for payload, size in moved:
+        kind = sent_forward(payload.role) if payload.role is Role.STATES_FROM_HOST else payload
+        found[kind] = found.get(kind, 0.0) + size
+    return found
 
 
 def _lines(planned: Mapping[Key, float], traced: Mapping[Key, float], title: Callable[[Key], str]) -> list[Compared]:
