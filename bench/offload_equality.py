@@ -98,7 +98,8 @@ def main() -> int:
 
 def outcome(case: Case, asked: Any) -> Outcome:
     torch.use_deterministic_algorithms(case.in_order, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # kernels of its own would change what runs beside what
+    # Filling memory would be kernels of their own, and change what runs beside what.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # No other kernel of attention has a backward pass that adds in order.
     attention = sdpa_kernel(SDPBackend.MATH) if case.in_order else nullcontext()
     with changed(case), attention:

@@ -161,9 +161,9 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             device, found = _device(request, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
             slow += slow_devices(samples, hosts)
-            links = [one.host_link for one in samples if one.host_link is not None]
-            if links:
-                cluster = replace(cluster, host_link=_host_link(links))
+            to_hosts = [one.host_link for one in samples if one.host_link is not None]
+            if to_hosts:
+                cluster = replace(cluster, host_link=_host_link(to_hosts))
         if "links" in request.parts and cluster.devices > 1:
             links = _measured_links(request, ranks, network, report)
             cluster, found = _with_links(request, cluster, links)
