@@ -192,8 +192,8 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     steps = steps if steps is not None else train // (micro * ranks) if micro else 0
     if micro * steps * ranks != train:
         product = f"train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps}"
-        ranks *= again
-        problem = f"{train * again} is not {product} × {ranks} ranks = {micro * steps * ranks}"
+        counted = f"{ranks} data-parallel ranks" if again == 1 else f"{ranks * again} ranks"
+        problem = f"{train * again} is not {product} × {counted} = {micro * steps * ranks * again}"
         raise SpecError("train_batch_size", problem, "correct one of the three, or the number of devices")
 
 
