@@ -123,7 +123,7 @@ def test_what_does_not_fit_the_ranks_is_told_in_a_line(
 ) -> None:
     for name, value in THERE.items():
         monkeypatch.setenv(name, value)
-    assert main(["calibrate", "--device", "cpu", *arguments]) == 2
+    assert main(["calibrate", "--run-device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert len(error.strip().splitlines()) == 1

@@ -113,6 +113,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "microbatch": (1,),
     "schedule": ("zbv", "gpipe"),
     "interleave": (),  # with its schedule
+    "dp_shares": ((3, 1), (1, 3)),
+    "stage_tp": ((2, 1), (1, 2)),
+    "stage_dp": ((2, 4), (4, 2)),
     "stage_layers": ((9, 7), (7, 9), (8, 8)),
     "recompute": ("none", "full"),
     "recompute_operators": (("norm", "activation"), ("norm",)),

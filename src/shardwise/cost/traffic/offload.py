@@ -242,8 +242,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 def sent_seconds(link: Topology, size_bytes: Any) -> Any:
-    """What a message takes, or what it is in place of."""
-    return collective_price(CollectiveKind.SEND_RECV, size_bytes, link, "auto").seconds
+    """What a message takes; nothing, not even the latency, if there is none."""
+    return collective_price(CollectiveKind.SEND_RECV, size_bytes, link, "auto").seconds * (size_bytes > 0)
 
 
 # What goes from the device to the host; a host's link carries both directions at once.
