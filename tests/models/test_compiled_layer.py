@@ -22,6 +22,7 @@ from shardwise.spec.model import Model
     ids=["biases", "plain", "parallel", "norms behind"],
 )
 def test_outputs_and_gradients(model: Model) -> None:
+    torch._dynamo.reset()  # a process compiles one function so many times only, those of other tests included
     torch.manual_seed(0)
     layer = Layer(model, moe=False).double()
     states = torch.randn(2, 8, model.hidden, dtype=torch.float64)
