@@ -274,7 +274,7 @@ def test_wrong_jobs_are_one_line(tmp_path: Path) -> None:
 
 
 def test_every_option_is_tried() -> None:
-    """Those that exclude each other apart."""
+    """Options that are mutually exclusive are in separate cases."""
     for target, known in OPTIONS.items():
         tried = {one.partition("=")[0] for one in EVERYTHING[target]}
         assert set(known) - tried <= {"kind", "gang"}

@@ -273,7 +273,7 @@ class Trainer(ABC, Generic[Given]):
     def _of_all(self, loss: Tensor) -> Tensor:
         """The loss of all ranks' tokens, from that of this rank's."""
         loss = self.over_data(loss)
-        if self.job.strategy.has_unlike_stages:  # where not every rank has another of the last stage to hear it from
+        if self.job.strategy.has_unlike_stages:  # some ranks have no peer in the last stage to receive the loss from
             source = rank_at(self.job.strategy, {"pp": placement(self.job)[-1]})
             with sent("pp", Called.LOSS, loss):
                 dist.broadcast(loss, source)

@@ -153,7 +153,7 @@ class _Supervision:
                         return self._status(failure), failure
                 if not self.changes and (why := self._better()):
                     self.changes = True
-                    report("changing", f"{why}: the ranks save and start anew")
+                    report("changing", f"{why}: the ranks save a checkpoint and restart")
                     self._ranks.send_signal(signal.SIGTERM)
                 time.sleep(POLL_SECONDS)
         finally:

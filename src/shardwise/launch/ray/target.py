@@ -69,7 +69,7 @@ class RayTarget:
         planned = min(self.request.job.cluster.node_devices, self.request.job.strategy.world)
         size = len(self.gang.bundles[0].ranks)
         if self.job is not self.request.job:
-            return [f"begins with {self.job.strategy.world} of {counted(self.request.job.strategy.world, 'device')}"]
+            return [f"starts with {self.job.strategy.world} of {counted(self.request.job.strategy.world, 'device')}"]
         if size == planned:
             return []
         return [f"the prediction is for nodes of {planned} devices: these have {counted(size, 'rank')} each"]

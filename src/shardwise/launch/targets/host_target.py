@@ -76,7 +76,7 @@ class HostTarget:
     def notes(self) -> Sequence[str]:
         whole, here = self.request.job, len(self.places[0][1])
         if self.job is not whole:
-            return [f"begins with {self.job.strategy.world} of {counted(whole.strategy.world, 'device')}"]
+            return [f"starts with {self.job.strategy.world} of {counted(whole.strategy.world, 'device')}"]
         found = []
         if here != min(whole.cluster.node_devices, whole.strategy.world):
             nodes = whole.cluster.node_devices

@@ -65,7 +65,7 @@ def _require_possible(found: ManifestJob) -> None:
         if name.startswith("PET_"):
             raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
     if len(found.job.to_yaml().encode()) > MOST_JOB_BYTES:
-        raise SpecError("job file", "is larger than 1 MiB, which a ConfigMap is not", "name a model of the catalogue")
+        raise SpecError("job file", "is larger than 1 MiB, the limit of a ConfigMap", "name a model of the catalogue")
 
 
 def _metadata(found: ManifestJob, name: str, **labels: str) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def _bytes(text: str) -> bool:
 
 
 _COMMON = {
-    "name": ManifestOption(f"a name of at most {MOST_NAME} small letters, digits and -", lambda text: is_name(text)),
+    "name": ManifestOption(
+        f"a name of at most {MOST_NAME} lowercase letters, digits and -", lambda text: is_name(text)
+    ),
     "image": ManifestOption(f"an image such as registry.example.com/{IMAGE}", _IMAGE.fullmatch),
     "cpu": ManifestOption("a number of cores such as 32", re.compile(r"\d+").fullmatch),
     "env": ManifestOption("a variable such as NCCL_DEBUG=INFO", _VARIABLE.fullmatch, several=True),

@@ -135,6 +135,6 @@ def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) ->
         problem = f"a script for {target.name} starts as many ranks as the job has"
         raise SpecError("run.restarts.shrink", problem, "leave it out")
     if request.job.run.recut is not None:
-        raise SpecError("run.recut", f"a script for {target.name} has no launcher that cuts anew", "leave it out")
+        raise SpecError("run.recut", f"a script for {target.name} has no launcher to re-cut the stages", "leave it out")
     found: Written = importlib.import_module(target.module).write_for(request, **options)
     return found
