@@ -14,19 +14,17 @@ PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 _NVLINK = re.compile(r"NV(\d+)")
 _DEVICE = re.compile(r"(?:GPU|NIC)\d+|mlx\d_\d+")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, in a pipe too
-_ALIAS = re.compile(r"\s*(NIC\d+):\s*(\S+)")
 _GPU = re.compile(r"GPU (\d+):")
 _LINK = re.compile(r"\s*Link (\d+):\s*(.+?)\s*$")
 
 
 @dataclass(frozen=True)
 class DeviceTopology:
-    """How each two of a machine's GPUs and network cards are joined; ``names`` are the cards' own: NIC0 is mlx5_0."""
+    """How each two of a machine's GPUs and network cards are joined."""
 
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
     paths: Mapping[tuple[str, str], str]
-    names: Mapping[str, str]
 
     def nvlinks(self, one: int, other: int) -> int:
         """NVLinks between two GPUs."""
@@ -39,11 +37,6 @@ class DeviceTopology:
             return 0
         links, path = self.nvlinks(one, other), self.paths[self.gpus[one], self.gpus[other]]
         return 100 - links if links else 200 + PATHS.index(path)
-
-    def nearest_nics(self, gpu: int) -> list[str]:
-        """The network cards with the shortest path to a GPU, by their own names."""
-        far = {nic: PATHS.index(self.paths[self.gpus[gpu], nic]) for nic in self.nics}
-        return [self.names.get(nic, nic) for nic, path in far.items() if path == min(far.values())]
 
 
 def read_topology(text: str, field: str = "nvidia-smi topo -m") -> DeviceTopology:
@@ -64,9 +57,8 @@ def read_topology(text: str, field: str = "nvidia-smi topo -m") -> DeviceTopolog
             paths[name, other] = path
     if len(paths) != len(devices) ** 2:
         raise SpecError(field, f"{len(paths)} entries of {len(devices)} devices", "give the whole output")
-    names = {match[1]: match[2] for line in lines if (match := _ALIAS.fullmatch(line))}
     gpus = tuple(one for one in devices if one.startswith("GPU"))
-    return DeviceTopology(gpus, tuple(one for one in devices if one not in gpus), paths, names)
+    return DeviceTopology(gpus, tuple(one for one in devices if one not in gpus), paths)
 
 
 def read_nvlinks(text: str) -> dict[int, list[str]]:
