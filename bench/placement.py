@@ -1,9 +1,9 @@
 """One slow pair among four virtual nodes: a step with the ranks in the order of the nodes, and reordered.
 
-The pairs are measured as `doctor` does, on a network of which one link is slow. From what was measured the planner
-finds an order; both orders then train, and their steps are compared with the prediction. What a ring reaches of equal
-links is measured first, on the network before a link is slow. All links are slow, so that they and not the cores of
-this machine are the pace. Needs root.
+The pairs are measured as by `doctor` and `bench collectives`, on a network of which one link is slow. From what was
+measured the planner finds an order; both orders then train, and their steps are compared with the prediction. What a
+ring reaches of equal links is measured first, on the network before a link is slow. All links are slow, so that they
+and not the cores of this machine are the pace. Needs root.
 
     python bench/placement.py [--steps 6] [--slow 0.2] [--repeats 2]
 """
@@ -20,19 +20,17 @@ from pathlib import Path
 import shardwise
 from shardwise.collectives import CollectiveKind
 from shardwise.launch.emulate.network import EmulatedPool
-from shardwise.launch.pool import WorkerPlace
-from shardwise.measure.calibrate.ranks import Rank
+from shardwise.measure.calibrate.ranks import PoolRanks
+from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
 from shardwise.measure.collectives.request import levels_of, requests
 from shardwise.measure.collectives.run import PRELOAD, measure_in
-from shardwise.measure.doctor.pairs import measure_pairs, rounds_of_pairs, slowest_of_ranks
-from shardwise.measure.doctor.ranks import write_wiring
 from shardwise.planner.placement import place_nodes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_rate, readable_seconds
-from shardwise.spec.wiring import wiring_from
+from shardwise.spec.wiring import Wiring
 from shardwise.training.metrics.lines import read_lines
 
 NODES, RATE, DELAY = 4, "5Mbit", "1ms"
@@ -52,12 +50,10 @@ def main() -> None:
     parsed = parser.parse_args()
     emulation = Emulation.parse(f"{NODES}x1,{RATE},{DELAY}")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "wiring.yaml"
         hosts = [f"node-{node}" for node in range(NODES)]
         calibrated = with_share(cluster_of(emulation, cluster_from("laptop")), emulation)
         share = calibrated.levels[-1].reached_share
-        measure(emulation, parsed.slow, hosts, path)
-        wiring = wiring_from(str(path))
+        wiring = measure(emulation, parsed.slow, hosts)
         for link in wiring.links:
             figures = f"{readable_rate(link.bandwidth)}, {readable_seconds(link.latency)}"
             print(f"measured  {' with '.join(link.between)}: {figures}")
@@ -83,18 +79,10 @@ def with_share(cluster: Cluster, emulation: Emulation) -> Cluster:
     return cluster.with_level(len(cluster.levels) - 1, replace(cluster.levels[-1], efficiency=share))
 
 
-def measure(emulation: Emulation, slow: float, hosts: list[str], path: Path) -> None:
-    with EmulatedPool(emulation, ("torch", "shardwise.measure.doctor.pairs")) as pool:
+def measure(emulation: Emulation, slow: float, hosts: list[str]) -> Wiring:
+    with EmulatedPool(emulation, PRELOAD) as pool:
         pool.network.reshape(rate=slow * emulation.rate, pair=SLOW_PAIR)
-        found = pool.run(_pairs, NODES, rounds_of_pairs(NODES))
-    write_wiring(path, hosts, slowest_of_ranks(found), {})
-
-
-def _pairs(place: WorkerPlace, rounds: list[list[tuple[int, int]]]) -> object:
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
-    return measure_pairs(Rank(place.rank, place.world, 1, store), "cpu", rounds)
+        return wiring_of(hosts, measured_matrix(PoolRanks(pool, NODES, 1), NODES, "cpu"), "bench/placement.py")
 
 
 def compare(job: Job, repeats: int, folder: Path) -> None:

@@ -17,15 +17,13 @@ from cli.running import error_line, run
 from launch.ssh_hosts import SshHosts, ssh_hosts
 from shardwise.interop.fabric.infiniband import InfinibandPort
 from shardwise.interop.fabric.nvidia import read_topology
+from shardwise.measure.collectives.pairs import PairFigures, rounds_of_pairs, slow_pairs
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
 from shardwise.measure.doctor.pairs import (
-    PairFigures,
     clocks_finding,
     pairs_findings,
     planned_pair,
     ports_finding,
-    rounds_of_pairs,
-    slow_pairs,
 )
 from shardwise.measure.doctor.shared import SeenFiles, shared_finding
 from shardwise.spec.clusters import cluster_from

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,10 @@ from shardwise.report.progress import status
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.units import readable_bytes
+from shardwise.spec.wiring import Wiring
 from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 _EXAMPLE = """
 shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
 shardwise bench collectives --emulate 2x2,1Gbit,1ms --kinds all_reduce --algorithms backend,hierarchical --out bench.csv
+shardwise bench collectives --on hosts.txt --kinds all_reduce --algorithms backend --wiring wiring.yaml
 torchrun --nproc-per-node 8 -m shardwise bench collectives --run-device cuda --cluster dgx-h100:1
 """
 WHAT = ("collectives", "step", "parameter-server")
@@ -71,20 +75,57 @@ def run(arguments: list[str]) -> int:
     cluster = _cluster(parsed, here)
     wanted = _requests(parsed, cluster)
     if here is not None:
-        from shardwise.measure.collectives.run import measure_as_rank
-
-        found = measure_as_rank(wanted, here, parsed.run_device)
-        return _report(parsed, found) if here.rank == 0 else 0
-    measured: list[MeasuredCollective] = []
+        found, between = _measured_as_rank(parsed, here, wanted)
+        return _report(parsed, found, between) if here.rank == 0 else 0
     again = "run it again; a process that the system killed needs more memory"
-    with told_in_one_line(again), _pool(parsed) as pool, status("starting", quiet=parsed.json) as update:
-        from shardwise.measure.collectives.run import measure_in
+    with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
+        found, between = _measured_here(parsed, cluster, wanted, update)
+    return _report(parsed, found, between)
 
+
+def _measured_here(
+    parsed: Namespace, cluster: Cluster, wanted: Sequence[CollectiveRequest], update: Callable[[str], None]
+) -> tuple[list[MeasuredCollective], Wiring | None]:
+    """On processes of this machine; the matrix of virtual nodes, which stand for the hosts of the cluster's wiring."""
+    from shardwise.measure.calibrate.ranks import PoolRanks
+    from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
+    from shardwise.measure.collectives.run import measure_in
+
+    found: list[MeasuredCollective] = []
+    with _pool(parsed, cluster.wiring) as pool:
         for number, request in enumerate(wanted, 1):
             kind = request.kind.value.replace("_", "-")
             update(f"{kind} over {request.level.name} ({number} of {len(wanted)})")
-            measured += measure_in(pool, request)
-    return _report(parsed, measured)
+            found += measure_in(pool, request)
+        if parsed.wiring is None:
+            return found, None
+        emulation = Emulation.parse(parsed.emulate, "--emulate")
+        nodes = emulation.nodes
+        update(f"every two of {nodes} nodes")
+        matrix = measured_matrix(PoolRanks(pool, emulation.world, emulation.ranks_per_node), nodes, "cpu")
+    known = () if cluster.wiring is None else cluster.wiring.hosts
+    hosts = known[:nodes] if len(known) >= nodes else [f"node-{node}" for node in range(nodes)]
+    return found, wiring_of(hosts, matrix, _source())
+
+
+def _measured_as_rank(
+    parsed: Namespace, here: Started, wanted: Sequence[CollectiveRequest]
+) -> tuple[list[MeasuredCollective], Wiring | None]:
+    """As one of the ranks that a launcher started, which all do this."""
+    from shardwise.measure.calibrate.ranks import hosts_of, node_names, started_ranks
+    from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
+    from shardwise.measure.collectives.run import measure_as_rank
+
+    with started_ranks(here) as ranks:
+        hosts = None if parsed.wiring is None else node_names(hosts_of(ranks), here.ranks_per_host)
+        found = ranks.run(measure_as_rank, wanted, parsed.run_device)[0]
+        if hosts is None:
+            return found, None
+        return found, wiring_of(hosts, measured_matrix(ranks, len(hosts), parsed.run_device), _source())
+
+
+def _source() -> str:
+    return f"shardwise bench collectives, {date.today().isoformat()}"
 
 
 def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) -> int:
@@ -122,6 +163,8 @@ def _parser() -> Parser:
     add_target_argument(parser)
     parser.add_argument("--out", metavar="FILE", help="CSV file to write: every figure, in SI units")
     parser.add_argument("--plot", metavar="FILE", help="SVG file to write: time against size, and the model")
+    wiring = "on several nodes: measure every two of them too and write it, for cluster.wiring of a job"
+    parser.add_argument("--wiring", metavar="FILE", help=wiring)
     add_output_arguments(parser)
     return parser
 
@@ -133,9 +176,11 @@ def _check(parsed: Namespace, here: Started | None) -> None:
             raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
     if not 0 < parsed.seconds < math.inf:
         raise SpecError("--seconds", f"{parsed.seconds:g} is not a time", "give seconds, such as 3")
-    for flag, path in (("--out", parsed.out), ("--plot", parsed.plot)):
+    for flag, path in (("--out", parsed.out), ("--plot", parsed.plot), ("--wiring", parsed.wiring)):
         if path is not None and (here is None or here.rank == 0):
             require_writable(Path(path), flag)
+    if parsed.wiring is not None and (parsed.emulate is None if here is None else here.hosts == 1):
+        raise SpecError("--wiring", "is for several nodes", "use --emulate or --on, or start it on several hosts")
     if here is not None:
         require_devices(parsed.run_device, here.ranks_per_host)
         return
@@ -230,7 +275,7 @@ def _largest(ranks: int) -> int:
     return max(1024, 1 << min(LARGEST_BYTES, room).bit_length() - 1)
 
 
-def _pool(parsed: Namespace) -> Pool:
+def _pool(parsed: Namespace, wiring: Wiring | None) -> Pool:
     from shardwise.launch.emulate.network import EmulatedPool, require_emulation
     from shardwise.launch.pool import Pool
     from shardwise.measure.collectives.run import PRELOAD
@@ -238,14 +283,16 @@ def _pool(parsed: Namespace) -> Pool:
     if parsed.emulate is None:
         return Pool(PRELOAD)
     require_emulation()
-    return EmulatedPool(Emulation.parse(parsed.emulate, "--emulate"), PRELOAD)
+    return EmulatedPool(Emulation.parse(parsed.emulate, "--emulate"), PRELOAD, wiring)
 
 
-def _report(parsed: Namespace, measured: Sequence[MeasuredCollective]) -> int:
+def _report(parsed: Namespace, measured: Sequence[MeasuredCollective], between: Wiring | None) -> int:
     from shardwise.report.collectives_bench import collectives_picture, measured_csv, measured_data, measured_page
 
     for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
         if path is not None:
             write_text(path, text(measured), flag)
-    show(parsed, lambda: measured_page(measured), lambda: measured_data(measured))
+    if between is not None:
+        write_text(parsed.wiring, dump_yaml(between.to_dict()), "--wiring")
+    show(parsed, lambda: measured_page(measured, between), lambda: measured_data(measured))
     return 0 if all(one.right for one in measured) else 1

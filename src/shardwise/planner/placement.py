@@ -6,6 +6,7 @@ the slowest link between neighbours of its groups; the best order found is then 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
@@ -115,7 +116,8 @@ class _Judged:
                 slow.append(1 / link.share)
                 late.append(link.latency / (level.latency_per_step or 1e-9))
             for weight, figures in ((one.bandwidth_seconds, slow), (one.latency_seconds, late)):
-                total += weight * (max(figures) + _NEARNESS * sum(figures) / len(figures))
+                # Exactly rounded: orders that use the same links are equal, whatever these are.
+                total += weight * (max(figures) + _NEARNESS * math.fsum(figures) / len(figures))
         return total + _NEARNESS**2 * self._tiers(order)
 
     def _link(self, level: NetworkLevel, one: int, other: int) -> NodeLink:

@@ -13,6 +13,7 @@ from shardwise.report.console import spoken, table_of
 from shardwise.report.page import Page
 from shardwise.report.svg import LINE, PAPER, SOFT, document, text
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+from shardwise.spec.wiring import PairLink, Wiring
 
 if TYPE_CHECKING:
     from shardwise.measure.collectives.request import MeasuredCollective
@@ -30,14 +31,22 @@ _TABLE: dict[str, Callable[[MeasuredCollective], str]] = {
     "median/model": lambda one: f"{one.median_seconds / one.predicted_seconds:.2f}" if one.predicted_seconds else "",
     "result": lambda one: "right" if one.right else "WRONG",
 }
+_PAIRS: dict[str, Callable[[PairLink], str]] = {
+    "between": lambda one: " and ".join(one.between),
+    "bandwidth": lambda one: readable_rate(one.bandwidth),
+    "latency": lambda one: readable_seconds(one.latency),
+}
 
 
-def measured_page(measured: Sequence[MeasuredCollective]) -> Page:
-    """A table for each collective and network level."""
+def measured_page(measured: Sequence[MeasuredCollective], between: Wiring | None = None) -> Page:
+    """A table for each collective and network level, and one of every two nodes, where these were measured."""
     tables = []
     for title, some in _groups(measured):
         rows = sorted(some, key=lambda one: (one.size_bytes, one.median_seconds))
         tables.append(table_of(title, rows, _TABLE, optional=("least", "algbw", "model")))
+    if between is not None:
+        slowest_first = sorted(between.links, key=lambda one: one.bandwidth)
+        tables.append(table_of(f"every two of {len(between.hosts)} nodes", slowest_first, _PAIRS))
     return Page(tuple(tables))
 
 

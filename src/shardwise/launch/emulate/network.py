@@ -149,13 +149,16 @@ def why_not() -> str | None:
 
 
 class EmulatedPool(Pool):
-    """`Pool` on an emulated cluster: rank r is on node r // ranks_per_node; ``network`` joins the nodes."""
+    """`Pool` on an emulated cluster: rank r is on node r // ranks_per_node; ``network`` joins the nodes.
 
-    def __init__(self, emulation: Emulation, preload: Sequence[str] = ()) -> None:
+    Its links are those of a ``wiring``, as in `wired`.
+    """
+
+    def __init__(self, emulation: Emulation, preload: Sequence[str] = (), wiring: Wiring | None = None) -> None:
         super().__init__(preload)
         self._network = ExitStack()
         try:
-            self.network = self._network.enter_context(emulated(emulation))
+            self.network = self._network.enter_context(wired(emulation, wiring))
         except BaseException:
             super().close()
             raise

@@ -45,19 +45,26 @@ class Rank:
 
 @dataclass(frozen=True)
 class PoolRanks:
-    """Processes of this machine, which is the only host: virtual nodes share its resources."""
+    """Processes of this machine, which is the only host: virtual nodes share its resources.
+
+    Where they count as hosts nevertheless, as for what is between them, each has ``ranks_per_host``.
+    """
 
     pool: Pool
     world: int
+    ranks_per_host: int | None = None
 
     def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
         """What ``function(rank, *arguments)`` returned on every rank."""
-        return self.pool.run(_in_pool, self.world, function, arguments, timeout_seconds=_LONGEST_SECONDS)
+        each = self.ranks_per_host or self.world
+        return self.pool.run(_in_pool, self.world, each, function, arguments, timeout_seconds=_LONGEST_SECONDS)
 
 
-def _in_pool(place: WorkerPlace, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
+def _in_pool(
+    place: WorkerPlace, ranks_per_host: int, function: Callable[..., Found], arguments: tuple[Any, ...]
+) -> Found:
     store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
-    return function(Rank(place.rank, place.world, place.world, store), *arguments)
+    return function(Rank(place.rank, place.world, ranks_per_host, store), *arguments)
 
 
 class StartedRanks:
@@ -107,6 +114,12 @@ def hosts_of(ranks: Ranks) -> list[str]:
             problem = f"rank {rank} is one of {one[1]} on {one[0]}, rank 0 is one of {count} on {found[0][0]}"
             raise SpecError("LOCAL_WORLD_SIZE", problem, "start equally many ranks on every host, host by host")
     return [name for name, _ in found]
+
+
+def node_names(hosts: Sequence[str], ranks_per_host: int) -> list[str]:
+    """The name of every node; where two have the same, with their number."""
+    names = list(hosts[::ranks_per_host])
+    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
 
 
 def _host(rank: Rank) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.collectives.request import (
     AUTO,
     BACKEND,
@@ -26,8 +27,6 @@ from shardwise.measure.collectives.request import (
     MeasuredCollective,
     predicted,
 )
-from shardwise.training.environment.meeting import store_of
-from shardwise.training.environment.reader import Started
 
 # -- one collective on tensors whose result is known -------------------------------------------------
 
@@ -144,9 +143,9 @@ def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 
     return found
 
 
-def measure_as_rank(requests: Sequence[CollectiveRequest], here: Started, device: str) -> list[MeasuredCollective]:
+def measure_as_rank(rank: Rank, requests: Sequence[CollectiveRequest], device: str) -> list[MeasuredCollective]:
     """In a world that a launcher has started: every rank calls this."""
-    with joined(here.rank, here.world, store_of(here), device=device):
+    with joined(rank.number, rank.world, rank.store, device=device):
         return [one for request in requests for one in measure(request, torch.device(device))]
 
 

@@ -1,4 +1,4 @@
-"""Between nodes: open ports, clocks, and the bandwidth and latency of every pair, beside what the plan counts on."""
+"""Between nodes: open ports, clocks, and what was measured of every pair beside what the plan counts on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import socketserver
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,10 @@ from shardwise.cost.traffic.wired import joining_level, rate_for_each
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import node_of
 from shardwise.measure.calibrate.ranks import Rank, StoreBarrier
+from shardwise.measure.collectives.pairs import LATE, SLOW, Pair, PairFigures, usual
 from shardwise.measure.doctor.host import Checked, Status, skew_finding
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.units import readable_rate, readable_seconds
-
-Pair = tuple[int, int]  # of nodes, the lower number first
 
 # -- ports ---------------------------------------------------------------------------------------------
 
@@ -146,133 +144,16 @@ def clocks_finding(offsets: Sequence[float], hosts: Sequence[str]) -> Checked:
     return skew_finding("clocks", f"the others' ({hosts[node]} is farthest)", seconds)
 
 
-# -- bandwidth and latency of pairs ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PairFigures:
-    """Bytes/s in one direction and seconds one way, of the slowest of the ranks that sent at once."""
-
-    bandwidth: float
-    latency: float
-
-
-_SMALL, _PINGS, _ROUNDS = 8, 20, 3
-_FIRST_BYTES, _MOST_BYTES, _ENOUGH_SECONDS = 2**18, 2**26, 0.05
-
-
-def rounds_of_pairs(nodes: int) -> list[list[Pair]]:
-    """Every two nodes once, each node once in a round: a round-robin tournament (Kirkman 1847)."""
-    seats: list[int | None] = list(range(nodes)) + [None] * (nodes % 2)
-    found = []
-    for _ in range(len(seats) - 1):
-        facing = list(zip(seats[: len(seats) // 2], reversed(seats)))
-        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
-
-
-def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> dict[Pair, PairFigures]:
-    """Rank i of a node with rank i of another, all of them and all pairs of a round at once."""
-    own, place = divmod(rank.number, rank.ranks_per_host)
-    found: dict[Pair, PairFigures] = {}
-    with joined(rank.number, rank.world, rank.store, device=device, seconds=600):
-        for pairs in rounds:
-            dist.barrier()
-            for low, high in pairs:
-                if own in (low, high):
-                    other = (high if own == low else low) * rank.ranks_per_host + place
-                    figures = _one_pair(other, device, asks=own == low)
-                    if figures is not None:
-                        found[low, high] = figures
-    return found
-
-
-def _one_pair(other: int, device: str, *, asks: bool) -> PairFigures | None:
-    """The lower rank asks: it says how much is sent next, and measures; the other sends everything back."""
-    if not asks:
-        while size := _received_size(other):
-            message = torch.zeros(size, dtype=torch.uint8, device=device)
-            dist.recv(message, other)
-            dist.send(message, other)
-        return None
-    _round_trip(other, _SMALL, device)  # connects
-    latency = min(_round_trip(other, _SMALL, device) for _ in range(_PINGS)) / 2
-    size, seconds = _FIRST_BYTES, _round_trip(other, _FIRST_BYTES, device)
-    while seconds < _ENOUGH_SECONDS and size < _MOST_BYTES:
-        size *= 4
-        seconds = _round_trip(other, size, device)
-    seconds = min(seconds, *(_round_trip(other, size, device) for _ in range(_ROUNDS)))
-    _send_size(other, 0)
-    return PairFigures(2 * size / seconds, latency)
-
-
-def _round_trip(other: int, size: int, device: str) -> float:
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    _send_size(other, size)
-    _wait(device)
-    began = time.perf_counter()
-    dist.send(message, other)
-    dist.recv(message, other)
-    _wait(device)
-    return time.perf_counter() - began
-
-
-def _send_size(other: int, size: int) -> None:
-    dist.send(torch.tensor([size]), other)
-
-
-def _received_size(other: int) -> int:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, other)
-    return int(size)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def slowest_of_ranks(found: Sequence[Mapping[Pair, PairFigures]]) -> dict[Pair, PairFigures]:
-    """One figure for every pair of nodes, of what each rank measured."""
-    by_pair: dict[Pair, list[PairFigures]] = {}
-    for own in found:
-        for pair, figures in own.items():
-            by_pair.setdefault(pair, []).append(figures)
-    return {
-        pair: PairFigures(min(one.bandwidth for one in same), max(one.latency for one in same))
-        for pair, same in sorted(by_pair.items())
-    }
-
-
-def better(one: PairFigures, other: PairFigures) -> PairFigures:
-    return PairFigures(max(one.bandwidth, other.bandwidth), min(one.latency, other.latency))
-
-
 # -- what was found, beside the plan ---------------------------------------------------------------------
 
-SLOW, VERY_SLOW = 1.3, 3.0  # times slower than the others
-_LATE, _LATE_SECONDS = 3.0, 1e-3  # times the others' latency, and at least so much more
+VERY_SLOW = 3.0  # times slower than the others
+_LATE_SECONDS = 1e-3  # later than the others, at least
 
 
 def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
     """What the cluster's description promises to one device while all devices of both nodes send."""
     level = joining_level(cluster, *pair)
     return PairFigures(rate_for_each(cluster, level), level.latency_per_step)
-
-
-def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float]) -> float:
-    """The median of every node's ``best``: one bad node has a part in two thirds of the pairs of three nodes."""
-    nodes = {node for pair in figures for node in pair}
-    bests = [best(figure for pair, figure in figures.items() if node in pair) for node in nodes]
-    return (statistics.median_high if best is max else statistics.median_low)(bests)
-
-
-def slow_pairs(found: Mapping[Pair, PairFigures]) -> list[Pair]:
-    """Those that are much slower than most."""
-    rate = usual({pair: one.bandwidth for pair, one in found.items()}, max)
-    late = usual({pair: one.latency for pair, one in found.items()}, min)
-    return [pair for pair, one in found.items() if one.bandwidth * SLOW < rate or one.latency > _LATE * late]
 
 
 def pairs_findings(
@@ -306,7 +187,7 @@ def _bandwidth(rates: Mapping[Pair, float], hosts: Sequence[str], promised: Pair
 
 def _latency(seconds: Mapping[Pair, float], hosts: Sequence[str], promised: PairFigures | None) -> Checked:
     most = usual(seconds, min)
-    late = {pair: one for pair, one in seconds.items() if one > max(_LATE * most, most + _LATE_SECONDS)}
+    late = {pair: one for pair, one in seconds.items() if one > max(LATE * most, most + _LATE_SECONDS)}
     against = "" if promised is None else f", planned {readable_seconds(promised.latency)}"
     if late:
         figure = f"{named(late, seconds, hosts, readable_seconds)}; others {readable_seconds(most)}{against}"

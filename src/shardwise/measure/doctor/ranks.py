@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
-from pathlib import Path
 
 from shardwise.engine.world import joined
 from shardwise.interop.fabric.switches import of_hosts
-from shardwise.measure.calibrate.ranks import Rank, StartedRanks, hosts_of, started_ranks
+from shardwise.measure.calibrate.ranks import Rank, StartedRanks, hosts_of, node_names, started_ranks
+from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings, node_facts
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.measure.doctor.pairs import (
-    Pair,
-    PairFigures,
-    better,
     clock_offsets,
     clocks_finding,
     closed_ports,
-    measure_pairs,
     pairs_findings,
     ports_finding,
-    rounds_of_pairs,
-    slow_pairs,
-    slowest_of_ranks,
 )
 from shardwise.measure.doctor.shared import seen_files, shared_finding
 from shardwise.measure.doctor.software import all_reduce_finding, timed_all_reduce
 from shardwise.spec.files import dump_yaml
-from shardwise.spec.wiring import PairLink, Wiring
 from shardwise.training.environment.reader import Started
 
 _SECONDS = 120.0
-_AGAIN = 2  # times that slow pairs are measured again
 
 
 def examine_ranks(request: Examination, here: Started) -> Iterator[Checked]:
@@ -46,12 +37,6 @@ def examine_ranks(request: Examination, here: Started) -> Iterator[Checked]:
             yield from _between(ranks, hosts, request, here)
         right, seconds = ranks.run(_sum_over_all, request.device)[0]
         yield all_reduce_finding(here.world, request.device, right, seconds)
-
-
-def node_names(hosts: Sequence[str], ranks_per_host: int) -> list[str]:
-    """The name of every node; where two have the same, with their number."""
-    names = list(hosts[::ranks_per_host])
-    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
 
 
 def _of_each(found: Sequence[Sequence[Checked]], hosts: Sequence[str], ranks_per_host: int) -> Iterator[Checked]:
@@ -85,42 +70,15 @@ def _between(ranks: StartedRanks, hosts: Sequence[str], request: Examination, he
     yield clocks_finding(ranks.run(clock_offsets)[0], hosts)
     seen = [one for one in ranks.run(seen_files, request.folder) if one is not None]
     yield shared_finding(seen, hosts, request.folder, is_run=request.checkpoint_bytes is not None)
-    figures = _pairs(ranks, len(hosts), request.device)
+    figures = measured_matrix(ranks, len(hosts), request.device)
     cluster = request.cluster if request.cluster and request.cluster.node_devices == each else None
     yield from pairs_findings(figures, hosts, cluster)
     if request.wiring is not None:
         if here.rank == 0:
-            write_wiring(request.wiring, hosts, figures, of_hosts(dict(request.switches), hosts))
+            switches = of_hosts(dict(request.switches), hosts)
+            wiring = wiring_of(hosts, figures, f"shardwise doctor, {date.today().isoformat()}", switches)
+            request.wiring.write_text(dump_yaml(wiring.to_dict()), encoding="utf-8")
         yield Checked("wiring", "pass", f"{request.wiring}: what was measured between {len(hosts)} hosts")
-
-
-def _pairs(ranks: StartedRanks, nodes: int, device: str) -> dict[Pair, PairFigures]:
-    """Of every two nodes; what is slower than the others is measured again, alone: something else may have run."""
-    found = slowest_of_ranks(ranks.run(measure_pairs, device, rounds_of_pairs(nodes)))
-    for _ in range(_AGAIN):
-        slow = slow_pairs(found)
-        if not slow:
-            break
-        again = slowest_of_ranks(ranks.run(measure_pairs, device, [[pair] for pair in slow]))
-        found |= {pair: better(found[pair], one) for pair, one in again.items()}
-    return found
-
-
-def write_wiring(
-    path: Path, hosts: Sequence[str], figures: Mapping[Pair, PairFigures], switches: Mapping[str, tuple[str, ...]]
-) -> None:
-    """For `cluster.wiring` of a job."""
-    links = tuple(
-        PairLink(between=(hosts[a], hosts[b]), bandwidth=_rounded(one.bandwidth), latency=_rounded(one.latency))
-        for (a, b), one in figures.items()
-    )
-    source = f"shardwise doctor, {date.today().isoformat()}: messages there and back, all pairs of a round at once"
-    found = Wiring(hosts=tuple(hosts), switches=dict(switches), links=links, source=source)
-    path.write_text(dump_yaml(found.to_dict()), encoding="utf-8")
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.3g}")
 
 
 def _facts(rank: Rank) -> NodeFacts | None:
