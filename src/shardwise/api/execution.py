@@ -358,9 +358,9 @@ def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[
         raise error.under("run") from None
 
 
-def port_number(text: int | str) -> int:
+def port_number(text: int | str, flag: str = "--metrics-port") -> int:
     if not re.fullmatch(r"[0-9]{1,5}", str(text)) or int(text) > MOST_PORT:
-        raise SpecError("--metrics-port", f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
+        raise SpecError(flag, f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
     return int(text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser, add_job_arguments
@@ -12,6 +11,7 @@ from shardwise.cli.inputs import job_from
 from shardwise.interop.frameworks import TARGETS, Exported, target
 from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate
+from shardwise.report.export import export_data
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import readable_bytes, readable_seconds
 
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     if parsed.out is not None:
         _write(exported, Path(parsed.out))
     if parsed.json:
-        print(json.dumps(_data(exported, priced), indent=2))
+        print(json.dumps(export_data(exported, priced), indent=2))
         return 0
     if parsed.out is None:
         for text in exported.files.values():
@@ -88,17 +88,3 @@ def _prices(priced: PricedExport) -> str:
 
 def _price(one: Candidate) -> str:
     return f"{readable_seconds(one.step_seconds)} a step and {readable_bytes(one.memory.total)}"
-
-
-def _data(exported: Exported, priced: PricedExport) -> dict[str, object]:
-    def numbers(one: Candidate | None) -> dict[str, float] | None:
-        return None if one is None else {"predicted_seconds": one.step_seconds, "memory_bytes": one.memory.total}
-
-    return {
-        "target": exported.target,
-        "version": exported.version,
-        "files": dict(exported.files),
-        "lost": [asdict(one) for one in exported.lost],
-        "notes": list(exported.notes),
-        "priced": {"job": numbers(priced.here), "exported": numbers(priced.there), "differs": list(priced.differs)},
-    }

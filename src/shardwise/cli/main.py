@@ -14,6 +14,7 @@ from shardwise.spec.errors import SpecError, nearest_name
 VERBS = {
     "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
     "analyze": "price one job: communication per dimension, memory, step time, bottleneck",
+    "ui": "a page on this machine that prices a job while you change it: memory, timeline, published runs, search",
     "train": "run a job, here or on other hosts: start the processes, train, resume after a failure",
     "status": "how a run is doing, while it goes on or after it: step, loss, speed, memory, slow ranks, failures",
     "explain": "one formula with your numbers, and its source",

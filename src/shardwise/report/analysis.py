@@ -21,7 +21,7 @@ from shardwise.report.campaign import campaign_data, campaign_pieces
 from shardwise.report.console import bar, picked, spoken, table, table_of
 from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
-from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS
+from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import bottleneck_sentence, verdict_table
 from shardwise.spec.clusters import device_words
@@ -35,19 +35,6 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
-
-_STEP_WORDS = {
-    "products": "matmuls",
-    "attention": "attention",
-    "memory-bound": "memory-bound operators",
-    "launches": "kernel launches",
-    "recompute": "recomputed operators",
-    **{name: f"exposed {name} communication" for name in COMMUNICATION},
-    "bubble": "pipeline bubble",
-    "optimizer": "optimizer",
-    "overhead": "fixed cost of a step",
-    "stragglers": "waiting for the slowest",
-}
 
 
 @paged
@@ -167,7 +154,7 @@ def _time_table(analysis: Analysis) -> FittedTable:
         f"Predicted step: {readable_seconds(step)} for {readable_flops(analysis.flops_per_step())} "
         f"({readable_flops(analysis.flops_per_token())} per token, causal attention counted once)"
     )
-    parts = [(_STEP_WORDS[name], analysis.parts[name]) for name in STEP_PARTS if analysis.parts[name]]
+    parts = [(STEP_WORDS[name], analysis.parts[name]) for name in STEP_PARTS if analysis.parts[name]]
     rows = [
         (what, bar(seconds / step), readable_seconds(seconds), readable_share(seconds / step))
         for what, seconds in (*parts, ("predicted step time", step))

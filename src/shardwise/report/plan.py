@@ -30,7 +30,7 @@ from shardwise.report.analysis import collective_lines
 from shardwise.report.campaign import campaign_data, campaign_pieces
 from shardwise.report.console import bar, picked, table
 from shardwise.report.page import Line, Piece, paged
-from shardwise.report.part_names import DIMENSIONS
+from shardwise.report.part_names import PLAN_WORDS
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import sending_less_words
 from shardwise.spec.job import Job
@@ -50,14 +50,6 @@ _LEAST_SHARE = 0.0005  # of the step: what prints as 0.0%
 _LIKE = (
     "like it: layouts that add dimensions to the same idea, for no time beyond noise and no memory; --all lists them"
 )
-_WORDS = {
-    "compute": "compute",
-    "recompute": "recompute",
-    **{name: f"{words}, exposed" for name, words in DIMENSIONS.items()},
-    "bubble": "pipeline bubble and messages",
-    "optimizer": "optimizer and step overhead",
-    "stragglers": "waiting for the slowest",
-}
 
 
 @paged
@@ -211,7 +203,7 @@ def _families(found: Plan) -> FittedTable:
 
 def _where_time_goes(one: Candidate) -> FittedTable:
     rows = [
-        (_WORDS[name], bar(share), readable_seconds(one.parts[name]), readable_share(share))
+        (PLAN_WORDS[name], bar(share), readable_seconds(one.parts[name]), readable_share(share))
         for name, share in one.shares.items()
         if share > _LEAST_SHARE
     ]

@@ -25,22 +25,32 @@ _PARTS = {
 
 def verdict_table(found: Assessment) -> FittedTable:
     """What a reader wants first: a name and a few words a line."""
+    rows = [*verdict_rows(found), advice_row(found), floor_row(found.analysis)]
+    return table("", ("", ""), rows, numbers_from=2)
+
+
+def verdict_rows(found: Assessment) -> Iterator[tuple[str, str]]:
+    """The verdict without advice, which takes most of the time of an analysis."""
     analysis = found.analysis
-    bound = ("" if found.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, found.bottleneck)
-    rows = [*_step_rows(found), ("Memory", memory_words(analysis)), ("Bound by", bound)]
+    yield from _step_rows(found)
+    yield "Memory", memory_words(analysis)
+    yield "Bound by", ("" if found.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, found.bottleneck)
     if analysis.fits:
         share = analysis.exposed_share
         over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
-        rows.append(("Exposed communication", f"{share:.0%} of the predicted step{over}"))
-        rows.append(("What helps most", _change_words(found)))
-    else:
-        rows.append(("What would fit", f"{found.what_would_fit}"))
-    return table("", ("", ""), [*rows, _floor_row(analysis)], numbers_from=2)
+        yield "Exposed communication", f"{share:.0%} of the predicted step{over}"
+
+
+def advice_row(found: Assessment) -> tuple[str, str]:
+    """What to change: for a shorter step, or for one that fits."""
+    if found.analysis.fits:
+        return "What helps most", _change_words(found)
+    return "What would fit", f"{found.what_would_fit}"
 
 
 def prediction_table(found: Assessment) -> FittedTable:
     """A prediction alone: step, throughput, memory, floor."""
-    rows = (*_step_rows(found), ("Memory", memory_words(found.analysis)), _floor_row(found.analysis))
+    rows = (*_step_rows(found), ("Memory", memory_words(found.analysis)), floor_row(found.analysis))
     return table("", ("", ""), rows, numbers_from=2)
 
 
@@ -52,7 +62,7 @@ def _step_rows(found: Assessment) -> Iterator[tuple[str, str]]:
     yield "Throughput", f"{analysis.tokens_per_second:,.0f} tokens/s, {mfu}"
 
 
-def _floor_row(analysis: Analysis) -> tuple[str, str]:
+def floor_row(analysis: Analysis) -> tuple[str, str]:
     return "Floor", f"{readable_seconds(analysis.floor_seconds)}: all matmuls at peak, communication as priced"
 
 

@@ -26,6 +26,8 @@ _EXTRAS = {
     "s3fs": "remote",
     "ray": "ray",
     "pandas": "ray",
+    "uvicorn": "ui",
+    "starlette": "ui",
 }
 _TITLES = {"torch": "PyTorch"}
 

@@ -57,14 +57,23 @@ def load(kind: str, cls: type[S], name: str) -> S:
     return found
 
 
-_REFERENCES = ("model", "cluster", "device", "link", "host_link", "stack", "wiring")
+# Fields that may name a file, and the kind of preset that they may name instead; None: no preset is one.
+REFERENCES = {
+    "model": "model",
+    "cluster": "cluster",
+    "device": "device",
+    "link": "link",
+    "host_link": "link",
+    "stack": "stack",
+    "wiring": None,
+}
 
 
 def files_beside(data: Any, folder: Path) -> Any:
     """``data`` with the files it names looked up in ``folder`` first, next to the file that names them."""
     if isinstance(data, Mapping):
         return {
-            key: _beside(item, folder) if key in _REFERENCES else files_beside(item, folder)
+            key: _beside(item, folder) if key in REFERENCES else files_beside(item, folder)
             for key, item in data.items()
         }
     if isinstance(data, list):

@@ -1,0 +1,52 @@
+"""`shardwise ui`: the page that prices a job while you change it."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+
+from shardwise.api.execution import port_number
+from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
+from shardwise.cli.inputs import job_from
+from shardwise.spec.installation import require_packages
+
+_EXAMPLE = """
+shardwise ui
+shardwise ui --model llama3-70b --cluster dgx-h100:8 --tp 8 --pp 2 --zero 1 --global-batch 512 --seq 8192 --open
+"""
+_DOES = """A page on this machine that prices a job while you change it: verdict, memory, timeline, communication, the
+nearest published runs, two layouts side by side, the search, exports. It answers on 127.0.0.1 alone, reads no file
+for it and runs nothing. A job file or flags say what it opens with."""
+_PORT = 8765
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("ui", _DOES, _EXAMPLE)
+    parser.add_argument("--port", default=str(_PORT), help=f"port on 127.0.0.1 (default {_PORT}; 0: any free one)")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    add_job_arguments(parser)
+    parsed = parser.parse(arguments)
+    port, state = port_number(parsed.port, "--port"), _state(parsed)
+    require_packages("ui", "uvicorn", "starlette")
+    from shardwise.ui.serve import HOST, bound, serve
+
+    listening = bound(port)
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{state}"
+
+    def ready() -> None:
+        print(f"shardwise ui: {address} (Ctrl-C ends it)", flush=True)
+        if parsed.open:
+            webbrowser.open(address)
+
+    serve(listening, ready)
+    return 0
+
+
+def _state(parsed: argparse.Namespace) -> str:
+    """The job that the page opens with, as the end of its address; empty where none is given."""
+    given = job_arguments(parsed)
+    if given == type(given)():
+        return ""
+    from shardwise.ui.given import fragment, keywords_of
+
+    return f"#{fragment(keywords_of(job_from(parsed)))}"

@@ -1,0 +1,26 @@
+"""A job as another framework's configuration, as plain data: its files, what it cannot express, both prices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.interop.frameworks import Exported
+from shardwise.planner.advice.exported import PricedExport
+from shardwise.planner.candidate import Candidate
+
+
+def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
+    """Everything `export` says; times in seconds, memory in bytes."""
+    return {
+        "target": exported.target,
+        "version": exported.version,
+        "files": dict(exported.files),
+        "lost": [asdict(one) for one in exported.lost],
+        "notes": list(exported.notes),
+        "priced": {"job": _figures(priced.here), "exported": _figures(priced.there), "differs": list(priced.differs)},
+    }
+
+
+def _figures(one: Candidate | None) -> dict[str, float] | None:
+    return None if one is None else {"predicted_seconds": one.step_seconds, "memory_bytes": one.memory.total}

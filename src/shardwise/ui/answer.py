@@ -1,0 +1,153 @@
+"""What the page shows of one job: verdict, figures, pictures, the values of its controls. Priced like `analyze`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.cost.accuracy.nearest import NearRun, nearest_runs
+from shardwise.cost.analysis import Analysis
+from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.cost.memory.room import probability_words
+from shardwise.cost.step.parts import STEP_PARTS
+from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.describe import strategy_words
+from shardwise.report.console import picked
+from shardwise.report.part_names import STEP_WORDS
+from shardwise.report.verdict import advice_row, floor_row, verdict_rows
+from shardwise.spec.clusters import device_words
+from shardwise.spec.job import Job
+from shardwise.spec.units import readable_seconds, readable_share
+from shardwise.ui.choices import choices
+from shardwise.ui.given import command, job_of, keywords_of
+
+Data = dict[str, Any]
+
+
+def answer(given: Mapping[str, Any]) -> Data:
+    """Everything that follows a change of a control within a tenth of a second."""
+    job, notes = job_of(given)
+    found = assess(analyze_job(job), advice=False)
+    analysis = found.analysis
+    return {
+        "verdict": verdict_data(found),
+        "facts": [{"name": name, "words": words} for name, words in _facts(found)],
+        "parts": _parts(analysis),
+        "job": {
+            **picked(job, "microbatches", "sequences", "tokens_per_step"),
+            "devices": job.cluster.devices,
+            "nodes": job.cluster.nodes,
+            "dp": job.strategy.data_parallel,
+            "words": strategy_words(job.strategy),
+            "model": job.model.name,
+            "experts": job.model.moe is not None,
+        },
+        "notes": [*notes, *analysis.notes],
+        "controls": choices(job),
+        "command": command(given),
+        "yaml": job.to_yaml(),
+    }
+
+
+def verdict_data(found: Assessment) -> Data:
+    """The sentence, and the figures of the bar below it."""
+    analysis = found.analysis
+    return {
+        "sentence": verdict_sentence(found),
+        "subject": subject_words(analysis.job),
+        "fit_words": fit_words(analysis),
+        **picked(analysis, "predicted_seconds", "floor_seconds", "tokens_per_second", "mfu", "fit"),
+        **picked(found, "predicted_seconds_low", "predicted_seconds_high"),
+        "fit_probability": analysis.fit_probability,
+        "memory_bytes": analysis.memory.total,
+        "usable_bytes": analysis.room.usable_bytes,
+        "basis": found.error_bar.basis,
+    }
+
+
+def verdict_sentence(found: Assessment) -> str:
+    """All in one: "llama3-70b on 64 × h100-sxm: 30.1 s a step, 28.3 s to 32.1 s, fits with 95%"."""
+    analysis = found.analysis
+    step, low, high = map(
+        readable_seconds, (analysis.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high)
+    )
+    return f"{subject_words(analysis.job)}: {step} a step, {low} to {high}, {fit_words(analysis)}"
+
+
+def subject_words(job: Job) -> str:
+    return f"{job.model.name} on {device_words(job.cluster)}"
+
+
+def fit_words(analysis: Analysis) -> str:
+    """ "fits with 95%", "tight, fits with 80%", "does not fit"."""
+    if not analysis.fits:
+        return "does not fit"
+    return f"{'tight, ' * (analysis.fit == 'tight')}fits with {probability_words(analysis.fit_probability)}"
+
+
+def _facts(found: Assessment) -> Iterator[tuple[str, str]]:
+    yield from verdict_rows(found)
+    yield floor_row(found.analysis)
+
+
+def _parts(analysis: Analysis) -> list[Data]:
+    """Where the predicted step goes; the parts add up to it."""
+    return [
+        {"name": name, "words": STEP_WORDS[name], "seconds": analysis.parts[name],
+         "share": analysis.parts[name] / analysis.predicted_seconds,
+         "text": readable_seconds(analysis.parts[name])}
+        for name in STEP_PARTS
+        if analysis.parts[name]
+    ]  # fmt: skip
+
+
+def advice(given: Mapping[str, Any]) -> Data:
+    """What to change, which takes longer than the rest: neighbouring strategies are priced."""
+    job, _ = job_of(given)
+    found = assess(analyze_job(job))
+    name, words = advice_row(found)
+    data: Data = {"name": name, "words": words, "set": None}
+    if found.best_change is not None:
+        data["set"] = changes_to(job, found.best_change.job)
+    return data
+
+
+def changes_to(before: Job, after: Job) -> Data:
+    """Keywords that make the one job of the other; None for what goes back to its default."""
+    old, new = keywords_of(before), keywords_of(after)
+    return {name: new.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
+
+
+def published(given: Mapping[str, Any]) -> Data:
+    """The published runs nearest to a job, with their source, beside its own prediction."""
+    job, _ = job_of(given)
+    found = assess(analyze_job(job), advice=False)
+    analysis = found.analysis
+    own = {
+        "model": job.model.name,
+        "machine": device_words(job.cluster),
+        "layout": strategy_words(job.strategy),
+        "seconds": analysis.predicted_seconds,
+        "mfu": analysis.mfu,
+        "tokens_per_second_per_device": analysis.tokens_per_second / job.cluster.devices,
+    }
+    return {"own": own, "runs": [_near_data(one) for one in nearest_runs(job)], "basis": found.error_bar.basis}
+
+
+def _near_data(one: NearRun) -> Data:
+    run, job = one.run, one.run.job
+    error = one.error
+    return {
+        "source": run.row.text("source"),
+        "locator": run.row.text("locator"),
+        "model": run.model_name,
+        "machine": device_words(job.cluster),
+        "layout": f"{strategy_words(job.strategy)} · {job.training.precision}",
+        "seq": job.training.seq,
+        "sequences": job.sequences,
+        "reported_from": run.reported_from,
+        "assumed": list(run.row.assumed),
+        **picked(one, "seconds", "mfu", "tokens_per_second_per_device", "distance"),
+        "error": error,
+        "error_words": "" if error is None else f"{'+' if error > 0 else ''}{readable_share(error)}",
+    }

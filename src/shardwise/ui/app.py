@@ -1,0 +1,183 @@
+"""The server of the page as an ASGI application: its files, and what it answers as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import sys
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from shardwise.api.analysis import analyze
+from shardwise.spec.errors import SpecError
+from shardwise.ui.answer import advice, answer, published
+from shardwise.ui.assets import Asset, assets
+from shardwise.ui.catalogue import catalogue
+from shardwise.ui.compare import compare
+from shardwise.ui.given import MOST_BYTES, arguments_from, document, error_data
+from shardwise.ui.guard import App, Guard, too_large
+from shardwise.ui.searching import TICK, Searches, plan_request
+from shardwise.ui.take import exported, trace
+
+Answer = Callable[[Mapping[str, Any]], Any]
+_COMPRESSED_FROM = 1000  # bytes
+
+
+def analysis(given: Mapping[str, Any]) -> Any:
+    """The data of `analyze --json`."""
+    return analyze(arguments_from(given)).to_dict()
+
+
+# Every answer to a posted job, by its address.
+ANSWERS: dict[str, Answer] = {
+    "answer": answer,
+    "analyze": analysis,
+    "advice": advice,
+    "published": published,
+    "compare": compare,
+    "export": exported,
+    "trace": trace,
+}
+
+
+def page_app(port: int) -> App:
+    """The application, for a server that listens on ``port`` of loopback."""
+    routes = [
+        Route("/", _page),
+        Route("/assets/{name}", _file),
+        Route("/api/catalogue", _catalogue),
+        Route("/api/plan", _planned(Searches()), methods=["POST"]),
+        *(Route(f"/api/{name}", _posted(one), methods=["POST"]) for name, one in ANSWERS.items()),
+    ]
+    handlers: dict[Any, Any] = {404: _not_found, 405: _not_found, Exception: _failed}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+async def _page(request: Request) -> Response:
+    return _sent(request, assets()["index.html"])
+
+
+async def _file(request: Request) -> Response:
+    found = assets().get(request.path_params["name"])
+    return await _not_found(request, None) if found is None else _sent(request, found)
+
+
+def _sent(request: Request, asset: Asset) -> Response:
+    headers = {"etag": asset.tag, "cache-control": "no-cache"}
+    if request.headers.get("if-none-match") == asset.tag:
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        compressed = {**headers, "content-encoding": "gzip"}
+        return Response(asset.compressed, headers=compressed, media_type=asset.kind)
+    return Response(gzip.decompress(asset.compressed), headers=headers, media_type=asset.kind)
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+async def _catalogue(request: Request) -> Response:
+    return _json(request, await run_in_threadpool(catalogue))
+
+
+def _posted(function: Answer) -> Callable[[Request], Any]:
+    async def answered(request: Request) -> Response:
+        try:
+            body = await _body(request)
+            return _json(request, await run_in_threadpool(lambda: function(document(body))))
+        except _TooLarge as error:
+            return _json(request, too_large(error).to_dict(), 413)
+        except SpecError as error:
+            return _json(request, error_data(error), 422)
+
+    return answered
+
+
+def _planned(searches: Searches) -> Callable[[Request], Any]:
+    """The data of `plan --json`; as server-sent events, with its progress, where the request accepts these.
+
+    Whoever goes away ends the search.
+    """
+
+    async def answered(request: Request) -> Response:
+        try:
+            body = await _body(request)
+            await run_in_threadpool(lambda: plan_request(document(body)))
+            events = searches.events(body)
+            first = await anext(events)
+        except _TooLarge as error:
+            return _json(request, too_large(error).to_dict(), 413)
+        except SpecError as error:
+            return _json(request, error_data(error), 422)
+        if "text/event-stream" in request.headers.get("accept", ""):
+            return StreamingResponse(_streamed(request, first, events), media_type="text/event-stream")
+        last = await _last(request, first, events)
+        return _json(request, last["data"], 200 if last["event"] == "result" else 422)
+
+    return answered
+
+
+async def _streamed(
+    request: Request, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]
+) -> AsyncIterator[bytes]:
+    """Events as https://html.spec.whatwg.org/multipage/server-sent-events.html has them."""
+    one: dict[str, Any] | None = first
+    async with contextlib.aclosing(events):
+        while one is not None and not await request.is_disconnected():
+            data = json.dumps(one["data"], allow_nan=False)
+            yield b": searching\n\n" if one is TICK else f"event: {one['event']}\ndata: {data}\n\n".encode()
+            one = await anext(events, None)
+
+
+async def _last(request: Request, last: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+    async with contextlib.aclosing(events):
+        async for one in events:
+            last = last if one is TICK else one
+            if await request.is_disconnected():
+                break
+    return last
+
+
+class _TooLarge(Exception):
+    """A body that goes on beyond what was announced or is read."""
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise _TooLarge(f"more than {MOST_BYTES}")
+    return bytes(body)
+
+
+def _json(request: Request, data: Any, status: int = 200) -> Response:
+    body = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    headers = {"cache-control": "no-store"}
+    if len(body) >= _COMPRESSED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
+        body = gzip.compress(body, 1, mtime=0)
+        headers["content-encoding"] = "gzip"
+    return Response(body, status, headers, "application/json")
+
+
+async def _not_found(request: Request, _: Any) -> Response:
+    known = ", ".join(f"/api/{name}" for name in ANSWERS)
+    problem = f"{request.method} {request.url.path} is not answered here"
+    return _json(request, error_data(SpecError("address", problem, f"post a job to {known}")), 404)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A mistake of ours: its trace goes to the terminal, one line to the page."""
+    traceback.print_exception(error, file=sys.stderr)
+    problem = f"failed with {type(error).__name__}: {error}"
+    return _json(request, error_data(SpecError("server", problem, "its terminal says where; please report it")), 500)

@@ -1,0 +1,44 @@
+"""What can be picked on the page: models, clusters and stacks by preset, with a few words on each; examples."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from shardwise.spec import presets
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.model import Model
+from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.units import readable_count
+
+# The job of a page that is opened without one: the question of the README.
+FIRST: dict[str, Any] = {
+    "model": "llama3-70b", "cluster": "dgx-h100:8", "global_batch": 512, "seq": 8192,
+    "tp": 8, "pp": 2, "zero": 1, "precision": "bf16",
+}  # fmt: skip
+
+
+@cache
+def catalogue() -> dict[str, Any]:
+    """Presets by kind, and the job to begin with."""
+    return {
+        "models": [_model(name) for name in presets.names("model")],
+        "clusters": [_cluster(name) for name in presets.names("cluster")],
+        "stacks": presets.names("stack"),
+        "first": FIRST,
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    model = presets.load("model", Model, name)
+    total, active = parameter_count(model), active_parameter_count(model)
+    words = f"{readable_count(total)} parameters" + (f", {readable_count(active)} active" if model.moe else "")
+    return {"name": name, "words": words, "max_seq": model.max_seq}
+
+
+def _cluster(name: str) -> dict[str, Any]:
+    """``shape`` where the size is that of a mesh or torus; ``nodes`` of the preset itself otherwise."""
+    cluster = cluster_from(name)
+    shape = next((list(level.shape) for level in cluster.levels if level.shape), None)
+    words = f"{cluster.node_devices} × {cluster.device.name} a node"
+    return {"name": name, "words": words, "shape": shape, "devices": cluster.devices, "nodes": cluster.nodes}

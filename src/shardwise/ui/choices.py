@@ -1,0 +1,203 @@
+"""The values of every control, each with what else changes with it, or with the reason why it cannot be chosen.
+
+The rules are those of a job (`spec.rules`) and of the planner's support matrix: a value is tried, and what refuses the
+job says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.planner.constraints import OFFLOADS, offload_name
+from shardwise.planner.search.space import INTERLEAVES, MOST_MICROBATCH, MOST_TENSOR, shard_groups
+from shardwise.planner.search.supported import findings_of
+from shardwise.spec.clusters import cluster_short
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import divisors
+from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import OPTIMIZERS, RECIPES
+
+_MOST_VALUES = 12  # of one control
+_USUAL = Strategy()
+
+
+@dataclass(frozen=True)
+class ControlValue:
+    """A value of a control. ``changes`` are the keywords that choosing it sets; None as a value leaves one out.
+
+    ``refused``: why it is impossible; ``priced_only``: why this project's engine does not run what can be priced.
+    """
+
+    value: Any
+    label: str
+    changes: Mapping[str, Any]
+    chosen: bool = False
+    refused: str = ""
+    priced_only: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"value": self.value, "label": self.label, "set": dict(self.changes)}
+        flags = {"chosen": self.chosen, "refused": self.refused, "priced_only": self.priced_only}
+        return {**data, **{name: value for name, value in flags.items() if value}}
+
+
+def choices(job: Job) -> dict[str, list[dict[str, Any]]]:
+    """Every control by the name of its field; those without effect on this job have no values."""
+    strategy = job.strategy
+    offered: dict[str, Iterator[ControlValue]] = {
+        **{name: _degrees(job, name) for name in ("tp", "pp", "cp", "ep")},
+        "dp": _replicas(job),
+        "zero": _tried(job, "zero", (0, 1, 2, 3)),
+        "shard_group": _tried(job, "shard_group", shard_groups(strategy)) if strategy.zero else iter(()),
+        "microbatch": _tried(job, "microbatch", _doublings(MOST_MICROBATCH, strategy.microbatch)),
+        "schedule": _schedules(job),
+        "interleave": _interleaves(job),
+        "recompute": _tried(job, "recompute", ("none", "selective", "full")),
+        "context_method": _methods(job),
+        "sequence_parallel": _tried(job, "sequence_parallel", (True, False)) if strategy.tp > 1 else iter(()),
+        "offload": _offloads(job),
+        "precision": _trainings(job, "precision", RECIPES),
+        "optimizer": _trainings(job, "optimizer", OPTIMIZERS),
+    }
+    return {name: [one.to_dict() for one in values] for name, values in offered.items()}
+
+
+def _doublings(most: int, present: int) -> list[int]:
+    return sorted({present, *(2**power for power in range(24) if 2**power <= most)})
+
+
+def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
+    """Divisors of the cluster for a degree, also those that the model refuses; at most a dozen around the present."""
+    if name == "ep" and job.model.moe is None:
+        return _tried(job, name, (1, 2))
+    most = {"tp": MOST_TENSOR, "pp": 2 * job.model.layers}.get(name, job.cluster.devices)
+    present = getattr(job.strategy, name)
+    usual = [one for one in divisors(job.cluster.devices) if one <= most]
+    if len(usual) > _MOST_VALUES:
+        usual = [one for one in usual if one & (one - 1) == 0]
+    return _tried(job, name, sorted({present, *usual[:_MOST_VALUES]}))
+
+
+def _tried(job: Job, name: str, values: Iterable[Any]) -> Iterator[ControlValue]:
+    """Values of one field of the strategy; data parallelism takes the devices that are left."""
+    for value in values:
+        yield _choice(job, name, value, {name: value, **_follows(job.strategy, name, value)}, _label(name, value))
+
+
+def _label(name: str, value: Any) -> str:
+    if name == "sequence_parallel":
+        return "on" if value else "off"
+    return "all" if value is None else str(value)
+
+
+def _follows(strategy: Strategy, name: str, value: Any) -> dict[str, Any]:
+    """What no longer means anything with the new value, and goes back to its default."""
+    changes: dict[str, Any] = {}
+    if value == getattr(strategy, name):
+        return changes
+    if name in ("tp", "cp", "pp"):
+        changes["dp"] = None
+    if name == "pp":
+        if isinstance(strategy.stage_layers, tuple):
+            changes["stage_layers"] = "balanced"
+        if value == 1:
+            changes |= {"schedule": None, "interleave": None}
+    if name == "zero":
+        changes["shard_group"] = strategy.shard_group if value else None
+        changes |= {"keep_parameters": None} if value < 3 else {}
+    return changes
+
+
+def _replicas(job: Job) -> Iterator[ControlValue]:
+    """More or fewer replicas are more or fewer nodes; the batch stays."""
+    strategy, cluster = job.strategy, job.cluster
+    present, named = strategy.data_parallel, cluster_short(cluster)
+    if not isinstance(named, str) or strategy.has_unlike_stages:
+        return
+    name, width = named.partition(":")[0], cluster.levels[0].width
+    for value in sorted({present, *(2**power for power in range(24) if present / 8 <= 2**power <= 8 * present)}):
+        devices = strategy.world // present * value
+        try:
+            grown = cluster.with_devices(devices)
+        except SpecError as error:
+            yield ControlValue(value, str(value), {}, refused=_line(error))
+            continue
+        size = {"cluster": f"{name}:{devices // width}"} if devices >= width else {"gpus": devices}
+        # Not yet checked: the strategy is of the cluster before.
+        other = job.unchecked(cluster=grown, strategy=strategy.unchecked(dp=None))
+        changes = {} if value == present else {**size, "dp": None}
+        yield _choice(other, "dp", value, changes, str(value), chosen=value == present)
+
+
+def _schedules(job: Job) -> Iterator[ControlValue]:
+    if job.strategy.pp == 1:
+        return
+    for name in job_schedules():
+        chunks = max(2, job.strategy.interleave) if schedule_record(name).chooses_chunks else None
+        changes = {"schedule": None if name == PLAIN else name, "interleave": chunks}
+        yield _choice(job, "schedule", name, changes, name)
+
+
+def _interleaves(job: Job) -> Iterator[ControlValue]:
+    if job.strategy.pp == 1 or not job.strategy.schedule_record.chooses_chunks:
+        return iter(())
+    return _tried(job, "interleave", sorted({*INTERLEAVES, job.strategy.interleave}))
+
+
+def _methods(job: Job) -> Iterator[ControlValue]:
+    return _tried(job, "context_method", ("ring", "all-gather", "ulysses")) if job.strategy.cp > 1 else iter(())
+
+
+def _offloads(job: Job) -> Iterator[ControlValue]:
+    if job.cluster.host_link is None:
+        return
+    present = offload_name(job.strategy.offload)
+    for name, offload in OFFLOADS.items():
+        yield _choice(job, "offload", name, {"offload": offload.to_dict() or None}, name, chosen=name == present)
+
+
+def _trainings(job: Job, name: str, values: Iterable[str]) -> Iterator[ControlValue]:
+    for value in values:
+        yield _choice(job, name, value, {name: value}, value)
+
+
+def _choice(
+    job: Job, name: str, value: Any, changes: Mapping[str, Any], label: str, *, chosen: bool | None = None
+) -> ControlValue:
+    """The value, tried on the job; ``chosen`` where the job's own field does not say whether it is the present one."""
+    noun = job.training if name in ("precision", "optimizer") else job.strategy
+    is_present = getattr(noun, name, None) == value if chosen is None else chosen
+    try:
+        other = _with(job, changes)
+    except SpecError as error:
+        return ControlValue(value, label, changes, is_present, refused=_line(error))
+    findings = findings_of(other)
+    worst = next((one for one in findings if one.status == "refused"), None)
+    if worst is not None:
+        return ControlValue(value, label, changes, is_present, refused=f"{worst.reason}; {worst.remedy}")
+    # What the job as it is has already is no property of this value.
+    own = findings if is_present or not findings else [one for one in findings if one not in findings_of(job)]
+    lacks = f"{own[0].reason}; {own[0].remedy} runs here" if own else ""
+    return ControlValue(value, label, changes, is_present, priced_only=lacks)
+
+
+def _with(job: Job, changes: Mapping[str, Any]) -> Job:
+    """The job with keywords changed, checked as a whole."""
+    own = {name: getattr(_USUAL, name) if value is None else value for name, value in changes.items()}
+    training = {name: own.pop(name) for name in ("precision", "optimizer") if name in own}
+    for name in ("cluster", "gpus"):
+        own.pop(name, None)  # the job has them
+    other = job.unchecked(
+        strategy=replace(job.strategy, **own) if own else job.strategy,
+        training=replace(job.training, **training) if training else job.training,
+    )
+    other.check()
+    return other
+
+
+def _line(error: SpecError) -> str:
+    return f"{error.problem}; {error.remedy}" if error.remedy else error.problem

@@ -1,0 +1,155 @@
+"""The job that a request describes: keywords of the Python API as JSON. No file of the machine is read for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+from urllib.parse import quote, urlencode
+
+from shardwise.api.given import JobArguments, job_arguments
+from shardwise.api.inputs import job_from
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.spec import presets
+from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
+from shardwise.spec.job import Job
+
+MOST_BYTES = 2**20  # of a request; a config.json has a few thousand
+_DEEPEST = 50
+_PASTE = "name a preset, or paste the content of the file"
+_SIZED = re.compile(r"([^:]+)(:[0-9x]+)?")
+
+
+def document(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request; raises SpecError for anything else."""
+    try:
+        data = json.loads(body.decode(), parse_constant=_not_json)
+        json.dumps(data, ensure_ascii=False).encode()  # halves of characters cannot be written again
+    except (ValueError, RecursionError) as error:
+        raise SpecError("request", f"is not JSON: {shown(str(error))}", "send a JSON object") from None
+    if not isinstance(data, Mapping):
+        raise SpecError("request", f"{shown(data)} is not an object", 'send one such as {"model": "llama3-8b"}')
+    if _depth(data) > _DEEPEST:
+        raise SpecError("request", f"is nested more than {_DEEPEST} levels deep", "send the fields of a job")
+    return data
+
+
+def _not_json(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _depth(data: Any) -> int:
+    inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
+
+
+def arguments_from(given: Mapping[str, Any]) -> JobArguments:
+    """The job as given: ``model``, ``cluster`` and ``stack`` by preset or written out, and fields by their name."""
+    if "run" in given:
+        raise SpecError("run", "is how a job runs, and this page runs none", "leave it out; memory_risk is a keyword")
+    for name, value in given.items():
+        if name in presets.REFERENCES:
+            _check_reference(value, presets.REFERENCES[name], name)
+        _check_references(value, name)
+    keywords = dict(given)
+    if isinstance(model := given.get("model"), Mapping) and is_hf_config(model):
+        try:
+            keywords["model"] = model_from_hf_config(model)
+        except SpecError as error:
+            raise error.under("model") from None
+    return job_arguments(None, keywords)
+
+
+def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
+    """The job, and notes on what was assumed."""
+    return job_from(arguments_from(given))
+
+
+def is_hf_config(model: Mapping[str, Any]) -> bool:
+    """Whether a model is written as in a Hugging Face ``config.json``, not in our own fields."""
+    return "model_type" in model or "text_config" in model
+
+
+def _check_references(value: Any, path: str) -> None:
+    """Refuses files that a model, a cluster or a stack names anywhere inside."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            where = join_path(path, str(name))
+            if name in presets.REFERENCES:
+                _check_reference(inner, presets.REFERENCES[name], where)
+            elif name == "kinds":
+                for one in inner if isinstance(inner, list) else [inner]:
+                    _check_reference(one, "cluster", where)
+            _check_references(inner, where)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_references(inner, f"{path}[{number}]")
+
+
+def _check_reference(value: Any, kind: str | None, path: str) -> None:
+    if not isinstance(value, str):
+        return
+    if kind is None or presets.looks_like_file(value):
+        raise SpecError(path, f"{shown(value)} is a file, and this page reads none", _PASTE)
+    known = presets.names(kind)
+    for name in value.split("+") if kind == "cluster" else [value]:
+        sized = _SIZED.fullmatch(name.strip())
+        plain = sized[1] if sized and kind == "cluster" else name.strip()
+        if plain.lower() not in known:
+            remedy = nearest_name(plain, known) or f"`shardwise list {kind}s` shows all"
+            raise SpecError(path, f"unknown {kind} {shown(plain)}", remedy)
+
+
+def error_data(error: SpecError) -> dict[str, Any]:
+    """The one line of an error, and the field beside which it belongs."""
+    parts = {"field": error.field, "problem": error.problem, "remedy": error.remedy}
+    return {"error": {**parts, "text": str(error)}}
+
+
+# -- the same job as keywords, as a link and as a command --------------------------------------------------------
+
+# Keywords that have a flag of their name; others are set by the path of their field.
+_FLAGS = (
+    "model", "cluster", "tp", "cp", "pp", "dp", "ep", "expert_tp", "zero", "shard_group", "order", "microbatch",
+    "schedule", "interleave", "stage_layers", "recompute", "context_method", "dispatch", "stack", "collective",
+    "global_batch", "seq", "precision", "optimizer", "attention", "memory_risk",
+)  # fmt: skip
+CONFIG_FILE, CLUSTER_FILE = "config.json", "cluster.yaml"
+
+
+def keywords_of(job: Job) -> dict[str, Any]:
+    """The job as keywords that give it again; what is left out is the default."""
+    data = job.to_dict()
+    parts = {name: data.get(name, {}) for name in ("strategy", "training")}
+    named = {name: data[name] for name in ("model", "cluster", "stack") if name in data}
+    return {**named, **parts["strategy"], **parts["training"]}
+
+
+def fragment(keywords: Mapping[str, Any]) -> str:
+    """The keywords as the part of an address after #, which browsers do not send."""
+    texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in keywords.items()}
+    return urlencode(texts, quote_via=quote, safe=":,")
+
+
+def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
+    """The command line that prices the same job; a model or a cluster that was pasted is read from a file there."""
+    words = ["shardwise", verb]
+    for name, value in given.items():
+        if value is None:
+            continue
+        if isinstance(value, Mapping) and name in ("model", "cluster"):
+            value = CONFIG_FILE if name == "model" else CLUSTER_FILE
+        if name in _FLAGS and not isinstance(value, Mapping):
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name.replace('_', '-')}", _quoted(text)]
+        else:
+            (path,) = job_arguments(None, {name: value}).overrides
+            words += ["--set", _quoted(f"{path}={json.dumps(value)}")]
+    return " ".join(words)
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)

@@ -1,0 +1,109 @@
+"""Who may ask: this machine's own browser and programs, by the address that was printed. Everything else is refused.
+
+A page of another origin can make a browser send requests to loopback, and a name that resolves to loopback can make it
+read the answers (DNS rebinding): the Host and the Origin of every request are compared with our own address, and what
+is posted must be JSON, which a form of another page cannot send (https://fetch.spec.whatwg.org/#cors-safelisted-method).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.spec.errors import shown
+from shardwise.ui.given import MOST_BYTES
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# Popups: Perfetto's window is spoken to after it has been opened.
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin-allow-popups",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not answered, as the status and the line that say so."""
+
+    status: int
+    field: str
+    problem: str
+    remedy: str
+
+    def to_dict(self) -> dict[str, Any]:
+        text = f"{self.field}: {self.problem}; {self.remedy}"
+        return {"error": {"field": self.field, "problem": self.problem, "remedy": self.remedy, "text": text}}
+
+
+class Guard:
+    """Passes on what comes from our own address; ``port`` is the one that we listen on."""
+
+    def __init__(self, app: App, port: int) -> None:
+        self.app = app
+        self.hosts = frozenset(f"{host}:{port}" for host in LOOPBACK) | (frozenset(LOOPBACK) if port == 80 else set())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        refused = self.refusal(scope)
+        if refused is None:
+            await self.app(scope, receive, _with_headers(send))
+            return
+        body = json.dumps(refused.to_dict()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        answered = _with_headers(send)
+        # What was not read of the body is not read: the connection ends.
+        await answered({"type": "http.response.start", "status": refused.status,
+                        "headers": [*headers, (b"connection", b"close")]})  # fmt: skip
+        await answered({"type": "http.response.body", "body": body})
+
+    def refusal(self, scope: Message) -> Refusal | None:
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        host = headers.get("host", [])
+        if len(host) != 1 or host[0].lower() not in self.hosts:
+            problem = f"{shown(', '.join(host))} is not this server"
+            return Refusal(421, "host", problem, "use the address that it printed")
+        origins = headers.get("origin", [])
+        if any(one.lower() != f"http://{host[0].lower()}" for one in origins):
+            return Refusal(403, "origin", f"{shown(', '.join(origins))} may not use this server", "open its own page")
+        return self._refused_body(scope["method"], headers)
+
+    def _refused_body(self, method: str, headers: dict[str, list[str]]) -> Refusal | None:
+        if method != "POST":
+            return None
+        kind = headers.get("content-type", [""])[0].partition(";")[0].strip().lower()
+        if kind != "application/json":
+            return Refusal(415, "content-type", f"{shown(kind)} is not JSON", "send application/json")
+        length = headers.get("content-length", ["0"])[0]
+        if not length.isdigit() or int(length[:12]) > MOST_BYTES:
+            return too_large(length)
+        return None
+
+
+def too_large(length: object) -> Refusal:
+    problem = f"{shown(str(length))} bytes are more than {MOST_BYTES:,}"
+    return Refusal(413, "request", problem, "a job has a few thousand")
+
+
+def _with_headers(send: Send) -> Send:
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            message = {**message, "headers": [*message.get("headers", []), *own]}
+        await send(message)
+
+    return sent

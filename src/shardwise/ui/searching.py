@@ -1,0 +1,121 @@
+"""The search of the page: a process of its own, so that controls are answered meanwhile, and that it can be ended.
+
+`python -m shardwise.ui.searching` reads a request from standard input and writes a line of JSON for everything that
+happens: ``progress``, then ``result`` or ``refused``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.api.planning import plan
+from shardwise.spec.clusters import parse_mixed
+from shardwise.spec.errors import SpecError, shown
+from shardwise.ui.given import arguments_from, document, error_data
+
+# Options of `plan` besides the job; others wait for long, or read files.
+OPTIONS = ("exclude", "max_memory", "min_global_batch", "any_priced", "framework", "pareto", "why_not")
+_EVERY_SECONDS = 0.1  # between two lines of progress
+_TICK_SECONDS = 0.5
+TICK: dict[str, Any] = {"event": "tick", "data": None}
+_MOST_AT_ONCE = 2
+_LONGEST_LINE = 64 * 2**20
+
+
+def plan_request(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The job and the options of a search, checked as far as that is quick."""
+    cluster = given.get("cluster")
+    arguments = arguments_from({name: value for name, value in given.items() if name not in OPTIONS})
+    if parse_mixed(cluster) is not None:
+        raise SpecError("cluster", f"{shown(cluster)} has several kinds of nodes", "`shardwise plan` searches those")
+    return arguments, {name: given[name] for name in OPTIONS if given.get(name) is not None}
+
+
+# -- in the process of the search --------------------------------------------------------------------------------
+
+
+def main() -> int:
+    shown_at = 0.0
+
+    def progress(words: str) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at > _EVERY_SECONDS:
+            shown_at = time.monotonic()
+            _write("progress", {"words": words})
+
+    try:
+        arguments, options = plan_request(document(sys.stdin.buffer.read()))
+        _write("result", plan(arguments, **options, on_progress=progress).to_dict())
+    except SpecError as error:
+        _write(**_refused(error))
+    return 0
+
+
+def _write(event: str, data: Any) -> None:
+    sys.stdout.write(json.dumps({"event": event, "data": data}, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _refused(error: SpecError) -> dict[str, Any]:
+    return {"event": "refused", "data": error_data(error)}
+
+
+# -- in the server -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Searches:
+    """The searches of one server, a few at a time."""
+
+    running: int = 0
+
+    async def events(self, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+        """What a search reports; its process ends with the iteration, however that ends."""
+        if self.running >= _MOST_AT_ONCE:
+            problem = f"{self.running} searches are running"
+            raise SpecError("plan", problem, "wait for one of them, or cancel it")
+        self.running += 1
+        try:
+            async for event in _events(body):
+                yield event
+        finally:
+            self.running -= 1
+
+
+async def _events(body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "shardwise.ui.searching",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(body)
+        process.stdin.close()
+        while True:
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), _TICK_SECONDS)
+            except TimeoutError:
+                yield TICK  # so that whoever listens can be asked whether he still does
+                continue
+            if not line:
+                break
+            yield json.loads(line)
+        if await process.wait():
+            yield _refused(SpecError("plan", "the search ended without an answer", "the server's terminal says why"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

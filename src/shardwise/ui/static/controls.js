@@ -1,0 +1,195 @@
+// The controls: what is picked or typed, and the values of the layout as chips, the impossible ones with their reason.
+
+import { byId, el } from "./dom.js";
+import { change, state } from "./state.js";
+
+const LAYOUT = {
+  tp: "Tensor parallel",
+  pp: "Pipeline stages",
+  cp: "Context parallel",
+  ep: "Expert parallel",
+  dp: "Data parallel (changes the number of devices)",
+  zero: "ZeRO stage",
+  microbatch: "Microbatch",
+  recompute: "Recompute",
+  schedule: "Pipeline schedule",
+  interleave: "Chunks per rank",
+  context_method: "Context attention",
+};
+const MORE = {
+  precision: "Precision",
+  optimizer: "Optimizer",
+  sequence_parallel: "Sequence parallel",
+  shard_group: "ZeRO shards over",
+  offload: "Offload",
+};
+let catalogue;
+
+/** Fills the lists, and listens to what is typed. */
+export function prepare(known) {
+  catalogue = known;
+  byId("model").append(...known.models.map((one) => el("option", { value: one.name }, one.name)));
+  byId("cluster").append(...known.clusters.map((one) => el("option", { value: one.name }, one.name)));
+  byId("stack").append(...known.stacks.map((name) => el("option", { value: name }, name)));
+  byId("controls").addEventListener("submit", (event) => event.preventDefault());
+  byId("model").addEventListener("change", (event) => {
+    if (event.target.value !== "pasted") change({ model: event.target.value });
+  });
+  byId("cluster").addEventListener("change", (event) => change({ cluster: named(event.target.value), dp: null }));
+  typed("size", () => change({ cluster: sized(byId("cluster").value, byId("size").value), dp: null }));
+  typed("global_batch", () => change({ global_batch: number(byId("global_batch").value) }));
+  typed("seq", () => change({ seq: number(byId("seq").value) }));
+  byId("stack").addEventListener("change", (event) => change({ stack: event.target.value }));
+  for (const [place, fields] of [["layout-chips", LAYOUT], ["more-chips", MORE]]) {
+    byId(place).append(...Object.entries(fields).map(([name, words]) => group(name, words)));
+  }
+}
+
+/** A change of a text field counts when it is left or Enter is pressed, and while typing after a short rest. */
+function typed(id, done) {
+  let waiting;
+  byId(id).addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(done, 350);
+  });
+  byId(id).addEventListener("change", () => {
+    clearTimeout(waiting);
+    done();
+  });
+}
+
+const number = (text) => (/^\d+$/.test(text.trim()) ? Number(text.trim()) : text.trim());
+const sized = (name, size) => (size.trim() ? `${name}:${size.trim()}` : name);
+
+function named(name) {
+  const known = catalogue.clusters.find((one) => one.name === name);
+  const size = byId("size").value.trim();
+  const fits = known.shape ? /^\d+(x\d+)+$/.test(size) : /^\d+$/.test(size);
+  return sized(name, fits && known.shape?.length === (size.includes("x") ? size.split("x").length : undefined) ? size : "");
+}
+
+/** The lists and fields as the job has them. */
+export function showJob(job) {
+  const pasted = typeof job.model !== "string";
+  const model = byId("model");
+  model.querySelector("[value=pasted]")?.remove();
+  if (pasted && job.model) model.append(el("option", { value: "pasted" }, "pasted config.json"));
+  model.value = pasted ? "pasted" : job.model;
+  const known = catalogue.models.find((one) => one.name === job.model);
+  byId("model-words").textContent = known ? known.words : "";
+  const cluster = typeof job.cluster === "string" ? job.cluster : "";
+  const [name, size = ""] = cluster.split(":");
+  byId("cluster").value = name;
+  quietly("size", size);
+  quietly("global_batch", job.global_batch ?? "");
+  quietly("seq", job.seq ?? "");
+  byId("stack").value = typeof job.stack === "string" ? job.stack : "shardwise";
+}
+
+/** Does not take the text from under somebody who is typing. */
+function quietly(id, value) {
+  const input = byId(id);
+  if (document.activeElement !== input) input.value = String(value);
+}
+
+export function showMachine(job) {
+  byId("cluster-words").textContent = `${job.devices.toLocaleString("en")} devices on ${job.nodes.toLocaleString("en")} ${job.nodes === 1 ? "node" : "nodes"}, dp ${job.dp.toLocaleString("en")}`;
+}
+
+// -- chips -----------------------------------------------------------------------------------------------------
+
+function group(name, words) {
+  const id = `label-${name}`;
+  return el(
+    "div",
+    { class: "field", "data-field": name, id: `field-${name}`, hidden: true },
+    el("span", { class: "label", id }, words),
+    el("div", { class: "chips", role: "radiogroup", "aria-labelledby": id, onkeydown: moved }),
+    el("p", { class: "reason", "aria-live": "polite" }),
+    el("p", { class: "problem", hidden: true }),
+  );
+}
+
+/** Draws the values that the server offers. */
+export function showChoices(controls) {
+  for (const name of [...Object.keys(LAYOUT), ...Object.keys(MORE)]) {
+    const values = controls[name] ?? [];
+    const field = byId(`field-${name}`);
+    field.hidden = values.length === 0;
+    const chips = field.querySelector(".chips");
+    const focused = chips.contains(document.activeElement) ? document.activeElement.dataset.value : null;
+    chips.replaceChildren(...values.map((one) => chip(field, one)));
+    (chips.querySelector("[aria-checked=true]") ?? chips.firstElementChild)?.setAttribute("tabindex", "0");
+    if (focused !== null) {
+      [...chips.children].find((one) => one.dataset.value === focused)?.focus({ preventScroll: true });
+    } else say(field, null);
+  }
+}
+
+function chip(field, one) {
+  const refused = Boolean(one.refused);
+  return el(
+    "button",
+    {
+      type: "button",
+      class: one.priced_only ? "chip priced" : "chip",
+      role: "radio",
+      "aria-checked": String(Boolean(one.chosen)),
+      "aria-disabled": refused ? "true" : null,
+      "data-value": String(one.value),
+      tabindex: "-1",
+      title: one.refused || one.priced_only || null,
+      onclick: () => (refused ? say(field, one) : change(one.set)),
+      onfocus: () => say(field, one),
+      onmouseenter: () => say(field, one),
+      onmouseleave: () => say(field, null),
+    },
+    one.label,
+  );
+}
+
+/** The reason of a value, below its control; of the chosen one where none is pointed at. */
+function say(field, one) {
+  const line = field.querySelector(".reason");
+  const refused = one?.refused ?? "";
+  const priced = one?.priced_only ?? "";
+  line.className = refused ? "reason refused" : priced ? "reason priced" : "reason";
+  line.textContent = refused ? `${one.label}: ${refused}` : priced ? `${one.label}, priced only: ${priced}` : "";
+}
+
+const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+
+/** Arrow keys move between the values, also to impossible ones to read why; Space and Enter choose. */
+function moved(event) {
+  const chips = [...event.currentTarget.children];
+  const at = chips.indexOf(document.activeElement);
+  const to = event.key === "Home" ? 0 : event.key === "End" ? chips.length - 1 : at + (STEPS[event.key] ?? NaN);
+  if (!chips[to]) return;
+  event.preventDefault();
+  for (const one of chips) one.setAttribute("tabindex", "-1");
+  chips[to].setAttribute("tabindex", "0");
+  chips[to].focus();
+}
+
+// -- what is wrong ---------------------------------------------------------------------------------------------
+
+/** Puts the line of a refusal beside its field, or returns false where the page has none for it. */
+export function showProblem(error) {
+  clearProblem();
+  const path = (error.field ?? "").replace(/^(strategy|training)\./, "");
+  const name = path.split(/[.[]/)[0].replace(/^-+/, "").replaceAll("-", "_");
+  const place = document.querySelector(`[data-field="${CSS.escape(name || "strategy")}"]`);
+  if (!place || place.hidden === true && place.classList.contains("field")) return false;
+  const line = place.classList.contains("problem") ? place : place.querySelector(".problem");
+  line.textContent = error.problem ? `${error.problem}${error.remedy ? `; ${error.remedy}` : ""}` : error.message;
+  line.hidden = false;
+  place.classList.add("wrong");
+  return true;
+}
+
+export function clearProblem() {
+  for (const line of document.querySelectorAll(".controls .problem")) line.hidden = true;
+  for (const place of document.querySelectorAll(".wrong")) place.classList.remove("wrong");
+}
+
+export const isPasted = () => typeof state().model !== "string";

@@ -1,0 +1,58 @@
+// Starts the page: the job of the address or the first one, then a question to the server after every change.
+
+import { clearProblem, prepare, showChoices, showJob, showMachine, showProblem } from "./controls.js";
+import { byId, copy } from "./dom.js";
+import { preparePaste } from "./paste.js";
+import { panels } from "./panels.js";
+import { catalogue, latest } from "./server.js";
+import { change, follow, state, take } from "./state.js";
+import { prepareTheme } from "./theme.js";
+import { showAdvice, showVerdict } from "./verdict.js";
+
+const known = await catalogue();
+let advising;
+
+function show(data, since) {
+  document.body.classList.remove("stale");
+  byId("banner").hidden = true;
+  clearProblem();
+  showVerdict(data);
+  showMachine(data.job);
+  showChoices(data.controls);
+  panels.show(data);
+  requestAnimationFrame(() => requestAnimationFrame(() => {
+    performance.measure("repaint", { start: since });
+    document.documentElement.dataset.answered = String(Number(document.documentElement.dataset.answered ?? 0) + 1);
+  }));
+  clearTimeout(advising);
+  advising = setTimeout(() => {
+    askAdvice(state());
+    panels.follow(state());
+  }, 60);
+}
+
+function fail(error) {
+  document.body.classList.add("stale");
+  byId("advice").hidden = true;
+  const placed = error.field !== undefined && showProblem(error);
+  byId("banner").textContent = error.message;
+  byId("banner").hidden = placed;
+  document.documentElement.dataset.refused = error.message;
+}
+
+const askAnswer = latest("answer", show, fail);
+const askAdvice = latest("advice", (data) => showAdvice(data, change), () => { byId("advice").hidden = true; });
+
+follow((job) => {
+  delete document.documentElement.dataset.refused;
+  showJob(job);
+  askAnswer(job);
+});
+
+prepareTheme();
+prepare(known);
+preparePaste();
+panels.prepare(byId("panels"));
+byId("copy-link").addEventListener("click", () => copy(location.href, "Link copied"));
+addEventListener("popstate", () => take(known.first));
+take(known.first);

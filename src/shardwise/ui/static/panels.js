@@ -1,0 +1,21 @@
+// The cards below the verdict, in their order; each is drawn from the answer, or follows with a question of its own.
+
+import { comparison } from "./compare.js";
+import { runs } from "./runs.js";
+import { search } from "./search.js";
+import { taking } from "./take.js";
+import { where } from "./where.js";
+
+const ALL = [where, runs, comparison, search, taking];
+
+export const panels = {
+  prepare(place) {
+    place.append(...ALL.map((one) => one.prepare()));
+  },
+  show(data) {
+    for (const one of ALL) one.show?.(data);
+  },
+  follow(job) {
+    for (const one of ALL) one.follow?.(job);
+  },
+};

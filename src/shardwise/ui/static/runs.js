@@ -1,0 +1,47 @@
+// The published runs that are nearest to the job, with their source, beside its own prediction.
+
+import { count, el, seconds, share } from "./dom.js";
+import { latest } from "./server.js";
+
+const body = el("tbody");
+const table = el(
+  "table",
+  {},
+  el("thead", {}, el("tr", {}, ...["Run", "Machine and layout", "Step", "MFU", "Tokens/s a device", "Our prediction of it"].map((name, index) => el("th", { class: index > 1 ? "number" : null, scope: "col" }, name)))),
+  body,
+);
+const note = el("p", { class: "hint" });
+const ask = latest("published", draw, () => {});
+
+export const runs = {
+  prepare: () =>
+    el(
+      "section",
+      { class: "card", id: "runs" },
+      el("h2", {}, "Nearest published runs"),
+      el("p", { class: "lead" }, "Measured by others, each with its source. The last column is how far our prediction of that run is off, with its source left out of the fit."),
+      el("div", { class: "scroll" }, table),
+      note,
+    ),
+  follow: ask,
+};
+
+function draw(data) {
+  body.replaceChildren(row(data.own, true), ...data.runs.map((one) => row(one, false)));
+  note.textContent = `Near: in doublings of active parameters, devices, sequence and degrees; another device, kind of model or number format counts as two. Error bar: ${data.basis}.`;
+}
+
+function row(one, own) {
+  const cell = (...parts) => el("td", { class: "number" }, ...parts);
+  const small = (text) => el("small", {}, text);
+  return el(
+    "tr",
+    { class: own ? "own" : null },
+    el("th", { scope: "row" }, own ? "This job, predicted" : one.model, small(own ? one.model : `${one.source}, ${one.locator}`)),
+    el("td", {}, one.machine, small(own ? one.layout : `${one.layout} · ${one.sequences.toLocaleString("en")} × ${one.seq.toLocaleString("en")}`)),
+    cell(seconds(one.seconds), own ? null : small(one.reported_from)),
+    cell(share(one.mfu)),
+    cell(count(one.tokens_per_second_per_device)),
+    cell(own ? "" : one.error_words || "not scored"),
+  );
+}

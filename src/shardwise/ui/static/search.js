@@ -1,0 +1,146 @@
+// The search in place: progress while it goes on, the ranking, why the first wins, and time against memory.
+
+import { byId, bytes, el, seconds, share } from "./dom.js";
+import { Refused } from "./server.js";
+import { replace, state } from "./state.js";
+
+// What a search does not vary; everything else of the layout is its answer.
+const KEPT = ["model", "cluster", "global_batch", "seq", "precision", "optimizer", "stack", "attention", "dropout", "memory_risk"];
+const TOP = 8;
+
+const button = el("button", { type: "button", class: "primary", onclick: () => (running ? stop() : start()) }, "Search");
+const status = el("p", { class: "status", role: "status" });
+const meter = el("div", { class: "meter", hidden: true }, el("i"));
+const found = el("div", { class: "found" });
+let running = null;
+
+export const search = {
+  prepare() {
+    byId("find").addEventListener("click", () => {
+      byId("search").scrollIntoView();
+      if (!running) start();
+    });
+    return el(
+      "section",
+      { class: "card", id: "search" },
+      el("div", { class: "heading" }, el("h2", {}, "The best layout"), button),
+      el("p", { class: "lead" }, "Prices every way to split this model, batch and cluster, as `shardwise plan` does. The simplest within noise of the fastest comes first."),
+      meter,
+      status,
+      found,
+    );
+  },
+};
+
+const fixed = (job) => Object.fromEntries(Object.entries(job).filter(([name]) => KEPT.includes(name)));
+
+async function start() {
+  const job = fixed(state());
+  running = new AbortController();
+  button.textContent = "Cancel";
+  meter.hidden = false;
+  status.className = "status";
+  status.textContent = "Starting the search";
+  const since = performance.now();
+  try {
+    const answer = await fetch("/api/plan", {
+      method: "POST",
+      headers: { "content-type": "application/json", accept: "text/event-stream" },
+      body: JSON.stringify({ ...job, pareto: "memory" }),
+      signal: running.signal,
+    });
+    if (!answer.ok) throw new Refused((await answer.json()).error);
+    await listen(answer.body, job, since);
+  } catch (error) {
+    status.className = error.name === "AbortError" ? "status" : "status problem";
+    status.textContent = error.name === "AbortError" ? "Cancelled." : error.message;
+  }
+  running = null;
+  button.textContent = "Search";
+  meter.hidden = true;
+}
+
+const stop = () => running?.abort();
+
+/** Reads server-sent events from a stream. */
+async function listen(stream, job, since) {
+  let text = "";
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+    text += value;
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      const event = text.slice(0, end).match(/^event: (\w+)\ndata: (.*)$/s);
+      text = text.slice(end + 2);
+      if (!event) continue;
+      const data = JSON.parse(event[2]);
+      if (event[1] === "progress") status.textContent = `${data.words} · ${Math.round((performance.now() - since) / 1000)} s`;
+      else if (event[1] === "refused") throw new Refused(data.error);
+      else draw(data, job);
+    }
+  }
+}
+
+function draw(plan, job) {
+  const { search: result, layouts, ranking, explanation } = plan;
+  status.textContent = `${result.priced.toLocaleString("en")} strategies priced: ${result.fitting.toLocaleString("en")} run and fit, ${result.too_large.toLocaleString("en")} do not fit, ${result.unsupported.toLocaleString("en")} are not run.`;
+  const rows = ranking.slice(0, TOP).map((row) => ({ ...row, ...layouts.find((one) => one.words === row.words) }));
+  const body = el("tbody", {}, ...rows.map((one) => layoutRow(one, rows[0], job)));
+  const names = ["", "Layout", "Step", "Time", "MFU", "Memory", "Fits", ""];
+  found.replaceChildren(
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...names.map((name, index) => el("th", { class: index > 1 && index < 7 ? "number" : null, scope: "col" }, name)))), body)),
+    el("p", { class: "why" }, el("b", {}, "Why 1 wins. "), explanation.sentence),
+    ...(plan.pareto?.length > 1 ? [el("h3", {}, "Time against memory"), pareto(plan, job)] : []),
+  );
+}
+
+function layoutRow(one, first, job) {
+  const slower = one.predicted_seconds / one.tokens_per_step / (first.predicted_seconds / first.tokens_per_step) - 1;
+  const cell = (text) => el("td", { class: "number" }, text);
+  return el(
+    "tr",
+    { class: one.rank === 1 ? "own" : null },
+    el("td", {}, String(one.rank)),
+    el("th", { scope: "row" }, one.words, one.group === "within noise" ? null : el("small", {}, "slower than noise")),
+    cell(seconds(one.predicted_seconds)),
+    cell(one === first ? "" : `${slower >= 0 ? "+" : "−"}${share(Math.abs(slower))}`),
+    cell(share(one.mfu)),
+    cell(bytes(one.memory.total_bytes)),
+    cell(share(one.fit_probability, 0)),
+    el("td", {}, el("button", { type: "button", class: "quiet small", onclick: () => use(one, job) }, "Use")),
+  );
+}
+
+/** Puts a layout of the search on the page. */
+function use(one, job) {
+  replace({ ...job, ...one.strategy });
+  byId("verdict").scrollIntoView();
+}
+
+/** The front: every point is a layout, no other is both faster and smaller. */
+function pareto(plan, job) {
+  const points = plan.pareto;
+  const box = { left: 56, right: 16, top: 12, bottom: 34, width: 720, height: 240 };
+  const times = points.map((one) => one.predicted_seconds);
+  const sizes = points.map((one) => one.memory.total_bytes);
+  const scale = (values, from, to) => {
+    const [low, high] = [0.94 * Math.min(...values), 1.04 * Math.max(...values)];
+    return (value) => from + ((value - low) / (high - low || 1)) * (to - from);
+  };
+  const x = scale(sizes, box.left, box.width - box.right);
+  const y = scale(times, box.height - box.bottom, box.top);
+  const line = points.map((one, index) => `${index ? "L" : "M"}${x(sizes[index])} ${y(times[index])}`).join("");
+  const ticks = (values) => [Math.min(...values), Math.max(...values)];
+  return el(
+    "svg:svg",
+    { class: "pareto", viewBox: `0 0 ${box.width} ${box.height}`, role: "group", "aria-label": "Step time against memory of a device" },
+    el("svg:path", { class: "front", d: line }),
+    ...ticks(sizes).map((value) => el("svg:text", { x: x(value), y: box.height - 12, "text-anchor": "middle" }, bytes(value))),
+    ...ticks(times).map((value) => el("svg:text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, seconds(value))),
+    ...points.map((one, index) =>
+      el(
+        "svg:circle",
+        { cx: x(sizes[index]), cy: y(times[index]), r: 6, class: "point", tabindex: "0", role: "button", "aria-label": `${one.words}: ${seconds(times[index])}, ${bytes(sizes[index])}`, onclick: () => use(one, job), onkeydown: (event) => event.key === "Enter" && use(one, job) },
+        el("svg:title", {}, `${one.words}: ${seconds(times[index])}, ${bytes(sizes[index])}`),
+      )),
+  );
+}
