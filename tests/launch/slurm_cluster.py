@@ -1,4 +1,4 @@
-"""A real Slurm on this machine with two virtual nodes, for root, where its programs are installed (Debian's can)."""
+"""A real Slurm on this machine with virtual nodes, for root, where its programs are installed (Debian's can)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 ReturnToService=2
 KillWait=30
-NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=4000
-NodeName={host}z NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 RealMemory=4000
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000"
 
 
 def missing() -> str | None:
@@ -52,30 +52,38 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
+def slurm_cluster(folder: Path, count: int = 2) -> Iterator[dict[str, str]]:
     """The environment in which its commands work; the first of its nodes has this host's name, which has an address."""
     require("slurm", missing())
-    host, (port, first, second) = socket.gethostname().partition(".")[0], _free_ports(3)
-    for name in ("state", f"spool/{host}", f"spool/{host}z"):
+    host, (port, *ports) = socket.gethostname().partition(".")[0], _free_ports(1 + count)
+    names = node_names(count)
+    for name in ("state", *(f"spool/{name}" for name in names)):
         (folder / name).mkdir(parents=True)
     configuration = folder / "slurm.conf"
-    configuration.write_text(CONFIGURATION.format(host=host, folder=folder, port=port, first=first, second=second))
+    nodes = "\n".join(NODE.format(name=name, host=host, port=own) for name, own in zip(names, ports))
+    configuration.write_text(CONFIGURATION.format(host=host, folder=folder, port=port, nodes=nodes))
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
     own_munged = _start_munge()
     try:
-        for command in (["slurmctld", "-c"], ["slurmd", "-N", host], ["slurmd", "-N", f"{host}z"]):
+        for command in (["slurmctld", "-c"], *(["slurmd", "-N", name] for name in names)):
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
-        _wait_for_nodes(environment)
+        _wait_for_nodes(environment, count)
         yield environment
     finally:
         subprocess.run(["scancel", "-f", "-p", "main", "--state=RUNNING"], env=environment, capture_output=True)
         subprocess.run(["scancel", "-f", "-p", "main"], env=environment, capture_output=True)
         time.sleep(1)
-        for name in ("ctld", host, f"{host}z"):
+        for name in ("ctld", *names):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
         if own_munged:
             os.kill(own_munged, signal.SIGTERM)
+
+
+def node_names(count: int) -> list[str]:
+    """In Slurm's order."""
+    host = socket.gethostname().partition(".")[0]
+    return [f"{host}{'z' * number}" for number in range(count)]
 
 
 def _start_munge() -> int | None:
@@ -95,11 +103,11 @@ def _start_munge() -> int | None:
     return int((run / "munged.pid").read_text())
 
 
-def _wait_for_nodes(environment: dict[str, str]) -> None:
+def _wait_for_nodes(environment: dict[str, str], count: int) -> None:
     deadline = time.monotonic() + 60
     while True:
         done = subprocess.run(["sinfo", "-N", "-h", "-o", "%T"], env=environment, capture_output=True, text=True)
-        if done.stdout.split() == ["idle", "idle"]:
+        if done.stdout.split() == ["idle"] * count:
             return
         assert time.monotonic() < deadline, done
         time.sleep(0.2)

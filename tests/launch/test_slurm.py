@@ -10,18 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from cli.running import run as shardwise
 from launch.running import wait_until
-from launch.slurm_cluster import slurm_cluster
+from launch.slurm_cluster import node_names, slurm_cluster
 from launch.test_hosts import refusal
 from shardwise.launch.targets.slurm import script
+from shardwise.launch.targets.slurm_order import in_order
 from shardwise.spec import SpecError
+from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.job import Job
+from shardwise.spec.wiring import PairLink, Wiring
 
 SMALL = ("--model", "tiny", "--seq", "32", "--global-batch", "4", "--precision", "fp32", "--dp", "2")
 
@@ -69,6 +74,44 @@ def test_train_writes_it_and_starts_nothing(tmp_path: Path) -> None:
     assert (folder / "job.yaml").exists() and not (folder / "attempts").exists()
 
 
+# -- the order of the nodes ----------------------------------------------------------------------------------
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def far_apart() -> dict[str, tuple[str, ...]]:
+    """Every second node is below another switch."""
+    return {name: (f"leaf{number % 2}", "spine") for number, name in enumerate(NODES)}
+
+
+def cpu_job(wiring: Wiring | None = None, reorder: bool = True, **strategy: int) -> Job:
+    found = job(replace(cpu_hosts(4, 1), wiring=wiring), **strategy)
+    return replace(found, run=replace(found.run, reorder=reorder))
+
+
+def test_a_wiring_orders_the_nodes_that_slurm_chose_and_keeps_what_it_knows_of_others() -> None:
+    slow = PairLink(between=("n2", "n3"), bandwidth=1e6, latency=1e-3)
+    known = Wiring(hosts=("n0", *NODES), links=(slow,))
+    found, order, notes = in_order(cpu_job(known, dp=4), NODES, lambda: pytest.fail("Slurm is asked"))
+    assert order == ("n1", "n2", "n4", "n3") and "in another order" in notes[0]
+    assert found.cluster.wiring == replace(known, hosts=(*order, "n0"))
+    assert in_order(found, NODES, dict)[1] == order  # after a requeue
+    kept = in_order(cpu_job(known, reorder=False, dp=4), NODES, dict)
+    assert kept[1] == NODES and kept[2][0].endswith("run.reorder: true does it")
+
+
+def test_switches_of_slurm_order_nodes_that_no_wiring_knows() -> None:
+    found, order, notes = in_order(cpu_job(pp=4), NODES, far_apart)
+    assert found.cluster.wiring is not None and found.cluster.wiring.hosts == order
+    assert sum(far_apart()[one] != far_apart()[other] for one, other in pairwise(NODES)) == 3
+    assert sum(far_apart()[one] != far_apart()[other] for one, other in pairwise((*order, order[0]))) == 2
+    elsewhere = cpu_job(Wiring(hosts=("a", "b", "c", "d")), pp=4)
+    unknown = "cluster.wiring is not used: it does not know n1"
+    assert in_order(elsewhere, NODES, far_apart)[1:] == (order, [unknown, *notes])
+    plain = cpu_job(pp=4)
+    assert in_order(plain, NODES, dict) == (plain, NODES, [])
+
+
 # -- a real Slurm ------------------------------------------------------------------------------------------
 
 
@@ -80,8 +123,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 def two_nodes(folder: Path) -> str:
     """A cluster file of two hosts with a core each."""
-    from shardwise.spec.clusters import cpu_hosts
-
     path = folder / "cluster.yaml"
     path.write_text(dump_yaml(cpu_hosts(2, 1).to_dict()))
     return str(path)
@@ -157,3 +198,34 @@ def test_srun_starts_ranks_of_any_verb_and_one_task_is_no_rank(slurm: dict[str, 
     assert done.returncode == 0 and json.loads(done.stdout)["ok"], done
     alone = subprocess.run(["srun", "-n1", *verify], env=slurm, capture_output=True, text=True, timeout=300)
     assert alone.returncode == 0, alone  # which starts its own processes
+
+
+WHO = """import os
+if "SLURM_STEP_NUM_TASKS" in os.environ:
+    with open({file!r}, "a") as file:
+        print(os.environ["SLURM_PROCID"], os.environ["SLURMD_NODENAME"], file=file)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_on_the_nodes_in_the_order_of_the_wiring(tmp_path: Path) -> None:
+    """A pipeline over three nodes, of which the first two are far from each other: the third goes between them."""
+    first, second, third = node_names(3)
+    slow = PairLink(between=(first, second), bandwidth=1e6, latency=1e-3)
+    cluster = replace(cpu_hosts(3, 1), wiring=Wiring(hosts=(first, second, third), links=(slow,)))
+    described, seen, code = tmp_path / "cluster.yaml", tmp_path / "seen", tmp_path / "code"
+    described.write_text(dump_yaml(cluster.to_dict()))
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(WHO.format(file=str(seen)))
+    given = (*SMALL[:-2], "--pp", "3", "--set", "strategy.stage_layers=balanced", "--steps", "2")
+    command = [sys.executable, "-m", "shardwise", "train", *given, "--cluster", str(described)]
+    command += ["--run-folder", str(tmp_path / "run"), "--on", "slurm", "--submit"]
+    with slurm_cluster(tmp_path / "slurm", 3) as environment:
+        path = os.pathsep.join([str(code), *sys.path])
+        own = {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
+    (log,) = (tmp_path / "run").glob("slurm-*.log")
+    assert done.returncode == 0, (done, log.read_text())
+    ranks = dict(line.split() for line in seen.read_text().splitlines())
+    assert [ranks[str(rank)] for rank in range(3)] in ([first, third, second], [second, third, first])
+    assert "ranks go to the nodes in another order" in log.read_text()

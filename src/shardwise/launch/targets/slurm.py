@@ -24,6 +24,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 SCRIPT = "slurm.sh"
+ORDER = "shardwise.launch.targets.slurm_order"
 WARNING_SECONDS = 60  # beyond the time for a checkpoint: Slurm may signal up to a minute late or early
 POLL_SECONDS = 2.0
 _OPTION = re.compile(r"(?:--)?(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -54,6 +55,7 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
         "folder": shlex.quote(str(folder)),
         "working_folder": shlex.quote(str(Path.cwd())),
         "exports": _exports(),
+        "order": _order(directives),
         "worker": shlex.join([sys.executable, "-m", WORKER]),
         "restarts": str(job.run.restarts.most),
     }
@@ -85,6 +87,12 @@ def _resources(job: Job) -> dict[str, str | None]:
     if job.run_device == "cuda":
         found["gpus-per-node"] = str(here)
     return found
+
+
+def _order(directives: Mapping[str, str | None]) -> str:
+    if directives["nodes"] == "1":
+        return "  # one node: nothing to order"
+    return _ORDER.replace("@command@", shlex.join([sys.executable, "-m", ORDER]))
 
 
 def _given(options: Sequence[str]) -> dict[str, str | None]:
@@ -130,7 +138,13 @@ while :; do
   logs="$run/slurm/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$tries"
   mkdir -p "$logs" || exit 1
   echo "shardwise: $run from ${before:-the beginning}, logs in $logs"
-  srun --kill-on-bad-exit=1 --output="$logs/rank-%t.log" @worker@ "$run" &
+  order=()
+@order@
+  if [ "$warned" -eq 1 ]; then # before any rank was there to be told
+    status=0
+    break
+  fi
+  srun "${order[@]}" --kill-on-bad-exit=1 --output="$logs/rank-%t.log" @worker@ "$run" &
   step=$!
   wait "$step"
   status=$?
@@ -156,6 +170,12 @@ if [ "$warned" -eq 1 ]; then
 fi
 exit "$status"
 """
+# Slurm has chosen the nodes by now: the ranks may be better in another order than its own.
+_ORDER = """  first=$(@command@ "$run" "$logs/hosts") || exit
+  if [ -n "$first" ]; then
+    export MASTER_ADDR="$first" SLURM_HOSTFILE="$logs/hosts"
+    order=(--distribution=arbitrary)
+  fi"""
 
 
 def run_command(request: TargetRequest, command: Sequence[str]) -> int:
