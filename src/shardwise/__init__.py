@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _VERBS = (
     "analyze", "calibrate", "compare", "generate", "plan", "plan_mixed", "predict", "status", "train",
-    "validate", "verify",
+    "validate", "verify", "write_report",
 )  # fmt: skip
 _PUBLIC = {
     "Cluster": "shardwise.spec.hardware",
@@ -67,6 +67,7 @@ __all__ = [
     "train",
     "validate",
     "verify",
+    "write_report",
 ]
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from shardwise.api.generation import generate
     from shardwise.api.observation import status
     from shardwise.api.planning import plan, plan_mixed
+    from shardwise.api.reporting import write_report
     from shardwise.api.validation import validate
     from shardwise.api.verification import verify
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency

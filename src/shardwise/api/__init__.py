@@ -1,5 +1,5 @@
-"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `status`, `compare`, `calibrate`,
-`validate`, `generate`.
+"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `status`, `compare`, `write_report`,
+`calibrate`, `validate`, `generate`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
 imported when first used. The command line calls the same functions; here errors name keywords instead of flags.
@@ -24,6 +24,7 @@ VERBS = {
     "train": "execution",
     "status": "observation",
     "compare": "comparison",
+    "write_report": "reporting",
     "calibrate": "calibration",
     "validate": "validation",
     "generate": "generation",

@@ -19,6 +19,7 @@ from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis import analysis_data, analysis_page, dimension_data
 from shardwise.report.page import Page
+from shardwise.report.topologies import topology_rows
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -86,6 +87,13 @@ class AnalysisResult(PredictionResult):
     def page(self) -> Page:
         return analysis_page(self.assessment)
 
+    @cached_property
+    def plots(self) -> Page:
+        """The same in pictures."""
+        from shardwise.report.plot.pages import analysis_plots
+
+        return analysis_plots(self.assessment)
+
     def to_dict(self) -> dict[str, Any]:
         return analysis_data(self.assessment)
 
@@ -105,6 +113,7 @@ class AnalysisResult(PredictionResult):
             ],
             "memory": [{"part": part, "bytes": getattr(held, part)} for part in held.PARTS],
             "collectives": collectives,
+            **({"topologies": topology_rows(self.assessment.topologies)} if self.assessment.topologies else {}),
             **{f"{kind}_scaling": [asdict(row) for row in rows] for kind, rows in scaled.items()},
         }
 
@@ -115,6 +124,7 @@ def analyze(
     scaling: bool = False,
     ranks: bool = False,
     memory_over_time: bool = False,
+    compare_topologies: bool = False,
     tokens: Size | None = None,
     price: Size | None = None,
     mtbf: Size | None = None,
@@ -125,17 +135,22 @@ def analyze(
     """Prices one job: a Job, a job file, or keywords such as ``model="llama3-8b", cluster="dgx-h100:2", tp=8``.
 
     ``scaling`` adds strong and weak scaling, ``ranks`` the groups of every rank, ``memory_over_time`` what a device
-    holds when. ``tokens`` prices the whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
+    holds when, ``compare_topologies`` the same job on a ring, a tree, a hierarchy, a switch, a mesh and a torus.
+    ``tokens`` prices the whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
     """
     made, notes = _job(job, keywords)
     if ranks and made.cluster.devices > _MOST_RANKS:
         raise SpecError("--ranks", f"{made.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
     if scaling and is_unlike(made):
         raise SpecError("--scaling", "is for equal devices and stages", "leave it out")
+    if compare_topologies and (is_unlike(made) or made.cluster.devices == 1):
+        problem = "is for two or more devices of one kind, and equal stages"
+        raise SpecError("--compare-topologies", problem, "leave it out")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     campaign = campaign_of(run, made, analysis.predicted_seconds)
-    found = assess(analysis, campaign=campaign, scaling=scaling, ranks=ranks, over_time=memory_over_time)
+    asked = {"scaling": scaling, "ranks": ranks, "over_time": memory_over_time, "topologies": compare_topologies}
+    found = assess(analysis, campaign=campaign, **asked)
     return AnalysisResult(found, (*notes, *analysis.notes))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
-from shardwise.spec.clusters import parse_shape
+from shardwise.spec.clusters import parse_shape, squarest
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
@@ -150,8 +150,7 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
         return axes
     if devices is None:
         raise SpecError("--shape", f"is missing for a {topology}", "give --shape 8x8 or --gpus 64")
-    rows = next(d for d in range(math.isqrt(devices), 0, -1) if devices % d == 0)
-    return (rows, devices // rows)
+    return squarest(devices)
 
 
 def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:

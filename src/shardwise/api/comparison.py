@@ -36,6 +36,13 @@ class ComparisonResult(Result):
     def page(self) -> Page:
         return comparison_page(self.found, self.trace)
 
+    @cached_property
+    def plots(self) -> Page:
+        """The same in pictures."""
+        from shardwise.report.plot.pages import comparison_plots
+
+        return comparison_plots(self.found)
+
     def to_dict(self) -> dict[str, Any]:
         return {**comparison_data(self.found), "trace": str(self.trace)}
 

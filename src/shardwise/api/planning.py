@@ -61,6 +61,13 @@ class PlanResult(Result):
     def page(self) -> Page:
         return plan_page(self.answer, top=self.top, unfolded=self.unfolded)
 
+    @cached_property
+    def plots(self) -> Page:
+        """The same in pictures."""
+        from shardwise.report.plot.pages import plan_plots
+
+        return plan_plots(self.answer, top=self.top)
+
     def to_dict(self) -> dict[str, Any]:
         return plan_data(self.answer)
 

@@ -10,7 +10,7 @@ from shardwise.api.analysis import analyze
 from shardwise.api.outputs import write_text
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
-from shardwise.cli.output import add_output_arguments, form_of, show
+from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -32,15 +32,17 @@ def run(arguments: list[str]) -> int:
     inside.add_argument("--trace", metavar="FILE.json", help="write the predicted step as a trace (ui.perfetto.dev)")
     inside.add_argument("--memory-over-time", action="store_true", help="peak of every pipeline rank: when, and what")
     inside.add_argument("--memory-picture", metavar="FILE.svg", help="draw what every pipeline rank holds over time")
-    add_output_arguments(parser)
+    add_plot_argument(add_output_arguments(parser))
     parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
+    others = "the same devices and links as a ring, tree, hierarchy, switch, mesh and torus, side by side"
+    parser.add_argument("--compare-topologies", action="store_true", help=others)
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
     parsed = parser.parse(arguments)
     job = job_from(parsed)
     _require_few_passes(parsed, job)
     found = analyze(job, **keywords(analyze, parsed))
     written = _write_files(parsed, job)
-    show(parsed, lambda: found.page, found.to_dict)
+    show(parsed, lambda: found.plots if parsed.plot else found.page, found.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
     return 0 if found.fits else 1

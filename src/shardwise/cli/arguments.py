@@ -86,9 +86,9 @@ _SWITCHES = (
 _LISTS = ("strategy.order", "strategy.stage_layers")
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """A job file, and flags that override it."""
-    parser.add_argument("job", nargs="?", help="job file (YAML); flags override it")
+def add_job_arguments(parser: argparse.ArgumentParser, first: str = "job file (YAML); flags override it") -> None:
+    """A job file (``first`` is its help), and flags that override it."""
+    parser.add_argument("job", nargs="?", help=first)
     what = parser.add_argument_group("the job")
     what.add_argument("--model", help="preset, model file, or a Hugging Face folder or its config.json")
     what.add_argument("--cluster", help="preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.api.comparison import TRACE, compare
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
-from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.output import add_output_arguments, add_plot_argument, show
 
 _EXAMPLE = """
 shardwise compare runs/last
@@ -22,9 +22,9 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("run", help="the run's folder; runs/last is the newest")
     parser.add_argument("--trace", metavar="FILE", help=f"both timelines (default: RUN/profile/{TRACE})")
-    add_output_arguments(parser)
+    add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
     require_torch("compare")
     found = compare(parsed.run, trace=parsed.trace)
-    show(parsed, lambda: found.page, found.to_dict)
+    show(parsed, lambda: found.plots if parsed.plot else found.page, found.to_dict)
     return 0

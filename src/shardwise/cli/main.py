@@ -28,6 +28,7 @@ VERBS = {
     "generate": "continue prompts with a trained model, with a key-value cache, on one rank or several",
     "bench": "time collectives, one training step, or parameter servers on this machine, against the prediction",
     "compare": "compare a profiled run with its prediction: every part of the step, slow ranks and links, causes",
+    "report": "a job or a run as one HTML file: the verdict, and every picture with its table",
     "calibrate": "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
     "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",
     "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",

@@ -10,12 +10,18 @@ from typing import Any, Literal
 from shardwise.report.page import Page
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """--json, --markdown and --csv, which are mutually exclusive."""
+def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """--json, --markdown and --csv, which are mutually exclusive; returns their group."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--json", action="store_true", help="JSON output")
     group.add_argument("--markdown", action="store_true", help="Markdown output, tables included")
     group.add_argument("--csv", action="store_true", help="CSV output: the tables alone")
+    return group
+
+
+def add_plot_argument(group: argparse._MutuallyExclusiveGroup) -> None:
+    """--plot, for verbs that have pictures."""
+    group.add_argument("--plot", action="store_true", help="pictures in place of the tables")
 
 
 def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:

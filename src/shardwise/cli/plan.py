@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwise.api.outputs import not_written, write_text
 from shardwise.api.planning import MixedPlanResult, PlanResult, plan, plan_mixed
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, job_arguments, keywords
-from shardwise.cli.output import add_output_arguments, form_of, show
+from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
 from shardwise.planner.constraints import OFFLOADS
 from shardwise.report.page import Line, Page
 from shardwise.report.progress import status
@@ -25,6 +25,7 @@ _NOT_MIXED = {
     "--what-if": "what_if",
     "--for": "framework",
     "--pareto": "pareto",
+    "--plot": "plot",
     "--offload": "offload",
     "--tokens": "tokens",
     "--gpus": "gpus",
@@ -61,7 +62,7 @@ def _plan_mixed(parsed: argparse.Namespace) -> int:
 def _write_and_show(parsed: argparse.Namespace, found: PlanResult | MixedPlanResult, output: Path | None) -> None:
     if output is not None:
         write_text(output, _HEADER + found.job.to_yaml(), "--output")
-    show(parsed, lambda: found.page, found.to_dict)
+    show(parsed, lambda: found.plots if isinstance(found, PlanResult) and parsed.plot else found.page, found.to_dict)
     if output is not None and form_of(parsed) == "text" and not parsed.json:
         Page((Line(f"\nWrote {output}: shardwise analyze {output}", "bold"),)).print()
 
@@ -103,7 +104,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--output", default="job.yaml", metavar="FILE", help="job file to write (default job.yaml); - for none"
     )
-    add_output_arguments(parser)
+    add_plot_argument(add_output_arguments(parser))
     return parser
 
 

@@ -71,6 +71,19 @@ class Analysis:
     def exposed_by_dimension(self) -> dict[str, float]:
         return {name: self.parts[name] for name in COMMUNICATION if self.dimension_traffics(name)}
 
+    def level_use(self, dimension: str) -> dict[str, tuple[float, float]]:
+        """Of each network level: the seconds that its busiest link moves bytes of a dimension in a step, and the bytes.
+
+        Latencies are left out; levels may be busy at the same time.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        for one in self.dimension_traffics(dimension):
+            for level in one.cost.levels:
+                seconds, size = found.get(level.level_name, (0.0, 0.0))
+                seconds += one.count * float(level.bandwidth_seconds)
+                found[level.level_name] = seconds, size + one.count * float(level.bytes)
+        return {name: both for name, both in found.items() if both[1]}
+
     @property
     def tokens_per_second(self) -> float:
         return self.step.tokens_per_second

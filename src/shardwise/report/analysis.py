@@ -23,6 +23,7 @@ from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
 from shardwise.report.tables import FittedTable
+from shardwise.report.topologies import topology_tables
 from shardwise.report.verdict import bottleneck_sentence, verdict_table
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
@@ -41,7 +42,7 @@ from shardwise.spec.units import (
 def analysis_page(found: Assessment) -> Iterator[Piece | str]:
     """Everything `analyze` prints: the verdict, where the predicted step goes, memory, communication, the rest."""
     analysis = found.analysis
-    yield _headline(analysis)
+    yield headline(analysis)
     for note in analysis.notes:
         yield Line(f"note: {note}", "yellow")
     yield verdict_table(found)
@@ -57,6 +58,8 @@ def analysis_page(found: Assessment) -> Iterator[Piece | str]:
         yield from campaign_pieces(found.campaign)
     for kind, rows in (found.scaling or {}).items():
         yield _scaling_table(kind, rows)
+    if found.topologies is not None:
+        yield from topology_tables(found.topologies)
     if found.ranks is not None:
         yield Line("\n".join(_rank_lines(found.ranks)), fixed=True)
     if found.memory_over_time is not None:
@@ -76,7 +79,8 @@ def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
         )
 
 
-def _headline(analysis: Analysis) -> str:
+def headline(analysis: Analysis) -> str:
+    """Three lines: what is priced, its layout, its batch."""
     job = analysis.job
     parameters = readable_count(analysis.parameters)
     active = f" ({readable_count(analysis.active_parameters)} active)" if job.model.moe else ""
@@ -250,6 +254,8 @@ def analysis_data(found: Assessment) -> dict[str, Any]:
         data["campaign"] = campaign_data(found.campaign)
     if found.scaling is not None:
         data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in found.scaling.items()}
+    if found.topologies is not None:
+        data["topologies"] = [asdict(one) for one in found.topologies]
     if found.ranks is not None:
         data["ranks"] = [asdict(place) for place in found.ranks]
     if found.memory_over_time is not None:
@@ -273,6 +279,10 @@ def dimension_data(analysis: Analysis, name: str) -> dict[str, Any]:
         "seconds": sum(traffic.seconds for traffic in traffics),
         "exposed_seconds": analysis.parts[name],
         "bytes_sent": sum(traffic.bytes_sent for traffic in traffics),
+        "levels": {
+            level: {"busy_seconds": seconds, "bytes": size}
+            for level, (seconds, size) in analysis.level_use(name).items()
+        },
         "collectives": [_traffic(traffic) for traffic in traffics],
     }
 

@@ -11,7 +11,7 @@ from shardwise.report.console import bar, picked, table
 from shardwise.report.tables import Cell, FittedTable
 from shardwise.spec.units import counted, readable_count, readable_duration, readable_money, readable_share
 
-_SHARES = {
+SHARES = {
     "training": "training",
     "checkpoints": "writing checkpoints",
     "restarts": "restarts",
@@ -32,7 +32,7 @@ def _rows(run: Campaign) -> Iterator[tuple[Cell, ...]]:
     shares = {name: share for name, share in run.shares.items() if share > 0}
     if len(shares) > 1:
         for name, share in shares.items():
-            yield _SHARES[name], bar(share), readable_duration(share * run.seconds), readable_share(share)
+            yield SHARES[name], bar(share), readable_duration(share * run.seconds), readable_share(share)
     yield "whole run, wall time", bar(1), readable_duration(run.seconds), "100.0%"
     yield "device-hours", "", readable_count(run.device_hours), ""
     if run.cost is not None:

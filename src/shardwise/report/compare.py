@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Line, Piece, paged
+from shardwise.report.part_names import MEASURED_WORDS
 from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
@@ -16,13 +17,6 @@ if TYPE_CHECKING:
     from shardwise.measure.compare.step_parts import RankTimes
     from shardwise.measure.compare.stragglers import SlowLink
 
-_MEANING = {
-    "pp": "pp messages",
-    "late ranks": "waits for late ranks",
-    "host": "host, the rest",
-    "checkpoint": "checkpoint stall",
-    "data": "data wait",
-}
 _MOST_RANKS = 16
 _SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
@@ -75,7 +69,7 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
     title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
     rows = [
         (
-            _MEANING.get(one.name, one.name),
+            MEASURED_WORDS.get(one.name, one.name),
             *(readable_seconds(seconds) for seconds in (one.predicted, one.measured)),
             readable_difference(one.difference),
             *(_optional(seconds) for seconds in (one.hidden_predicted, one.hidden_measured)),
@@ -103,7 +97,7 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
         yield _ranks(found)
     if found.differences:
         cells = [
-            (_MEANING.get(one.name, one.name), readable_difference(one.difference), one.cause)
+            (MEASURED_WORDS.get(one.name, one.name), readable_difference(one.difference), one.cause)
             for one in found.differences
         ]
         yield table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9)

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from shardwise.report import console as printing
+from shardwise.report.plot.drawing import Drawing
 from shardwise.report.tables import FittedTable, hanging
 
 Form = Literal["text", "markdown", "csv"]
@@ -33,7 +34,7 @@ class Line:
                 yield Text(part, style=self.style, no_wrap=True, overflow="ignore")
 
 
-Piece = Line | FittedTable
+Piece = Line | FittedTable | Drawing
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ class Page:
             lines = [one for one in line.text.split("\n") if one.strip()]
             return "  \n".join(f"**{one}**" if line.style == "bold" else one for one in lines) + "\n"
 
-        return "\n".join(one.markdown() if isinstance(one, FittedTable) else written(one) for one in self.pieces)
+        return "\n".join(written(one) if isinstance(one, Line) else one.markdown() for one in self._to_paste())
 
     def csv(self) -> str:
         """Its tables, one after the other with an empty line between; sentences have no columns and stay out."""
-        return "\n".join(piece.csv() for piece in self.pieces if isinstance(piece, FittedTable))
+        return "\n".join(piece.csv() for piece in self._to_paste() if isinstance(piece, FittedTable))
 
     def html(self) -> str:
         from html import escape
@@ -81,7 +82,11 @@ class Page:
             text = escape(line.text.strip("\n")).replace("\n", "<br>")
             return f"<p><b>{text}</b></p>" if line.style == "bold" else f"<p>{text}</p>"
 
-        return "\n".join(one.html() if isinstance(one, FittedTable) else written(one) for one in self.pieces)
+        return "\n".join(written(one) if isinstance(one, Line) else one.html() for one in self._to_paste())
+
+    def _to_paste(self) -> list[Line | FittedTable]:
+        """The pieces, of drawings their tables."""
+        return [one.table() if isinstance(one, Drawing) else one for one in self.pieces]
 
     def _draw(self, out: Console) -> None:
         for piece in self.pieces:

@@ -43,3 +43,10 @@ PLAN_WORDS = {
     "optimizer": "optimizer and step overhead",
     "stragglers": "waiting for the slowest",
 }
+MEASURED_WORDS = {
+    "pp": "pp messages",
+    "late ranks": "waits for late ranks",
+    "host": "host, the rest",
+    "checkpoint": "checkpoint stall",
+    "data": "data wait",
+}

@@ -116,7 +116,7 @@ class MixedCluster(Spec):
         """The network between two kinds, as a level that joins two members."""
         if self.link is not None:
             return NetworkLevel(name="between kinds", size=2, link=self.link)
-        outermost = (_outermost(kind) for kind in self.kinds)
+        outermost = (port_of_device(kind, "between kinds") for kind in self.kinds)
         return min(outermost, key=lambda level: level.bandwidth_per_direction * level.reached_share)
 
     @cached_property
@@ -170,13 +170,19 @@ def sized_name(kind: Cluster) -> str:
     return short if isinstance(short, str) else f"{kind.name} ({kind.devices} × {kind.device.name})"
 
 
-def _outermost(kind: Cluster) -> NetworkLevel:
-    """The outermost level with the bandwidth left to one device while all others send too."""
-    level = kind.levels[-1]
-    below = math.prod(inner.width for inner in kind.levels[:-1])
+def squarest(devices: int) -> tuple[int, int]:
+    """The two axes of a mesh or torus of so many devices that differ least."""
+    rows = next(d for d in range(math.isqrt(devices), 0, -1) if devices % d == 0)
+    return rows, devices // rows
+
+
+def port_of_device(cluster: Cluster, name: str) -> NetworkLevel:
+    """The outermost level with the bandwidth left to one device while all others send too; it joins two of them."""
+    level = cluster.levels[-1]
+    below = math.prod(inner.width for inner in cluster.levels[:-1])
     share = 1.0 if level.ports is None else min(1.0, level.ports / below)
     return NetworkLevel(
-        name="between kinds",
+        name=name,
         size=2,
         bandwidth=level.bandwidth_per_direction * share,
         latency=level.latency_per_step,

@@ -89,8 +89,7 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
         grouped = efficiency.expert_gemm * rows_of_each / (rows_of_each + efficiency.expert_rolloff)
         rate *= select(operator.matrices > 1, grouped, 1.0)  # a single expert is a matmul like any other
     element = recipe.activation
-    weights = operator.matrices * inner * columns
-    read, written = element * (rows * inner + weights), element * rows * columns
+    weights, moved_forward = operator.matrices * inner * columns, product_bytes(operator, element)
     # The weight gradient is accumulated in fp32: read and written, 8 bytes per weight.
     accumulated = element * rows * (inner + columns) + 8 * weights
     exposed = efficiency.operand_traffic / device.memory_bandwidth
@@ -101,8 +100,14 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
         return flops / rate + moved * exposed + launch
 
     return Seconds(
-        seconds(inner, read + written), seconds(columns, read + written), seconds(rows / operator.matrices, accumulated)
+        seconds(inner, moved_forward), seconds(columns, moved_forward), seconds(rows / operator.matrices, accumulated)
     )
+
+
+def product_bytes(operator: Operator, element: float) -> Any:
+    """Bytes of a matmul's operands and of its result."""
+    weights = operator.matrices * operator.inner * operator.columns
+    return element * (operator.rows * operator.inner + weights) + element * operator.rows * operator.columns
 
 
 def _product_casts(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:

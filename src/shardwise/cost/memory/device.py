@@ -116,7 +116,7 @@ def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) ->
     wanted = layers_to_recompute(strategy.recompute, strategy.recompute_layers)
     return pass_memory(
         transient,
-        _kept_by_layers(job, contents),
+        kept_by_layers(job, contents),
         _kept_by_head(job, contents),
         _recomputed_layer_bytes(job, contents),
         stay_whole=layers_stay_whole(wanted, contents.layers, strategy.chunks_per_rank),
@@ -146,7 +146,7 @@ def peak_memory(job: Job) -> DeviceMemory:
 def activation_bytes(job: Job, contents: RankContents) -> float:
     """Activations alive on a rank at its peak: its layers times the microbatches in flight, and the ends."""
     in_flight = microbatches_in_flight(job, contents.rank)
-    layers, head = _kept_by_layers(job, contents), _kept_by_head(job, contents)
+    layers, head = kept_by_layers(job, contents), _kept_by_head(job, contents)
     return float(kept_activations(layers, head, in_flight, job.strategy.schedule_record.forwards_first))
 
 
@@ -154,7 +154,7 @@ def _kept_by_head(job: Job, contents: RankContents) -> float:
     return head_activation_bytes(job) if contents.has_head else 0.0
 
 
-def _kept_by_layers(job: Job, contents: RankContents) -> float:
+def kept_by_layers(job: Job, contents: RankContents) -> float:
     """Of one microbatch, the embedding included."""
     share = fully_recomputed_share(job, contents)
     kept = embedding_activation_bytes(job) if contents.has_embedding else 0.0

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.collectives.arrays import select
 from shardwise.layout.sharding import divided_over, expert_shards, sums_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
+
+ParameterGroup = Literal["dense", "experts"]
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,20 @@ def state_bytes(
 
 
 def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str) -> StateBytes:
-    """States of one device of a pipeline rank: dense parts and experts have different sharding groups."""
+    """States of one device of a pipeline rank."""
+    groups = group_states(contents, sharding, precision, optimizer)
+    return groups["dense"] + groups["experts"] + StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
+
+
+def group_states(
+    contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str
+) -> dict[ParameterGroup, StateBytes]:
+    """Dense parts and experts have different sharding groups."""
     shared: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
     shared |= {name: getattr(sharding, name) for name in ("zero", "gradients_sharded", "offload", "sums_once")}
     dense = state_bytes(contents.layer_matrices, contents.others, shards=sharding.shards, **shared)
     shared["precision"] = (RECIPES[precision] if isinstance(precision, str) else precision).of_experts
-    experts = state_bytes(contents.experts, shards=sharding.expert_shards, **shared)
-    return dense + experts + StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
+    return {"dense": dense, "experts": state_bytes(contents.experts, shards=sharding.expert_shards, **shared)}
 
 
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:

@@ -127,20 +127,27 @@ def _kinds(job: Job) -> tuple[bool, ...]:
 
 def communication_buffer_bytes(job: Job) -> float:
     """Buffers that tensors pass through on their way between devices."""
+    return sum(communication_buffers(job).values())
+
+
+def communication_buffers(job: Job) -> dict[str, float]:
+    """The same of each dimension that has any."""
     model, strategy, recipe = job.model, job.strategy, job.training.recipe
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     hidden = model.hidden * recipe.communication
-    buffers = 0.0
+    buffers: dict[str, float] = {}
     if strategy.tp > 1 and strategy.sequence_parallel:
-        buffers += hidden * tokens  # the gathered input of the linear layer in use
+        buffers["tp"] = hidden * tokens  # the gathered input of the linear layer in use
     if strategy.pp > 1:
-        buffers += 2 * hidden * region * (job.stack.message_buffers == "one")  # one activation received, one gradient
+        buffers["pp"] = (
+            2 * hidden * region * (job.stack.message_buffers == "one")
+        )  # one activation received, one gradient
     if strategy.cp > 1:
         key_value_bytes = key_value_features(job) * tokens * recipe.communication
-        buffers += 2 * key_value_bytes * (strategy.cp if strategy.context_method == "all-gather" else 1)
+        buffers["cp"] = 2 * key_value_bytes * (strategy.cp if strategy.context_method == "all-gather" else 1)
     if strategy.ep > 1 and model.moe:
-        buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
+        buffers["ep"] = 2 * hidden * region * model.moe.top_k  # sent and received tokens
     return buffers
 
 

@@ -74,6 +74,15 @@ def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, floa
     return found
 
 
+def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
+    """The operators of one layer of every kind that a pipeline rank has, and of its end of the model."""
+    shape, seconds_of = layer_shape(job), _timed(job)
+    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        if count:
+            yield from ((one, seconds_of(one)) for one in layer_operators(job.model, shape, moe=moe))
+    yield from _ends(job, contents)
+
+
 def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):

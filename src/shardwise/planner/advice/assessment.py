@@ -9,6 +9,7 @@ from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign, StorageCost, checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.step.scaling import ScalingRow, scaling_table
+from shardwise.cost.step.topologies import PricedTopology, compared_topologies
 from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottleneck
 from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.layout.mesh import RankPlace, rank_places
@@ -32,7 +33,7 @@ class StorageUse:
 
 @dataclass(frozen=True)
 class Assessment:
-    """``best_change`` is for a job that fits, ``what_would_fit`` for one that does not; the last four are on request.
+    """``best_change`` is for a job that fits, ``what_would_fit`` for one that does not; the last five are on request.
 
     ``predicted_seconds_low`` and ``high`` are the ends of the error bar.
     """
@@ -48,6 +49,7 @@ class Assessment:
     scaling: dict[str, list[ScalingRow]] | None = None
     ranks: list[RankPlace] | None = None
     memory_over_time: MemoryOverTime | None = None
+    topologies: tuple[PricedTopology, ...] | None = None
 
     @property
     def predicted_seconds_low(self) -> float:
@@ -73,6 +75,7 @@ def assess(
     scaling: bool = False,
     ranks: bool = False,
     over_time: bool = False,
+    topologies: bool = False,
     advice: bool = True,
 ) -> Assessment:
     """``advice`` searches for what to change, which takes most of the time."""
@@ -89,6 +92,7 @@ def assess(
         {kind: scaling_table(job, kind) for kind in SCALING_KINDS} if scaling else None,
         rank_places(job) if ranks else None,
         _memory_over_time(job) if over_time else None,
+        compared_topologies(job) if topologies else None,
     )
 
 

@@ -1,0 +1,185 @@
+"""`report`: a job or a run as one HTML file with every picture, and the tables under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from shardwise.api.campaign import CampaignArguments, campaign_of
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.inputs import job_from
+from shardwise.api.outputs import require_writable, write_text
+from shardwise.api.planning import plan
+from shardwise.api.results import Result
+from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.layout.views import is_unlike
+from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.candidate import candidate
+from shardwise.report.analysis import headline
+from shardwise.report.charts.chart import Chart
+from shardwise.report.charts.plan import same_strategy
+from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
+from shardwise.report.charts.timeline import MOST_PASSES
+from shardwise.report.charts.verdict import Verdict, verdict_of
+from shardwise.report.html import report_html
+from shardwise.report.page import Line, Page
+from shardwise.report.verdict import verdict_table
+from shardwise.spec.errors import SpecError
+from shardwise.spec.installation import is_installed
+from shardwise.spec.job import Job
+from shardwise.spec.units import counted, readable_decimal_bytes
+from shardwise.training.checkpoint.folder import NEWEST, RunFolder, run_folder
+from shardwise.training.metrics.lines import read_lines, summarise
+
+if TYPE_CHECKING:
+    from shardwise.measure.compare.comparison import Comparison
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReportResult(Result):
+    """The pictures of a job or a run; ``path`` is where they were written, if they were."""
+
+    title: str
+    assessment: Assessment
+    sections: tuple[ChartSection, ...]
+    notes: tuple[str, ...] = ()
+    path: Path | None = None
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.assessment)
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        return tuple(one for section in self.sections for one in section.charts)
+
+    @cached_property
+    def html(self) -> str:
+        """The whole file."""
+        return report_html(self.title, self.verdict, self._facts(), self.sections, self.notes)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What was priced, and the rows of the verdict, as `analyze` prints them."""
+        priced = zip(("Job", "Layout", "Batch"), headline(self.assessment.analysis).split("\n"))
+        return [*priced, *((str(name), str(what)) for name, what in verdict_table(self.assessment).rows)]
+
+    @cached_property
+    def page(self) -> Page:
+        size = readable_decimal_bytes(len(self.html.encode()))
+        where = "" if self.path is None else f"wrote {self.path}: {counted(len(self.charts), 'chart')}, {size}"
+        missing = [f"not drawn: {note}" for section in self.sections for note in section.notes]
+        return Page.of([Line(self.verdict.sentence, "bold"), *missing, *filter(None, [where])])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "verdict": self.verdict.to_dict(),
+            "charts": {one.name: one.to_dict() for one in self.charts},
+            "not_drawn": [note for section in self.sections for note in section.notes],
+            "notes": list(self.notes),
+            "path": None if self.path is None else str(self.path),
+        }
+
+
+def write_report(
+    job: JobSource | None = None,
+    *,
+    output: str | PathLike[str] | None = "report.html",
+    search: bool = True,
+    time_limit: Size | None = None,
+    tokens: Size | None = None,
+    price: Size | None = None,
+    mtbf: Size | None = None,
+    checkpoint_seconds: Size | None = None,
+    restart_seconds: Size | None = None,
+    on_progress: OnProgress | None = None,
+    **keywords: Unpack[JobKeywords],
+) -> ReportResult:
+    """A job, or the folder of a run, as one HTML file with every picture; ``output=None`` writes nothing.
+
+    ``search`` plans for the same model, cluster and batch, to show the job among other strategies. The rest is as for
+    `analyze`, and ``time_limit`` as for `plan`.
+    """
+    path = None if output is None else Path(fspath(output))
+    if path is not None:
+        require_writable(path, "--output")
+    tell = on_progress or (lambda text: None)
+    asked = job_arguments(job, keywords)
+    folder = _run_of(asked)
+    made, notes = job_from(asked if folder is None else replace(asked, job=str(folder.job)))
+    tell("pricing")
+    analysis = analyze_job(made)
+    run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
+    found = assess(
+        analysis,
+        campaign=campaign_of(run, made, analysis.predicted_seconds),
+        scaling=not is_unlike(made),
+        over_time=3 * made.microbatches * made.strategy.stages <= MOST_PASSES,
+    )
+    searched = _searched(made, time_limit, tell) if search else PlanPictures(why_not="--no-search leaves them out")
+    sections = job_sections(found, searched)
+    title = f"{made.model.name} on {made.cluster.name}"
+    if folder is not None:
+        tell("reading the run")
+        sections = [*run_sections(_pictures(folder), made), *sections]
+        title = f"{folder.path.name}: {title}"
+    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path)
+    if path is not None:
+        write_text(path, result.html, "--output")
+    return result
+
+
+def _run_of(asked: JobArguments) -> RunFolder | None:
+    """The folder of a run, where that is what was given instead of a job file."""
+    if asked.job is None:
+        return None
+    path = Path(asked.job)
+    try:
+        is_folder = path.is_dir() or (path.name == NEWEST and not path.exists())
+    except (OSError, ValueError):
+        return None  # whoever reads it says why it is no path
+    if is_folder and not asked.overrides and asked.model is None and asked.cluster is None:
+        return run_folder(asked.job)
+    if is_folder:
+        raise SpecError("report", "flags do not change a run that was trained", "leave them out, or give its job.yaml")
+    return None
+
+
+def _searched(job: Job, time_limit: Size | None, tell: OnProgress) -> PlanPictures:
+    """The plan for the same model, cluster and batch; a job that no search can take says why."""
+    if is_unlike(job):
+        return PlanPictures(why_not="jobs on several kinds of nodes are planned by `shardwise plan`")
+    try:
+        answer = plan(job, pareto="memory", time_limit=time_limit, on_progress=tell).answer
+    except SpecError as error:
+        return PlanPictures(why_not=str(error))
+    own = same_strategy(answer.plan, job) or candidate(job)
+    best = answer.plan.best
+    marked = None if own.job.strategy == best.job.strategy else own
+    return PlanPictures(answer.plan, answer.memory_front or (), marked)
+
+
+def _pictures(folder: RunFolder) -> RunPictures:
+    records: Sequence[dict[str, Any]] = list(read_lines(folder.metrics))
+    comparison, why_not = _comparison(folder)
+    return RunPictures(records, summarise(records), comparison, why_not)
+
+
+def _comparison(folder: RunFolder) -> tuple[Comparison | None, str]:
+    """The profiled steps of a run beside their prediction, or why there is nothing to compare."""
+    if not folder.profile.is_dir():
+        return None, "the parts of a step: no step was profiled (`shardwise train --profile steps=10:12`)"
+    if not is_installed("torch"):
+        return None, "the parts of a step: PyTorch, which reads its profile, is not installed"
+    from shardwise.measure.compare.comparison import compare, profiled_run
+
+    try:
+        return compare(profiled_run(str(folder.path))), ""
+    except SpecError as error:
+        return None, f"the parts of a step: {error}"

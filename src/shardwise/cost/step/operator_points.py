@@ -1,0 +1,63 @@
+"""The operators of a rank's layers on a roofline: FLOPs, bytes moved and seconds of each forward pass.
+
+Williams et al. 2009, "Roofline: an insightful visual performance model for multicore architectures", CACM 52(4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cost.compute.operators import Operator, OperatorRole
+from shardwise.cost.compute.roofline import product_bytes
+from shardwise.cost.memory.activations import key_value_features
+from shardwise.cost.step.stage_time import timed_operators
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+
+
+@dataclass(frozen=True)
+class OperatorPoint:
+    """All operators of one role in a layer, for one microbatch; operators without FLOPs have no place here."""
+
+    role: OperatorRole
+    flops: float
+    moved_bytes: float
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        return self.role.value
+
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops / self.moved_bytes
+
+    @property
+    def rate(self) -> float:
+        """FLOPs in a second, as predicted."""
+        return self.flops / self.seconds
+
+
+def operator_points(job: Job, contents: RankContents) -> tuple[OperatorPoint, ...]:
+    """The matmuls and the attention of a pipeline rank, in the order of a layer."""
+    found: dict[OperatorRole, tuple[float, float, float]] = {}
+    for operator, seconds in timed_operators(job, contents):
+        if operator.kind == "traffic":
+            continue
+        flops, moved, took = found.get(operator.role, (0.0, 0.0, 0.0))
+        own = _flops(operator), _moved_bytes(job, operator), float(seconds.forward)
+        found[operator.role] = flops + own[0], moved + own[1], took + own[2]
+    return tuple(OperatorPoint(role, *figures) for role, figures in found.items())
+
+
+def _flops(operator: Operator) -> float:
+    return float(operator.flops * operator.attended)
+
+
+def _moved_bytes(job: Job, operator: Operator) -> float:
+    """Operands and results once each; of attention queries, keys, values and output (Dao et al. 2022, section 3.2)."""
+    element = job.training.recipe.activation
+    if operator.kind == "product":
+        return float(product_bytes(operator, element))
+    keys_and_values = job.microbatch_tokens * job.strategy.cp * key_value_features(job)
+    return float(element * (operator.rows * operator.inner + keys_and_values))

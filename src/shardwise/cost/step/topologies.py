@@ -1,0 +1,116 @@
+"""One job on other networks: the same devices, strategy and link rates, joined in every textbook topology.
+
+The flat ones join all devices by one kind of link: what a device has of the cluster's outermost level while all others
+send too. Hierarchical is the cluster with its faster levels inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.memory.room import Fit
+from shardwise.cost.memory.transient import communication_buffers, message_buffer_bytes
+from shardwise.spec.clusters import port_of_device, squarest
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.network import NetworkLevel
+
+Joined = Literal["ring", "tree", "hierarchical", "switch", "mesh", "torus"]
+JOINED: tuple[Joined, ...] = ("ring", "tree", "hierarchical", "switch", "mesh", "torus")
+_NODE = 8  # devices, of a cluster that has no nodes of its own
+
+
+@dataclass(frozen=True)
+class DimensionOnNetwork:
+    """What one dimension does in a step: bytes that its busiest device sends, seconds, and memory of its buffers."""
+
+    algorithms: tuple[str, ...]
+    bytes_sent: float
+    seconds: float
+    exposed_seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class PricedTopology:
+    """The job on one network; ``why_not`` where its groups have no place on it, and then no figures."""
+
+    topology: Joined
+    network: str
+    predicted_seconds: float | None = None
+    exposed_share: float | None = None
+    fit: Fit | None = None
+    dimensions: dict[str, DimensionOnNetwork] | None = None
+    why_not: str = ""
+
+
+def compared_topologies(job: Job) -> tuple[PricedTopology, ...]:
+    return tuple(_priced(job, name, _joined(job.cluster, name)) for name in JOINED)
+
+
+def _priced(job: Job, name: Joined, cluster: Cluster) -> PricedTopology:
+    words = _words(cluster)
+    try:
+        analysis = analyze(replace(job, cluster=cluster))
+    except SpecError as error:  # groups that the network cannot be cut into
+        return PricedTopology(name, words, why_not=str(error))
+    found = {one: _dimension(analysis, one) for one in analysis.exposed_by_dimension()}
+    return PricedTopology(name, words, analysis.predicted_seconds, analysis.exposed_share, analysis.fit, found)
+
+
+def _dimension(analysis: Analysis, name: str) -> DimensionOnNetwork:
+    traffics = analysis.dimension_traffics(name)
+    return DimensionOnNetwork(
+        algorithms=tuple(dict.fromkeys(one.cost.algorithm for one in traffics)),
+        bytes_sent=sum(one.bytes_sent for one in traffics),
+        seconds=sum(one.seconds for one in traffics),
+        exposed_seconds=analysis.parts[name],
+        memory_bytes=buffer_bytes(analysis, name),
+    )
+
+
+def buffer_bytes(analysis: Analysis, dimension: str) -> float:
+    """What a dimension holds of the fullest device to communicate; of dp, whole layers gathered from shards."""
+    job = analysis.job
+    if dimension == "dp":
+        return analysis.memory.gathered
+    messages = job.microbatches * message_buffer_bytes(job) if dimension == "pp" else 0.0
+    return communication_buffers(job).get(dimension, 0.0) + messages
+
+
+def _joined(cluster: Cluster, name: Joined) -> Cluster:
+    if name == "hierarchical":
+        return _hierarchy(cluster)
+    grid = next((one for one in cluster.levels if one.shape and one.width == cluster.devices), None)
+    port = port_of_device(cluster, name)
+    if name in ("mesh", "torus"):
+        shape = grid.shape if grid is not None else squarest(cluster.devices)
+        level = replace(port, topology=name, size=None, shape=shape)
+    else:
+        level = replace(port, topology=name, size=cluster.devices)
+    return _on(cluster, (level,))
+
+
+def _hierarchy(cluster: Cluster) -> Cluster:
+    """The cluster itself where it has several levels; else nodes on a switch each, joined by another of that rate."""
+    if sum(level.width > 1 for level in cluster.levels) > 1:
+        return cluster
+    devices, port = cluster.devices, port_of_device(cluster, "node")
+    largest = cluster.node_devices if cluster.node_devices < devices else _NODE
+    node = max(size for size in range(1, largest + 1) if devices % size == 0)
+    inside, between = replace(port, size=node), replace(port, name="network", size=devices // node)
+    return _on(cluster, (inside, between))
+
+
+def _on(cluster: Cluster, levels: tuple[NetworkLevel, ...]) -> Cluster:
+    """The same devices and nodes on another network; what was known of single links is not of this one."""
+    return replace(cluster, levels=levels, devices_per_node=cluster.node_devices, wiring=None)
+
+
+def _words(cluster: Cluster) -> str:
+    """How its devices are joined: "nvlink 8 · infiniband 64"."""
+    live = [level for level in cluster.levels if level.width > 1]
+    return " · ".join(f"{one.name} {'x'.join(map(str, one.shape)) if one.shape else one.width}" for one in live)

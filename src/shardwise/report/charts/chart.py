@@ -1,0 +1,221 @@
+"""A picture as data: what is drawn, its axes with their units, and the table that says the same in numbers.
+
+The HTML report, the page in the browser and ``--plot`` in a terminal all draw these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from shardwise.spec.units import (
+    readable_bytes,
+    readable_count,
+    readable_flops,
+    readable_rate,
+    readable_seconds,
+    readable_share,
+)
+
+ChartUnit = Literal["bytes", "seconds", "share", "count", "FLOP/s", "B/s", "tokens/s", "loss", "number", "words"]
+Tone = Literal["navy", "blue", "sky", "orange", "gold", "green", "purple", "pink", "teal", "red", "grey"]
+TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "gold", "teal", "pink", "sky", "red", "navy", "grey")
+LineStyle = Literal["line", "dashed", "points", "edge"]  # an edge has no points of its own
+Value = float | str | None
+
+# `assets/charts.js` writes the ticks of axes in the same way, which the browser tests compare.
+_READABLE: dict[ChartUnit, Callable[[float], str]] = {
+    "bytes": readable_bytes,
+    "seconds": readable_seconds,
+    "share": readable_share,
+    "count": readable_count,
+    "FLOP/s": lambda value: f"{readable_flops(value)}/s",
+    "B/s": readable_rate,
+    "tokens/s": lambda value: f"{value:,.0f}",
+    "loss": lambda value: f"{value:.3f}",
+    "number": lambda value: f"{value:,.0f}",  # in full
+}
+
+
+def readable(value: Value, unit: ChartUnit) -> str:
+    """A figure for people; "–" where there is none."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else _READABLE[unit](value)
+
+
+@dataclass(frozen=True)
+class ChartColumn:
+    """A column of a table: its heading, and the unit of its figures."""
+
+    name: str
+    unit: ChartUnit = "words"
+
+
+@dataclass(frozen=True)
+class ChartTable:
+    """The figures of a chart; rows of numbers and words."""
+
+    columns: tuple[ChartColumn, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+    def texts(self) -> list[list[str]]:
+        """The rows as people read them."""
+        return [[readable(value, one.unit) for one, value in zip(self.columns, row)] for row in self.rows]
+
+
+def chart_table(columns: dict[str, ChartUnit], rows: Iterable[Iterable[Value]]) -> ChartTable:
+    described = tuple(ChartColumn(name, unit) for name, unit in columns.items())
+    return ChartTable(described, tuple(tuple(row) for row in rows))
+
+
+@dataclass(frozen=True)
+class ChartAxis:
+    """What lies along an axis; a logarithmic one has equal steps for equal factors."""
+
+    label: str
+    unit: ChartUnit
+    is_log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """``name`` tells it apart from the others of a page; ``caption`` says what to look for."""
+
+    name: str
+    title: str
+    caption: str
+    table: ChartTable
+
+    KIND: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: bytes, seconds and shares as numbers, the table also as text."""
+        data: dict[str, Any] = _plain({"kind": self.KIND, **asdict(self)})
+        data["table"]["texts"] = self.table.texts()
+        return data
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class BarSeries:
+    """One colour: a value for each category; ``details`` are lines that explain each of them."""
+
+    name: str
+    values: tuple[float, ...]
+    tone: Tone
+    details: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class ChartLimit:
+    """A line across all bars or points: the memory of a device."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarChart(Chart):
+    """Horizontal bars, one for each category: series one behind the other, or side by side."""
+
+    KIND: ClassVar[str] = "bars"
+    axis: ChartAxis
+    categories: tuple[str, ...]
+    series: tuple[BarSeries, ...]
+    is_stacked: bool
+    limits: tuple[ChartLimit, ...] = ()
+
+
+@dataclass(frozen=True)
+class LineSeries:
+    """Points (x, y); ``labels`` name them one by one."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    tone: Tone
+    style: LineStyle = "line"
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineChart(Chart):
+    """Lines and points over two axes; ``is_stacked`` areas lie on top of each other and keep a level until the next."""
+
+    KIND: ClassVar[str] = "lines"
+    x: ChartAxis
+    y: ChartAxis
+    series: tuple[LineSeries, ...]
+    is_stacked: bool = False
+    limits: tuple[ChartLimit, ...] = ()
+
+
+@dataclass(frozen=True)
+class SpanKind:
+    """What a span may be."""
+
+    name: str
+    tone: Tone
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanChart(Chart):
+    """Rows over time: ``spans`` are (row, start, end, kind, label), with row and kind by their number."""
+
+    KIND: ClassVar[str] = "spans"
+    axis: ChartAxis
+    rows: tuple[str, ...]
+    kinds: tuple[SpanKind, ...]
+    spans: tuple[tuple[int, float, float, int, str], ...]
+    end: float
+
+
+@dataclass(frozen=True)
+class MeshCell:
+    """A place of a box: a short label, what it says when pointed at, and its tone."""
+
+    label: str
+    detail: str
+    tone: Tone
+
+
+@dataclass(frozen=True)
+class MeshBox:
+    """A node with its devices."""
+
+    label: str
+    cells: tuple[MeshCell, ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshChart(Chart):
+    """Boxes with cells: nodes with their ranks."""
+
+    KIND: ClassVar[str] = "mesh"
+    boxes: tuple[MeshBox, ...]
+    legend: tuple[SpanKind, ...]
+
+
+def stacked_table(
+    first: str, axis: ChartAxis, categories: Sequence[str], series: Sequence[BarSeries], *, total: str = ""
+) -> ChartTable:
+    """A row for each category, a column for each series, and their sum if it has a name."""
+    columns: dict[str, ChartUnit] = {first: "words", **{one.name: axis.unit for one in series}}
+    rows: list[list[Value]] = [
+        [name, *(one.values[number] for one in series)] for number, name in enumerate(categories)
+    ]
+    if total:
+        columns[total] = axis.unit
+        for number, row in enumerate(rows):
+            row.append(sum(one.values[number] for one in series))
+    return chart_table(columns, rows)

@@ -1,0 +1,154 @@
+"""What devices hold: part by part on every pipeline rank, with the formula behind each part, and over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardwise.cost.analysis import Analysis
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.terms import MemoryFactor, MemoryTerm, memory_terms
+from shardwise.layout.views import ranks_to_price
+from shardwise.report.charts.chart import (
+    BarChart,
+    BarSeries,
+    ChartAxis,
+    ChartLimit,
+    LineChart,
+    LineSeries,
+    Tone,
+    chart_table,
+    stacked_table,
+)
+from shardwise.report.memory_timeline import sampled
+from shardwise.report.part_names import MEMORY_PARTS
+from shardwise.report.verdict import memory_words
+from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.cost.memory.timeline import MemoryOverTime, RankMemory
+
+_TONES: dict[str, Tone] = {
+    "weights": "sky",
+    "gradients": "blue",
+    "optimizer": "navy",
+    "activations": "orange",
+    "recomputed": "gold",
+    "gathered": "green",
+    "communication": "teal",
+    "temporary": "purple",
+    "allowance": "grey",
+}
+_COLUMNS = 160  # samples of a step
+
+
+def memory_chart(analysis: Analysis) -> BarChart:
+    """A bar for every pipeline rank whose figures differ, against the memory of a device."""
+    memories, room = analysis.memories, analysis.room
+    parts = _parts_held(memories)
+    terms = [memory_terms(view, held) for (view, _), held in zip(ranks_to_price(analysis.job), memories)]
+    series = tuple(
+        BarSeries(
+            MEMORY_PARTS[part],
+            tuple(getattr(held, part) for held in memories),
+            _TONES[part],
+            tuple(
+                formula_lines(MEMORY_PARTS[part], own.get(part, ()), getattr(held, part))
+                for own, held in zip(terms, memories)
+            ),
+        )
+        for part in parts
+    )
+    axis = ChartAxis("bytes of one device", "bytes")
+    categories = tuple(rank_words(analysis, held) for held in memories)
+    limits = [ChartLimit("usable memory of a device", room.usable_bytes)]
+    if room.margin_bytes:
+        limits.append(ChartLimit("what plans fill", room.planned_bytes))
+    return BarChart(
+        name="memory",
+        title="Memory of one device",
+        caption=f"{memory_words(analysis)}.",
+        axis=axis,
+        categories=categories,
+        series=series,
+        is_stacked=True,
+        limits=tuple(limits),
+        table=stacked_table("pipeline rank", axis, categories, series, total="in all"),
+    )
+
+
+def rank_words(analysis: Analysis, held: DeviceMemory) -> str:
+    """The pipeline rank of a bar; the fullest is named."""
+    if analysis.job.strategy.pp == 1:
+        return "every device"
+    return f"rank {held.pipeline_rank}" + (" (fullest)" if held is analysis.memory else "")
+
+
+def formula_lines(name: str, terms: tuple[MemoryTerm, ...], size: float) -> tuple[str, ...]:
+    """What a part is in words, and the same with the numbers put in."""
+    if not terms:
+        return ()
+    words = " + ".join(
+        _product(one, lambda factor: factor.meaning) if len(one.factors) > 1 else one.what for one in terms
+    )
+    numbers = " + ".join(_product(one, _number) for one in terms)
+    return (f"{name} = {words}", f"= {numbers}", f"= {readable_bytes(size)}")
+
+
+def _product(term: MemoryTerm, text_of: Callable[[MemoryFactor], str]) -> str:
+    first, *others = term.factors
+    return text_of(first) + "".join(f" {'÷' if one.divides else '×'} {text_of(one)}" for one in others)
+
+
+def _number(factor: MemoryFactor) -> str:
+    if factor.unit == "count":
+        whole = factor.value < 1e6 and float(factor.value).is_integer()
+        return f"{factor.value:,.0f}" if whole else readable_count(factor.value)
+    return readable_bytes(factor.value) if abs(factor.value) >= 1024 else f"{factor.value:.4g} B"
+
+
+def _parts_held(memories: tuple[DeviceMemory, ...]) -> list[str]:
+    return [part for part in DeviceMemory.PARTS if any(getattr(held, part) for held in memories)]
+
+
+def memory_over_time_chart(memory: MemoryOverTime) -> LineChart:
+    """The fullest pipeline rank over the step, part by part; the table has the peak of every rank."""
+    rank, step = memory.fullest, memory.step_seconds
+    usable = float(memory.job.cluster.device.usable_memory)
+    spans = sampled(rank, step, _COLUMNS)
+    width = step / _COLUMNS
+    parts = _parts_held(tuple(span.held for span in spans))
+    # What stays below, what comes and goes on top of it.
+    order: list[str] = [part for part in ("allowance", "optimizer", "gradients", "weights") if part in parts]
+    order += [part for part in parts if part not in order]
+    where = f"pipeline rank {rank.pipeline_rank}, the fullest" if memory.job.strategy.pp > 1 else "every device"
+    return LineChart(
+        name="memory-over-time",
+        title=f"Memory over the step: {where}",
+        caption=(
+            f"The peak is {readable_bytes(rank.peak.held.total)} at {readable_seconds(rank.peak.start_seconds)}, "
+            f"during {rank.peak.during}."
+        ),
+        x=ChartAxis("seconds into the step", "seconds"),
+        y=ChartAxis("bytes held", "bytes"),
+        series=tuple(
+            LineSeries(
+                MEMORY_PARTS[part],
+                tuple((number * width, getattr(span.held, part)) for number, span in enumerate(spans)),
+                _TONES[part],
+            )
+            for part in order
+        ),
+        is_stacked=True,
+        limits=(ChartLimit("usable memory of a device", usable),),
+        table=chart_table(
+            {"rank": "words", "peak": "bytes", "of the device": "share", "at": "seconds", "during": "words"},
+            [_peak_row(one, usable) for one in memory.ranks],
+        ),
+    )
+
+
+def _peak_row(rank: RankMemory, usable: float) -> tuple[str, float, float, float, str]:
+    peak = rank.peak
+    held = peak.held.total
+    return f"rank {rank.pipeline_rank}", held, held / usable, peak.start_seconds, peak.during

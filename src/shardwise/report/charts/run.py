@@ -1,0 +1,156 @@
+"""A run in pictures: its loss, its throughput, and what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.charts.chart import (
+    BarChart,
+    BarSeries,
+    ChartAxis,
+    ChartUnit,
+    LineChart,
+    LineSeries,
+    Value,
+    chart_table,
+)
+from shardwise.report.part_names import MEASURED_WORDS
+from shardwise.spec.job import Job
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.measure.compare.comparison import Comparison
+    from shardwise.training.metrics.lines import RunSummary
+
+Records = Sequence[Mapping[str, Any]]
+_MOST_POINTS = 600  # of a curve
+_MOST_ROWS = 12
+
+
+def loss_chart(records: Records) -> LineChart | None:
+    """The loss of every step, and of the validation; None if none was recorded."""
+    trained, validated = _curve(records, "loss"), _curve(records, "validation_loss")
+    if not trained:
+        return None
+    series = [LineSeries("loss", trained, "blue")]
+    if validated:
+        series.append(LineSeries("validation loss", validated, "orange"))
+    return LineChart(
+        name="loss",
+        title="Loss",
+        caption=f"From {trained[0][1]:.3f} at step {trained[0][0]:,.0f} to {trained[-1][1]:.3f} at step "
+        f"{trained[-1][0]:,.0f}.",
+        x=ChartAxis("step", "number"),
+        y=ChartAxis("loss", "loss"),
+        series=tuple(series),
+        table=_samples({"loss": trained, "validation loss": validated}, "loss"),
+    )
+
+
+def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
+    """Tokens in a second at every step, and what was predicted; None if none was recorded."""
+    measured = _curve(records, "tokens_per_second")
+    if not measured:
+        return None
+    series = [LineSeries("measured", measured, "blue")]
+    predicted = next((one["predicted_seconds"] for one in reversed(records) if one.get("predicted_seconds")), None)
+    if predicted and job is not None:
+        rate = job.tokens_per_step / predicted
+        series.append(LineSeries("predicted", ((measured[0][0], rate), (measured[-1][0], rate)), "orange", "dashed"))
+    return LineChart(
+        name="throughput",
+        title="Throughput",
+        caption="Tokens in a second at every step of the run.",
+        x=ChartAxis("step", "number"),
+        y=ChartAxis("tokens in a second", "tokens/s"),
+        series=tuple(series),
+        table=_samples({one.name: one.points for one in series[:1]}, "tokens/s"),
+    )
+
+
+def _curve(records: Records, name: str) -> tuple[tuple[float, float], ...]:
+    """Step and figure; of a long run evenly chosen ones, its last among them."""
+    points = [(float(one["step"]), float(one[name])) for one in records if one.get(name) is not None]
+    return tuple(_thinned(points, _MOST_POINTS))
+
+
+def _thinned(points: Sequence[tuple[float, float]], most: int) -> Iterable[tuple[float, float]]:
+    if len(points) <= most:
+        return points
+    return (points[round(number * (len(points) - 1) / (most - 1))] for number in range(most))
+
+
+def _samples(curves: Mapping[str, Sequence[tuple[float, float]]], unit: ChartUnit) -> Any:
+    """Some steps of each curve, evenly chosen."""
+    columns: dict[str, ChartUnit] = {"curve": "words", "step": "number", "value": unit}
+    rows: list[tuple[Value, ...]] = [
+        (name, step, value) for name, points in curves.items() for step, value in _thinned(points, _MOST_ROWS)
+    ]
+    return chart_table(columns, rows)
+
+
+def step_prediction_chart(summary: RunSummary) -> BarChart | None:
+    """The step of a run beside its prediction; None where one of them is not known."""
+    if summary.step_seconds is None or summary.predicted_seconds is None:
+        return None
+    said = f"{readable_seconds(summary.step_seconds)} measured (median), {readable_seconds(summary.predicted_seconds)}"
+    return _both("predicted-step", "Step: predicted and measured", f"{said} predicted.", "seconds",
+                 {"step": (summary.predicted_seconds, summary.step_seconds)})  # fmt: skip
+
+
+def memory_prediction_chart(summary: RunSummary) -> BarChart | None:
+    """The peak memory of a run beside its prediction; None where one of them is not known."""
+    if summary.memory_bytes is None or summary.predicted_memory_bytes is None:
+        return None
+    said = (
+        f"{readable_bytes(summary.memory_bytes)} measured, {readable_bytes(summary.predicted_memory_bytes)} predicted."
+    )
+    return _both("predicted-memory", "Memory: predicted and measured", said, "bytes",
+                 {"peak of the fullest rank": (summary.predicted_memory_bytes, summary.memory_bytes)})  # fmt: skip
+
+
+def comparison_chart(found: Comparison) -> BarChart:
+    """Every part of a profiled step beside its prediction."""
+    first, last = found.found.numbers[0], found.found.numbers[-1]
+    parts = {
+        MEASURED_WORDS.get(one.name, one.name): (one.predicted, one.measured)
+        for one in found.parts
+        if one.predicted or one.measured
+    }
+    whole = found.predicted.step_seconds, found.found.step_seconds
+    return _both(
+        "comparison",
+        "Every part of the step: predicted and measured",
+        f"Of rank {found.found.busiest.rank}, which waits least, in steps {first} to {last}, which were profiled.",
+        "seconds",
+        {**parts, "step": whole},
+    )
+
+
+def memory_comparison_chart(found: Comparison) -> BarChart | None:
+    """The memory of a profiled run beside its prediction; None if it was not measured."""
+    if not found.memory:
+        return None
+    parts = {one.name: (one.predicted, one.measured) for one in found.memory}
+    return _both("comparison-memory", "Memory: predicted and measured", "Of the fullest rank.", "bytes", parts)
+
+
+def _both(name: str, title: str, caption: str, unit: ChartUnit, parts: Mapping[str, tuple[float, float]]) -> BarChart:
+    """Predicted and measured, side by side."""
+    predicted, measured = (tuple(both[which] for both in parts.values()) for which in (0, 1))
+    rows: list[tuple[Value, ...]] = [
+        (part, *both, both[1] / both[0] if both[0] else None) for part, both in parts.items()
+    ]
+    return BarChart(
+        name=name,
+        title=title,
+        caption=caption,
+        axis=ChartAxis(unit, unit),
+        categories=tuple(parts),
+        series=(BarSeries("predicted", predicted, "sky"), BarSeries("measured", measured, "blue")),
+        is_stacked=False,
+        table=chart_table(
+            {"part": "words", "predicted": unit, "measured": unit, "measured / predicted": "share"}, rows
+        ),
+    )

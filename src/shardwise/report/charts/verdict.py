@@ -1,0 +1,64 @@
+"""The verdict on a job in one sentence, with the figures of its error bar: what a screenshot has to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.cost.memory.room import Fit, probability_words
+from shardwise.planner.advice.assessment import Assessment
+from shardwise.spec.clusters import device_words
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A predicted step between the ends of its error bar, and what the fullest device holds of its memory."""
+
+    sentence: str
+    basis: str
+    predicted_seconds: float
+    low_seconds: float
+    high_seconds: float
+    floor_seconds: float
+    memory_bytes: float
+    usable_bytes: float
+    fit: Fit
+    fit_probability: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def verdict_of(found: Assessment) -> Verdict:
+    analysis = found.analysis
+    return Verdict(
+        sentence=verdict_sentence(found),
+        basis=found.error_bar.basis,
+        predicted_seconds=analysis.predicted_seconds,
+        low_seconds=found.predicted_seconds_low,
+        high_seconds=found.predicted_seconds_high,
+        floor_seconds=analysis.floor_seconds,
+        memory_bytes=analysis.memory.total,
+        usable_bytes=analysis.room.usable_bytes,
+        fit=analysis.fit,
+        fit_probability=analysis.fit_probability,
+    )
+
+
+def verdict_sentence(found: Assessment) -> str:
+    """ "llama3-70b on 64 × h100-sxm: 30.1 s a step, 28.3 s to 32.1 s, fits with 95%"."""
+    analysis = found.analysis
+    job = analysis.job
+    ends = (found.predicted_seconds_low, found.predicted_seconds_high)
+    low, high = map(readable_seconds, ends)
+    step = f"{readable_seconds(analysis.predicted_seconds)} a step, {low} to {high}"
+    return f"{job.model.name} on {device_words(job.cluster)}: {step}, {_fit_words(found)}"
+
+
+def _fit_words(found: Assessment) -> str:
+    analysis = found.analysis
+    if analysis.fits:
+        likely = f"fits with {probability_words(analysis.fit_probability)}"
+        return likely if analysis.fit == "fits" else f"tight: {likely}"
+    return f"does not fit ({readable_bytes(analysis.memory.total)} of {readable_bytes(analysis.room.usable_bytes)})"
