@@ -24,7 +24,7 @@ from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.plan import same_strategy
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
 from shardwise.report.charts.timeline import MOST_PASSES
-from shardwise.report.charts.verdict import Verdict, verdict_of
+from shardwise.report.charts.verdict import JobVerdict, verdict_of
 from shardwise.report.html import report_html
 from shardwise.report.page import Line, Page
 from shardwise.report.verdict import verdict_table
@@ -52,7 +52,7 @@ class ReportResult(Result):
     path: Path | None = None
 
     @cached_property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> JobVerdict:
         return verdict_of(self.assessment)
 
     @property

@@ -10,7 +10,7 @@ from string import Template
 
 from shardwise.report.charts.chart import BarChart, Chart, ChartTable
 from shardwise.report.charts.sections import ChartSection
-from shardwise.report.charts.verdict import Verdict
+from shardwise.report.charts.verdict import JobVerdict
 
 _LONG_TABLE = 12  # rows
 _LONG_WORDS = 30  # characters
@@ -23,7 +23,7 @@ def asset(name: str) -> str:
 
 def report_html(
     title: str,
-    verdict: Verdict,
+    verdict: JobVerdict,
     facts: Sequence[tuple[str, str]],
     sections: Sequence[ChartSection],
     notes: Sequence[str],
@@ -51,9 +51,9 @@ def _script_data(data: object) -> str:
 
 
 def _script(text: str) -> str:
-    """Source inside a script element, without the address of a map that is not there."""
+    """Source inside a script element, which it must not end."""
     assert "</script" not in text.lower()
-    return "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL"))
+    return text
 
 
 def _links(sections: Iterable[ChartSection]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from shardwise.spec.units import readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobVerdict:
     """A predicted step between the ends of its error bar, and what the fullest device holds of its memory."""
 
     sentence: str
@@ -30,9 +30,9 @@ class Verdict:
         return dict(vars(self))
 
 
-def verdict_of(found: Assessment) -> Verdict:
+def verdict_of(found: Assessment) -> JobVerdict:
     analysis = found.analysis
-    return Verdict(
+    return JobVerdict(
         sentence=verdict_sentence(found),
         basis=found.error_bar.basis,
         predicted_seconds=analysis.predicted_seconds,

@@ -22,8 +22,8 @@ def curve_lines(chart: LineChart, width: int) -> Iterator[Painted]:
         return
     points = [point for one in chart.series for point in one.points]
     limits = _near_limits(chart.limits, max(y for _, y in points))
-    x = _Scale(chart.x, [one for one, _ in points])
-    y = _Scale(chart.y, [*(one for _, one in points), *(one.value for one in limits)], margin=True)
+    x = _AxisScale(chart.x, [one for one, _ in points])
+    y = _AxisScale(chart.y, [*(one for _, one in points), *(one.value for one in limits)], margin=True)
     margin = max(len(y.text(share)) for share in (0.0, 0.5, 1.0)) + 1
     canvas = _Canvas(max(10, width - margin - 1), _HEIGHT)
     for limit in limits:
@@ -36,7 +36,7 @@ def curve_lines(chart: LineChart, width: int) -> Iterator[Painted]:
     yield from (plain(f"⠒ {one.label}, {readable(one.value, chart.y.unit)}") for one in limits)
 
 
-def _draw(canvas: _Canvas, series: LineSeries, letter: str, x: _Scale, y: _Scale) -> None:
+def _draw(canvas: _Canvas, series: LineSeries, letter: str, x: _AxisScale, y: _AxisScale) -> None:
     places = [(x.share(one), y.share(other)) for one, other in series.points]
     if series.style != "points":
         for start, end in pairwise(places):
@@ -51,8 +51,8 @@ def _area_lines(chart: LineChart, width: int) -> Iterator[Painted]:
     limits = _near_limits(chart.limits, max(map(sum, zip(*([y for _, y in one.points] for one in shown)))))
     count = len(shown[0].points)
     totals = [sum(one.points[number][1] for one in shown) for number in range(count)]
-    y = _Scale(chart.y, [0.0, *totals, *(one.value for one in limits)])
-    x = _Scale(chart.x, [point[0] for point in shown[0].points])
+    y = _AxisScale(chart.y, [0.0, *totals, *(one.value for one in limits)])
+    x = _AxisScale(chart.x, [point[0] for point in shown[0].points])
     margin = max(len(y.text(share)) for share in (0.0, 0.5, 1.0)) + 1
     canvas = _Canvas(max(10, width - margin - 1), _HEIGHT)
     for column in range(canvas.width):
@@ -79,7 +79,7 @@ def _near_limits(limits: Sequence[ChartLimit], most: float) -> list[ChartLimit]:
     return [one for one in limits if one.value <= 4 * most]
 
 
-class _Scale:
+class _AxisScale:
     """From a figure to its share of an axis, and back as text."""
 
     def __init__(self, axis: ChartAxis, values: Sequence[float], *, margin: bool = False) -> None:
@@ -144,7 +144,7 @@ class _Canvas:
             yield cells
 
 
-def _framed(canvas: _Canvas, x: _Scale, y: _Scale, margin: int, chart: LineChart) -> Iterator[Painted]:
+def _framed(canvas: _Canvas, x: _AxisScale, y: _AxisScale, margin: int, chart: LineChart) -> Iterator[Painted]:
     """The canvas between its axes, with figures at the ends and the middle of each."""
     yield plain(f"{chart.y.label}")
     ticks = {0: y.text(1.0), canvas.height // 2: y.text(0.5), canvas.height - 1: y.text(0.0)}
