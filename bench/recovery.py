@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 from checkpoint import job, timed
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.launch.keepers import Keepers
+from shardwise.launch.keepers import Keepers, place_here
 from shardwise.training.checkpoint.folder import CheckpointFolder, checkpoint_folder
 from shardwise.training.checkpoint.memory_copies import MemoryCopies, memory_folder
 from shardwise.training.checkpoint.save import Saver
@@ -75,22 +76,17 @@ class ShapedStore:
             self._path(uri).unlink(missing_ok=True)
 
 
-class TwoKeepers(Keepers):
-    """Of two nodes, both on this machine."""
-
-    nodes = 2
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default 1)")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, joined(0, 1, f"{name}/meeting"):
-        keepers = TwoKeepers(Path(name) / "keepers.json", None)
-        try:
-            return measured(Engine(job(asked.gib)), keepers, Path(name), asked.gib)
-        finally:
-            keepers.close()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        joined(0, 1, f"{name}/meeting"),
+        closing(Keepers(Path(name) / "keepers.json")) as keepers,
+    ):
+        keepers.use([place_here(None, node) for node in range(2)])
+        return measured(Engine(job(asked.gib)), keepers, Path(name), asked.gib)
 
 
 def measured(engine: Engine, keepers: Keepers, folder: Path, gib: float) -> int:
@@ -103,7 +99,7 @@ def measured(engine: Engine, keepers: Keepers, folder: Path, gib: float) -> int:
     copies.finish()
     saver.save(2, NUMBERS, wait=True)
     saver.finish()
-    keepers.processes[0].kill()
+    keepers.kept["node 0"].process.kill()
     began = time.process_time()
     seconds = {"memory": restored(engine, memory)}
     processor_seconds = time.process_time() - began

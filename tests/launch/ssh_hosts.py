@@ -28,6 +28,7 @@ class SshHosts:
     ssh: str
     bridge: str
     interfaces: tuple[str, ...]
+    namespaces: tuple[str, ...]
 
     def cut(self, host: int) -> None:
         """As if its cable were pulled."""
@@ -35,6 +36,27 @@ class SshHosts:
 
     def mend(self, host: int) -> None:
         subprocess.run(["ip", "link", "set", self.interfaces[host], "up"], check=True)
+
+    def lose(self, host: int) -> None:
+        """All that was started there ends at once; its sshd, a child of this process, stays."""
+        for pid in _inside(self.namespaces[host]):
+            with contextlib.suppress(OSError):
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) != os.getpid():
+                    os.kill(pid, signal.SIGKILL)
+
+    def commands(self) -> list[str]:
+        """Of all that runs there."""
+        found = []
+        for pid in (pid for name in self.namespaces for pid in _inside(name)):
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        return found
+
+
+def _inside(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    return [int(one) for one in found.stdout.split()]
 
 
 def missing() -> str | None:
@@ -84,16 +106,15 @@ def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
             _wait_for(address)
         file = folder / "hosts.txt"
         file.write_text("# two namespaces\n" + "".join(f"{address} slots=1\n" for address in addresses))
-        yield SshHosts(tuple(addresses), file, f"ssh -F {config}", bridge, tuple(interfaces))
+        yield SshHosts(tuple(addresses), file, f"ssh -F {config}", bridge, tuple(interfaces), tuple(names))
     finally:
         for daemon in daemons:
             daemon.kill()
             daemon.wait()
         for name in names:
-            sessions = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for session in sessions:  # of sshd, whose other end is gone
+            for session in _inside(name):  # of sshd, whose other end is gone
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(session), signal.SIGKILL)
+                    os.kill(session, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from engine.workers import on_ranks
 from required import require
 from shardwise.launch import preflight
 from shardwise.launch.emulate.network import Network, why_not
-from shardwise.launch.keepers import Keepers, keepers
+from shardwise.launch.keepers import Keepers, keepers, place_here
 from shardwise.launch.run import Launch
 from shardwise.spec import Job
 from shardwise.training.storage.keeper_store import KeeperStore
@@ -45,32 +45,40 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: str) -> Path:
     return folder
 
 
-class Two(Keepers):
-    """Two keepers of this machine, as of two nodes."""
-
-    nodes = 2
-
-
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[Two]:
-    found = Two(tmp_path / "keepers.json", None)
-    try:
+def two(tmp_path: Path) -> Iterator[Keepers]:
+    """Two keepers of this machine, as of two nodes."""
+    with closing(Keepers(tmp_path / "keepers.json")) as found:
+        found.use([place_here(None, node) for node in range(2)])
         yield found
-    finally:
-        found.close()
+
+
+def port_of(one: Keepers, node: int) -> int:
+    return one.kept[f"node {node}"].port
 
 
 def lose(one: Keepers, node: int) -> None:
     """A node's memory is gone; an empty keeper takes its place."""
-    port = one._ports[node]
-    os.kill(one.processes[node].pid, signal.SIGKILL)
+    port = port_of(one, node)
+    os.kill(one.kept[f"node {node}"].process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while one._ports[node] == port or f":{one._ports[node]}" not in one.file.read_text():
+    while port_of(one, node) == port or f":{port_of(one, node)}" not in one.file.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_an_object_is_on_two_nodes_and_appears_whole(two: Two) -> None:
+def test_a_copy_is_on_another_node_where_groups_of_ranks_share_one(two: Keepers) -> None:
+    """Three groups on two nodes: the second group's next neighbour is on its own node."""
+    two.use([place_here(None, node) for node in (0, 0, 1)])
+    KeeperStore(two.file, 0).upload("keeper://nodes/a/x", lambda: iter([memoryview(b"state")]))
+    lose(two, 0)
+    assert KeeperStore(two.file, 0).read("keeper://nodes/a/x") == b"state"
+    two.use([place_here(None, 0)])  # the other node is no longer part of the run
+    with pytest.raises(FileNotFoundError):
+        KeeperStore(two.file, 0).read("keeper://nodes/a/x")
+
+
+def test_an_object_is_on_two_nodes_and_appears_whole(two: Keepers) -> None:
     stores = [KeeperStore(two.file, node) for node in (0, 1)]
     content = bytes(range(256)) * 1000
     pieces = [memoryview(content)[:100_000], memoryview(content)[100_000:]]
@@ -100,10 +108,10 @@ def test_an_object_is_on_two_nodes_and_appears_whole(two: Two) -> None:
         stores[1].read("keeper://nodes/a/x")
 
 
-def test_a_stranger_gets_nothing(two: Two) -> None:
+def test_a_stranger_gets_nothing(two: Keepers) -> None:
     KeeperStore(two.file, 0).put("keeper://nodes/secret", b"weights")
     assert two.file.stat().st_mode & 0o077 == 0
-    with socket.create_connection(("127.0.0.1", two._ports[0]), 5) as connection:
+    with socket.create_connection(("127.0.0.1", port_of(two, 0)), 5) as connection:
         connection.sendall(
             b'guessed\n{"what": "get", "how": {"key": "keeper://nodes/secret", "first": 0, "last": 9}}\n'
         )
@@ -138,7 +146,7 @@ def copied(job: Job, file: str, losses: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "zero": 3, "tp": 2}, {"pp": 2, "dp": 2, "zero": 1, "offload": {"optimizer": 1}}]
 )
-def test_any_layout_is_copied_and_any_other_restores_it(two: Two, shards: str, layout: dict[str, Any]) -> None:
+def test_any_layout_is_copied_and_any_other_restores_it(two: Keepers, shards: str, layout: dict[str, Any]) -> None:
     """Only the last copy is kept; with one node lost it is whole, in another layout too; with both there is none."""
     saved = on_ranks(4, copied, job_of(shards, 4, **layout), str(two.file), 0)
     assert saved[0]["steps"] == [2]

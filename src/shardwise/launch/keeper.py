@@ -1,7 +1,8 @@
 """Keeps objects in the memory of a node, outside the ranks: it outlives them, and ends with its launcher.
 
-It runs as a script of the standard library alone (`python -I -S keeper.py HOST`), prints its port, and ends when its
-input closes. A connection is one request: the run's secret, a line of JSON, and its content.
+It runs as a script of the standard library alone (`python -I -S keeper.py`), reads the address to listen at and the
+run's secret from the first line of its input, prints its port, and ends when its input closes. A connection is one
+request: the secret, a line of JSON, and its content.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 FRAME = struct.Struct("<I")  # the length of a piece of an object; 0 ends it
 _LINE_BYTES = 2**16
-_SECRET = "SHARDWISE_KEEPER_SECRET"
+MARK = b"shardwise-keeper "  # begins the line with the port
 
 
 class KeptObjects:
@@ -113,14 +114,16 @@ class _KeeperServer(socketserver.ThreadingTCPServer):
         super().__init__((host, 0), _Request)
 
 
-def main(host: str) -> None:
+def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    server = _KeeperServer(host, os.environ[_SECRET].encode())
+    given = json.loads(sys.stdin.readline())
+    server = _KeeperServer(given["host"], given["secret"].encode())
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_address[1], flush=True)
+    print(f"{MARK.decode()}{server.server_address[1]}", flush=True)
     sys.stdin.read()
+    os._exit(0)  # at once: nobody needs what it keeps
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

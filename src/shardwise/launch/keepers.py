@@ -1,117 +1,197 @@
-"""The keepers of a run: one process for each node; a lost one is replaced by an empty one."""
+"""The keepers of a run: one process for each node that ranks are on; a lost one is replaced by an empty one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from shardwise.launch import keeper
 from shardwise.launch.emulate import namespace
 from shardwise.launch.emulate.network import Network
+from shardwise.launch.targets.hosts import AgentProcess
 from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.training.checkpoint.folder import RunFolder
 
+KEEPER = keeper.__name__
 _POLL_SECONDS = 0.1
-_START_SECONDS = 20.0
+_START_SECONDS = 30.0  # over ssh, on a host that has other things to do
+_END_SECONDS = 5.0
+_RETRY_SECONDS = 5.0  # between two tries to start one on a node that does not answer
 _LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class KeeperPlace:
+    """A node by its ``name``; ``start`` starts `keeper.py` there, which is to listen at ``address``."""
+
+    name: str
+    address: str
+    start: Callable[[], AgentProcess] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class RunningKeeper:
+    """A process at a place, which listens at ``port``."""
+
+    place: KeeperPlace
+    process: AgentProcess
+    port: int
 
 
 class Keepers:
     """``file`` says where they are, and the secret that a rank has to know; it is only readable by its owner."""
 
-    nodes = 1  # without a network
+    nodes = 1  # of this machine, without a network
 
-    def __init__(self, file: Path, network: Network | None) -> None:
-        self.file, self._network = file, network
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self._secret = secrets.token_hex(16)
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._ports: list[int] = []
-        self._used: tuple[int, ...] = ()
+        self.kept: dict[str, RunningKeeper] = {}
+        self._used: tuple[KeeperPlace, ...] = ()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        try:
-            for node in range(self.nodes if network is None else network.emulation.nodes):
-                self.processes.append(self._started(node))
-                self._ports.append(_port_of(self.processes[node]))
-            self.use(range(len(self.processes)))
-        except BaseException:
-            self.close()
-            raise
         self._watch = threading.Thread(target=self._replace_lost, name="keepers", daemon=True)
         self._watch.start()
 
-    def _host(self, node: int) -> str:
-        return _LOOPBACK if self._network is None else namespace.address(node)
+    def use(self, places: Sequence[KeeperPlace]) -> None:
+        """The nodes that ranks are on now, in the order of the ranks; what others keep is lost.
 
-    def _started(self, node: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", keeper.__file__, self._host(node)]
-        if self._network is not None:
-            command = self._network.command(node, command)
-        return subprocess.Popen(
-            command, env={**os.environ, keeper._SECRET: self._secret},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
-        )  # fmt: skip
-
-    def use(self, nodes: Sequence[int]) -> None:
-        """The nodes that ranks are on now, in the order of the ranks; what others keep is lost."""
+        Raises SpecError if one of them cannot be started.
+        """
         with self._lock:
-            self._used = tuple(nodes)
-            for node in set(range(len(self.processes))) - set(nodes):
-                self.processes[node].kill()  # an empty one replaces it
+            wanted = {place.name: place for place in places}
+            for name in set(self.kept) - set(wanted):
+                _end(self.kept.pop(name).process)
+            for name, place in wanted.items():
+                if name not in self.kept or self.kept[name].process.poll() is not None:
+                    self.kept[name] = self._started(place)
+            self._used = tuple(places)
             self._write()
+
+    def _started(self, place: KeeperPlace) -> RunningKeeper:
+        process = place.start()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"secret": self._secret, "host": place.address}).encode() + b"\n")
+            process.stdin.flush()
+            return RunningKeeper(place, process, _port_of(process, place))
+        except OSError:
+            _end(process)
+            raise _not_started(place) from None
+        except BaseException:
+            _end(process)
+            raise
 
     def _write(self) -> None:
         """In one piece: ranks may read it at any time."""
         part = self.file.with_suffix(".part")
         part.unlink(missing_ok=True)
-        addresses = [f"{self._host(node)}:{self._ports[node]}" for node in self._used]
+        addresses = [f"{place.address}:{self.kept[place.name].port}" for place in self._used]
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
             json.dump({"secret": self._secret, "keepers": addresses}, file)
         part.replace(self.file)
 
     def _replace_lost(self) -> None:
+        again: dict[str, float] = {}  # when a place that did not answer is tried again
         while not self._closed.wait(_POLL_SECONDS):
-            for node, process in enumerate(self.processes):
-                if process.poll() is not None and not self._closed.is_set():
-                    with self._lock:
-                        self.processes[node] = self._started(node)
-                        self._ports[node] = _port_of(self.processes[node])
-                        self._write()
+            for kept in [one for one in list(self.kept.values()) if one.process.poll() is not None]:
+                name, now = kept.place.name, time.monotonic()
+                if again.get(name, now) > now:
+                    continue
+                try:
+                    self._replace(kept, self._started(kept.place))
+                except (SpecError, OSError):
+                    again[name] = time.monotonic() + _RETRY_SECONDS
+
+    def _replace(self, old: RunningKeeper, new: RunningKeeper) -> None:
+        with self._lock:
+            if self._closed.is_set() or self.kept.get(old.place.name) is not old:
+                _end(new.process)
+                return
+            _end(old.process)
+            self.kept[old.place.name] = new
+            self._write()
 
     def close(self) -> None:
         self._closed.set()
-        if self._ports and hasattr(self, "_watch"):
-            self._watch.join()
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        with self._lock:
+            for kept in self.kept.values():
+                _end(kept.process)
+        self._watch.join()
         self.file.unlink(missing_ok=True)
 
 
 @contextmanager
 def keepers(file: Path, network: Network | None) -> Iterator[Keepers]:
     """A keeper on every virtual node of the network; without one, on this machine."""
-    found = Keepers(file, network)
-    try:
+    with contextlib.closing(Keepers(file)) as found:
+        nodes = found.nodes if network is None else network.emulation.nodes
+        found.use([place_here(network, node) for node in range(nodes)])
         yield found
-    finally:
-        found.close()
 
 
-def _port_of(process: subprocess.Popen[bytes]) -> int:
+@contextmanager
+def keepers_elsewhere(job: Job, folder: Path | None) -> Iterator[Keepers | None]:
+    """For a run whose ranks are on other hosts: who starts them says by `use` where; None where none is asked for."""
+    if job.run.checkpoints.memory is None or folder is None:
+        yield None
+        return
+    with contextlib.closing(Keepers(RunFolder(folder).keepers)) as found:
+        yield found
+
+
+def place_here(network: Network | None, node: int) -> KeeperPlace:
+    """A virtual node, or this machine."""
+    command = [sys.executable, "-I", "-S", keeper.__file__]
+    command = command if network is None else network.command(node, command)
+    address = _LOOPBACK if network is None else namespace.address(node)
+
+    def start() -> AgentProcess:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+
+    return KeeperPlace(f"node {node}", address, start)
+
+
+def _port_of(process: AgentProcess, place: KeeperPlace) -> int:
+    """As the keeper says it; a login script may say something before."""
     assert process.stdout is not None
-    ready = wait([process.stdout], _START_SECONDS)  # type: ignore[list-item]
-    line = process.stdout.readline() if ready else b""
-    if not line.strip().isdigit():
-        raise SpecError("run.checkpoints.memory", "a process that keeps copies in memory did not start", "try again")
-    return int(line)
+    deadline = time.monotonic() + _START_SECONDS
+    while wait([process.stdout], max(0.0, deadline - time.monotonic())):  # type: ignore[list-item]
+        line = process.stdout.readline()
+        if not line:
+            break
+        if line.startswith(keeper.MARK) and line[len(keeper.MARK) :].strip().isdigit():
+            return int(line[len(keeper.MARK) :])
+    raise _not_started(place)
+
+
+def _not_started(place: KeeperPlace) -> SpecError:
+    problem = f"a process that keeps copies in memory did not start ({place.name})"
+    return SpecError("run.checkpoints.memory", problem, "try again")
+
+
+def _end(process: AgentProcess) -> None:
+    """It ends when its input does; one that does not is killed."""
+    with contextlib.suppress(OSError, ValueError):
+        assert process.stdin is not None
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -51,8 +51,8 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
     ``elsewhere``: no rank is here, but the same storage.
     """
     require_runs(job)
-    if job.run.checkpoints.memory is not None and (not here or started is not None or elsewhere):
-        problem = "needs a process on every node that keeps the copies; only `train` on this machine starts them"
+    if job.run.checkpoints.memory is not None and (not here or started is not None):
+        problem = "needs a process on every node that keeps the copies; `train` starts them here, on hosts and on ray"
         raise SpecError("run.checkpoints.memory", problem, "leave it out")
     for name, asked in (("run.restarts.shrink", job.run.restarts.shrink), ("run.recut", job.run.recut is not None)):
         if asked and (not here or started is not None):
@@ -83,7 +83,8 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
     require_fits(job)
     if here:
         _require_host_memory(job, ranks_here, price.memory.total)
-        _require_room_for_copies(job)
+        if not elsewhere:
+            _require_room_for_copies(job)
     if here and job.run_device == "cpu":
         notes += slow_precision_notes(job.training.precision)
     notes += filter(None, [sequence_note(job.model, job.training)])

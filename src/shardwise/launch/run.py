@@ -86,7 +86,7 @@ class Launch:
                 network = stack.enter_context(wired(emulation, self.job.cluster.wiring))
             self.folder.copied.unlink(missing_ok=True)
             keep = None
-            if self.job.run.checkpoints.memory is not None:
+            if self.job.run.checkpoints.memory is not None and self.target is None:
                 keep = stack.enter_context(keepers(self.folder.keepers, network))
             reach = Reach(network) if network is not None and self.job.run.restarts.shrink else None
             here = HereTarget(self.job, self.folder, network, keep, reach)

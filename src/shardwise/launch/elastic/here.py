@@ -17,7 +17,7 @@ from shardwise.launch.elastic.splits import SmallerSplits, bundle_size_of
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.emulate.reach import Reach
 from shardwise.launch.job_file import write_job
-from shardwise.launch.keepers import Keepers
+from shardwise.launch.keepers import Keepers, place_here
 from shardwise.launch.outcome import Failure
 from shardwise.launch.ranks import Gang, NodeSeats, RankGroup, RankProcesses
 from shardwise.launch.targets.host_file import Host
@@ -79,7 +79,7 @@ class HereTarget:
         if self.network is not None:
             seats = NodeSeats(self.network, self.used, self.each)
             if self.keepers is not None:
-                self.keepers.use(self.used)
+                self.keepers.use([place_here(self.network, node) for node in self.used])
         again = time.monotonic() + self.whole.run.restarts.retry
         self._left_out = {place: min(until, again) for place, until in self._left_out.items()}
         gang = Gang.all_here(self.job.strategy.world)

@@ -138,6 +138,15 @@ class RayCluster:
     def nodes_for(self, job: Job) -> list[RayNode]:
         return self.nodes(_RESOURCES[job.run_device])
 
+    def actor_on(self, node: RayNode, module: str, environment: dict[str, str]) -> Any:
+        """A module of ours on a node, beside any gang: it has no part of the node's resources."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node.number, soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": there, "max_restarts": 0}
+        return ray.remote(concurrency_groups=GROUPS)(AgentActor).options(**options).remote(module, environment)
+
     def free(self, job: Job) -> float:
         """Devices of the whole cluster that nobody uses."""
         import ray

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.launch.elastic.splits import SmallerSplits
 from shardwise.launch.job_file import write_job
+from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, ray_cluster
 from shardwise.launch.ray.pipe import RayPipe
+from shardwise.launch.ray.placement import RayNode
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
 from shardwise.launch.targets.registry import TargetRequest
@@ -41,8 +43,11 @@ def start_on(request: TargetRequest) -> Iterator[RayTarget]:
     if not address and job.run_device == "cpu":
         require_cores("cluster", job.strategy.world, "join a cluster (--ray-address), or plan for fewer devices")
     splits = SmallerSplits(job, job.run.restarts.least_devices) if job.run.restarts.shrink else None
-    with ray_cluster(address, max(cores, job.strategy.world)) as cluster, OwnedFolder("gang") as folder:
-        target = RayTarget(request, cluster, splits, job, job)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_cluster(address, max(cores, job.strategy.world)))
+        folder = stack.enter_context(OwnedFolder("gang"))
+        keep = stack.enter_context(keepers_elsewhere(job, request.folder))
+        target = RayTarget(request, cluster, splits, job, job, folder, keep)
         try:
             target.connect(folder)
             yield target
@@ -59,6 +64,8 @@ class RayTarget:
     splits: SmallerSplits | None
     job: Job  # as it runs now
     written: Job  # what the run's folder has, but for another cut of its stages
+    folder: Path
+    keepers: Keepers | None = None
     gang: PlacedGang | None = None
     growing: bool = False  # the ranks were asked to end because there is room for more
     connected: list[Agent] = field(default_factory=list)
@@ -85,6 +92,13 @@ class RayTarget:
             except SpecError as error:  # it had one before
                 return HostRanks.lost(self._places(), folder, str(error))
         agents, self.connected = self.connected, []
+        try:
+            if self.keepers is not None and self.gang is not None:
+                self.keepers.use([self._keeper_on(bundle.node) for bundle in self.gang.bundles])
+        except SpecError as error:
+            for agent in agents:
+                agent.close()
+            return HostRanks.lost(self._places(), folder, str(error))
         threads = {} if self.request.job.run_device == "cuda" else {"OMP_NUM_THREADS": "1"}  # a CPU for every rank
         return HostRanks(agents, command, folder, {**threads, **environment})
 
@@ -109,9 +123,7 @@ class RayTarget:
         if self.job != self.written and self.request.folder is not None:
             write_job(self.job, RunFolder(self.request.folder))
         self.written = self.job
-        path = os.environ.get("PYTHONPATH")
-        variables = {"PYTHONPATH": path} if path else {}
-        agents = []
+        agents, variables = [], _variables()
         for number, bundle in enumerate(gang.bundles):
             log = folder / f"agent-{number}.log"
             pipe = RayPipe(gang.actor(bundle, AGENT, variables), log)
@@ -119,6 +131,15 @@ class RayTarget:
         self.connected = compared(agents, self.request.folder)
         self.connected[0].facts["address"] = gang.bundles[0].node.address  # of rank 0, wherever it was put
         return True
+
+    def _keeper_on(self, node: RayNode) -> KeeperPlace:
+        """In an actor of its own: it outlives the gang, and ends with this process or its node."""
+
+        def start() -> RayPipe:
+            actor = self.cluster.actor_on(node, KEEPER, _variables())
+            return RayPipe(actor, self.folder / f"keeper-{node.number}.log")
+
+        return KeeperPlace(node.number, node.address, start)
 
     def _placed(self, stopped: Callable[[], bool]) -> PlacedGang | None:
         """A place for all ranks, or after a while for as many as there is room for; at once, to make use of more."""
@@ -167,3 +188,9 @@ class RayTarget:
 
     def _places(self) -> list[tuple[Host, range]]:
         return [(Host("ray"), range(self.request.job.strategy.world))]
+
+
+def _variables() -> dict[str, str]:
+    """What finds our code on the nodes."""
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": path} if path else {}

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from shardwise.launch.elastic.splits import SmallerSplits
 from shardwise.launch.job_file import write_job
+from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.targets.host_file import Host, placed, read_hosts
-from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared
+from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared, ssh_process
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -34,8 +35,8 @@ def start_on(request: TargetRequest) -> Iterator[HostTarget]:
     path = Path(request.named)
     hosts = in_order(read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path)), request.job)
     placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
-    with OwnedFolder("hosts") as folder:
-        target = HostTarget(request, hosts, request.job, folder)
+    with OwnedFolder("hosts") as folder, keepers_elsewhere(request.job, request.folder) as keep:
+        target = HostTarget(request, hosts, request.job, folder, keep)
         try:
             target.connect(folder, strict=not request.job.run.restarts.shrink)
             yield target
@@ -61,6 +62,7 @@ class HostTarget:
     hosts: Sequence[Host]
     job: Job  # as it runs now
     folder: Path
+    keepers: Keepers | None = None
     places: Places = ()
     connected: list[Agent] = field(default_factory=list)
     _left_out: dict[str, float] = field(default_factory=dict)  # a host's name, and when it is tried again
@@ -98,6 +100,13 @@ class HostTarget:
             except SpecError as error:  # a host that was there before
                 return HostRanks.lost(self.places, folder, str(error))
         agents, self.connected = self.connected, []
+        try:
+            if self.keepers is not None:
+                self.keepers.use([_keeper_beside(agent, self.folder) for agent in agents])
+        except SpecError as error:
+            for agent in agents:
+                agent.close()
+            return HostRanks.lost(self.places, folder, str(error))
         again = time.monotonic() + self.request.job.run.restarts.retry
         self._left_out = {name: min(until, again) for name, until in self._left_out.items()}
         return HostRanks(agents, command, folder, environment)
@@ -189,6 +198,13 @@ class HostTarget:
         returned, self._returned = self._returned, None
         if returned is not None:
             returned.close()
+
+
+def _keeper_beside(agent: Agent, folder: Path) -> KeeperPlace:
+    """By a connection of its own: it outlives the agent, and the ranks."""
+    host, log = agent.host, folder / f"keeper-{agent.host.address}.log"
+    address = agent.facts.get("address") or host.address
+    return KeeperPlace(host.name, address, lambda: ssh_process(host.name, log, KEEPER))
 
 
 class ReturningHosts:

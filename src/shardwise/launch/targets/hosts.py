@@ -45,7 +45,7 @@ _OWN = (
 def agent_on(host: Host, ranks: range, log: Path) -> Agent:
     """Starts an agent over ssh, for these ranks."""
     remedy = f"`{shlex.join(_ssh(host.name))} {sys.executable} -m shardwise --version` must work"
-    return Agent(host, ranks, log, _ssh_process(host.name, log), remedy)
+    return Agent(host, ranks, log, ssh_process(host.name, log), remedy)
 
 
 def compared(agents: list[Agent], run_folder: Path | None) -> list[Agent]:
@@ -169,19 +169,20 @@ def _ssh(host: str) -> list[str]:
     return [*shlex.split(os.environ.get(SSH, "ssh")), "-T", *given, "--", host]
 
 
-def _ssh_process(host: str, log: Path) -> subprocess.Popen[bytes]:
+def ssh_process(host: str, log: Path, module: str = AGENT) -> subprocess.Popen[bytes]:
+    """A module of ours on a host; what it prints to standard error is in the log."""
     with log.open("wb") as errors:
         return subprocess.Popen(
-            ssh_command(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            ssh_command(host, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             start_new_session=True,  # Ctrl-C is for the launcher
         )  # fmt: skip
 
 
-def ssh_command(host: str) -> list[str]:
-    """The agent, by the same Python and from the same place as here."""
+def ssh_command(host: str, module: str = AGENT) -> list[str]:
+    """By the same Python and from the same place as here."""
     path = os.environ.get("PYTHONPATH")
     variables = [f"PYTHONPATH={path}"] if path else []
-    command = shlex.join(["env", *variables, "PYTHONUNBUFFERED=1", sys.executable, "-m", AGENT])
+    command = shlex.join(["env", *variables, "PYTHONUNBUFFERED=1", sys.executable, "-m", module])
     return [*_ssh(host), f"exec {command}"]
 
 

@@ -134,6 +134,9 @@ def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) ->
     if request.job.run.restarts.shrink:
         problem = f"a script for {target.name} starts as many ranks as the job has"
         raise SpecError("run.restarts.shrink", problem, "leave it out")
+    if request.job.run.checkpoints.memory is not None:
+        problem = f"a script for {target.name} starts ranks, and no process beside them that keeps the copies"
+        raise SpecError("run.checkpoints.memory", problem, "leave it out")
     if request.job.run.recut is not None:
         raise SpecError("run.recut", f"a script for {target.name} has no launcher to re-cut the stages", "leave it out")
     found: Written = importlib.import_module(target.module).write_for(request, **options)

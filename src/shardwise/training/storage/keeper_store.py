@@ -38,11 +38,14 @@ class KeeperStore:
         self._lock = threading.Lock()
 
     def _keepers(self) -> tuple[str, list[str]]:
-        """The secret and the addresses, this node's first, then the one with its copies, then all others."""
+        """The secret and the addresses, this node's first, then the one with its copies, then all others.
+
+        A node with several groups of ranks is there several times: a copy beside the object would be no copy.
+        """
         found = json.loads(self.file.read_text(encoding="utf-8"))
         addresses = list(found["keepers"])
         begin = self.node % len(addresses)
-        return str(found["secret"]), [*addresses[begin:], *addresses[:begin]]
+        return str(found["secret"]), list(dict.fromkeys([*addresses[begin:], *addresses[:begin]]))
 
     def put(self, uri: str, content: bytes) -> None:
         """A small object is on every node that answers."""
