@@ -265,6 +265,9 @@ def test_wrong_jobs_are_one_line(tmp_path: Path) -> None:
     assert "--debug: is not for --on kubernetes" in refused("--debug")
     assert "--submit: is for --on slurm" in refused("--submit")
     assert "run.checkpoints.memory" in refused("--set", "run.checkpoints.memory=2")
+    served = "run.logging.metrics_port: is served by `shardwise train`, and {} starts these"
+    for target in ("kubernetes", "skypilot"):
+        assert served.format(target) in refused("--set", "run.logging.metrics_port=9100", target=target)
     assert "cannot be written" in refused("--out", str(tmp_path / "none" / "x.yaml"))
     assert "--manifest: is for --on kubernetes or skypilot" in refusal("train", *LARGE, "--manifest", "runs=a")
     assert "kubernetes only writes a file for `train`" in refusal("verify", *LARGE[:-4], "--on", "kubernetes")

@@ -72,6 +72,12 @@ def test_train_writes_it_and_starts_nothing(tmp_path: Path) -> None:
     found = shardwise("train", *SMALL, "--cluster", "laptop:2", "--run-folder", str(folder), "--on", "slurm")
     assert (found.status, found.out) == (0, f"{folder}/slurm.sh\nSubmit it: sbatch {folder}/slurm.sh\n")
     assert (folder / "job.yaml").exists() and not (folder / "attempts").exists()
+    assert "TORCH_DISTRIBUTED_DEBUG" not in (folder / "slurm.sh").read_text()
+    given = ("train", *SMALL, "--cluster", "laptop:2", "--run-folder", str(folder), "--on", "slurm")
+    said = json.loads(shardwise(*given, "--json", "--debug").out)
+    assert said == {"path": f"{folder}/slurm.sh", "command": ["sbatch", f"{folder}/slurm.sh"]}
+    assert "export TORCH_DISTRIBUTED_DEBUG=DETAIL\n" in (folder / "slurm.sh").read_text()
+    assert "--csv: is not for --on slurm without --submit" in refusal(*given, "--csv")
 
 
 # -- the order of the nodes ----------------------------------------------------------------------------------

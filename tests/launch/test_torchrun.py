@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cli.running import run_json
 from shardwise.launch.torchrun import torchrun_commands
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.run import Restarts
 from shardwise.training.attempt import WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
 
@@ -29,14 +31,16 @@ def job(cluster: str, **strategy: int) -> Job:
 
 def test_one_command_per_host_that_torchrun_accepts() -> None:
     run = pytest.importorskip("torch.distributed.run")
-    commands = torchrun_commands(job("dgx-h100:2"), "my jobs/job.yaml", ["--steps", "3"], hosts=["a", "b"], port=1234)
+    asked = job("dgx-h100:2")
+    asked = replace(asked, run=replace(asked.run, restarts=Restarts(most=7)))
+    commands = torchrun_commands(asked, "my jobs/job.yaml", ["--steps", "3"], hosts=["a", "b"], port=1234)
     assert len(commands) == 2
     for name, command in zip("ab", commands):
         program, *arguments = shlex.split(command)
         parsed = run.parse_args(arguments)
         assert (program, parsed.nnodes, parsed.nproc_per_node, parsed.module) == ("torchrun", "2", "8", True)
         assert (parsed.rdzv_endpoint, parsed.local_addr, parsed.rdzv_backend) == ("a:1234", name, "c10d")
-        assert (parsed.training_script, parsed.max_restarts) == ("shardwise.training.worker", 3)
+        assert (parsed.training_script, parsed.max_restarts) == ("shardwise.training.worker", 7)
         assert parsed.training_script_args == ["my jobs/job.yaml", "--steps", "3"]
 
 
@@ -81,7 +85,7 @@ def test_what_train_prints_starts_workers_in_a_folder_that_is_ready(tmp_path: Pa
 
 
 def test_commands_are_printed_as_they_are(tmp_path: Path) -> None:
-    for form in ("--json", "--markdown", "--csv"):
+    for form in ("--json", "--markdown", "--csv", "--debug"):
         found = shardwise("train", *SMALL, "--run-folder", str(tmp_path / "run"), "--print-torchrun", form)
         assert (found.status, found.out) == (2, "")
         assert found.err == f"shardwise: error: {form}: cannot be combined with --print-torchrun; leave it out\n"

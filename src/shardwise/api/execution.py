@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -18,6 +19,7 @@ from shardwise.api.results import Figure, Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.elastic.recutting import FindsRecuts
+from shardwise.launch.local import DEBUG
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.placed import on_nodes
@@ -128,7 +130,7 @@ def train(
         )  # fmt: skip
 
     if here is not None:
-        return trained_as_rank(here, ready)
+        return trained_as_rank(here, ready, debug=debug)
 
     def report_event(event: Event) -> None:
         report(f"{event.kind}: {event.text}")
@@ -299,13 +301,19 @@ def on_target(
 
 
 def trained_as_rank(
-    here: Started, ready: Callable[[Sequence[str] | None], ReadyRun], watch: Watch = lambda folder, job: nullcontext()
+    here: Started,
+    ready: Callable[[Sequence[str] | None], ReadyRun],
+    watch: Watch = lambda folder, job: nullcontext(),
+    *,
+    debug: bool = False,
 ) -> TrainingResult:
     """Trains as the rank that this process was started as. Rank 0 prepares the folder, the others follow it.
 
     ``watch(folder, job)`` is entered by rank 0 while it trains. A rank that fails ends the world: its launcher ends the
     others.
     """
+    if debug:
+        os.environ.update(DEBUG)
     from shardwise.launch.as_rank import Prepared, follow, lead
 
     def prepared(hosts: Sequence[str]) -> Prepared:

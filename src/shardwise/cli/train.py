@@ -31,7 +31,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, target_named
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, hosts_named, target_named
 from shardwise.report.training import points_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
@@ -103,9 +103,9 @@ def run(arguments: list[str]) -> int:
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     parse(parsed.grace, "seconds", "--grace")  # refused before anything else is done
-    for form in ("json", "markdown", "csv"):
-        if parsed.print_torchrun and getattr(parsed, form):
-            raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
+    for flag in ("json", "markdown", "csv", "debug"):
+        if parsed.print_torchrun and getattr(parsed, flag):
+            raise SpecError(f"--{flag}", "cannot be combined with --print-torchrun", "leave it out")
     here = None if parsed.print_torchrun else started()
     target = _target(parsed, here)
     require_ray_for(parsed.ray_address, target)
@@ -161,15 +161,18 @@ def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) ->
     """The file of a target that is submitted; with --submit its job is followed to its end."""
     from shardwise.launch.targets.registry import submitted, written_for
 
+    for flag in ("markdown", "csv"):
+        if getattr(parsed, flag) and not parsed.submit:
+            raise SpecError(f"--{flag}", f"is not for --on {target.name} without --submit", "leave it out")
     with ready.folder.checkpoints.locked():
         step = ready.finished_step()
         if step is not None:
             return _show(TrainingResult(ready.job, run_summary(ready.folder, step), None), parsed)
         request = TargetRequest(parsed.on, ready.job, ready.folder.path)
         grace = float(parse(parsed.grace, "seconds", "--grace"))
-        written = written_for(target, request, grace_seconds=grace, sbatch=parsed.sbatch)
+        written = written_for(target, request, grace_seconds=grace, sbatch=parsed.sbatch, debug=parsed.debug)
     if not parsed.submit:
-        print(f"{written.path}\nSubmit it: {shlex.join(written.command)}")
+        _show_written(written, parsed)
         return 0
     began, job = time.monotonic(), submitted(target, written)
     with _progress(ready.folder, ready.job, quiet=parsed.json) as progress:
@@ -190,6 +193,8 @@ def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
             raise SpecError(f"--{flag.replace('_', '-')}", f"is not for --on {target.name}", "leave it out")
     given = keywords(job_for_manifest, parsed)
     job, name = job_for_manifest(job_arguments(parsed), **given, note=lambda text: print_notes([text]))
+    if job.run.logging.metrics_port is not None:
+        raise no_metrics(target.name)
     out = Path(parsed.out or f"{name}.{target.name}.yaml")
     if parsed.json and str(out) == "-":
         raise SpecError("--json", "cannot be combined with --out -", "leave one of them out")
@@ -197,19 +202,28 @@ def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
     written = written_for(
         target, TargetRequest(parsed.on, job), out=out, run_name=name, grace_seconds=grace, manifest=parsed.manifest
     )
+    _show_written(written, parsed)
+    return 0
+
+
+def _show_written(written: Written, parsed: argparse.Namespace) -> None:
+    """The file and how it is submitted; one that was printed has no command."""
     if parsed.json:
         print(json.dumps({"path": str(written.path), "command": written.command}))
     elif written.command:
         print(f"{written.path}\nSubmit it: {shlex.join(written.command)}")
-    return 0
 
 
 def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRun], parsed: argparse.Namespace) -> int:
     """Under another launcher; only rank 0 prints."""
     if parsed.rehearse is not None:
         raise SpecError("--rehearse", f"{here.launcher} has started this as a rank", "rehearse without it")
+
+    def watched(folder: RunFolder, job: Job) -> TrainingProgress:
+        return _progress(folder, job, quiet=parsed.json)
+
     try:
-        found = trained_as_rank(here, made_ready, lambda folder, job: _progress(folder, job, quiet=parsed.json))
+        found = trained_as_rank(here, made_ready, watched, debug=parsed.debug)
     except FollowsRankZero as error:
         return error.status
     if found.status:
@@ -248,7 +262,7 @@ def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
     def print_event(event: Event) -> None:
         print(f"{event.kind}: {event.text}", file=sys.stderr)
 
-    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, print_event)
+    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, print_event, debug=parsed.debug)
     if not points:
         if outcome.failure is not None:
             print(f"shardwise: error: {outcome.failure.reason}", file=sys.stderr)

@@ -34,7 +34,13 @@ class RehearsalCheck:
 
 
 def rehearse(
-    job: Job, folder: RunFolder, checked: Preflight, steps: int, on_event: Callable[[Event], None] = lambda event: None
+    job: Job,
+    folder: RunFolder,
+    checked: Preflight,
+    steps: int,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    debug: bool = False,
 ) -> tuple[Outcome, list[RehearsalCheck]]:
     """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
 
@@ -54,7 +60,7 @@ def rehearse(
             run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging, checkpoints=checkpoints)
             shorter = replace(job, run=run)
             prepare(shorter, here, checked)
-            outcome = Launch(shorter, here).supervised(on_event)
+            outcome = Launch(shorter, here, debug=debug).supervised(on_event)
             if outcome.status or outcome.stopped:
                 return outcome, []
     records = list(read_lines(here.metrics))

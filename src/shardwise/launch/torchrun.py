@@ -20,7 +20,6 @@ def torchrun_commands(
     *,
     hosts: Sequence[str] = (),
     port: int = PORT,
-    restarts: int = 3,
 ) -> list[str]:
     """One command per host, the first of which hosts the rendezvous; ``arguments`` go to the worker after the job file.
 
@@ -42,7 +41,7 @@ def torchrun_commands(
     run = Path(job_path).stem
     return [
         shlex.join([
-            "torchrun", f"--nnodes={count}", f"--nproc-per-node={per_host}", f"--max-restarts={restarts}",
+            "torchrun", f"--nnodes={count}", f"--nproc-per-node={per_host}", f"--max-restarts={job.run.restarts.most}",
             f"--rdzv-id={run}", "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{port}", f"--local-addr={name}",
             "--module", WORKER, str(job_path), *arguments,
         ])

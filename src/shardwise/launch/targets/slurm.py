@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise import __version__
+from shardwise.launch.local import DEBUG
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError, shown
@@ -34,18 +35,20 @@ _RUNNING = (
 )  # fmt: skip
 
 
-def write_for(request: TargetRequest, *, grace_seconds: float = 30, sbatch: Sequence[str] = ()) -> Written:
+def write_for(
+    request: TargetRequest, *, grace_seconds: float = 30, sbatch: Sequence[str] = (), debug: bool = False
+) -> Written:
     """The script in the run's folder; ``sbatch`` are more options, such as "partition=gpu" and "time=4:00:00"."""
     assert request.folder is not None
     folder = request.folder.resolve()
     path = folder / SCRIPT
-    text = script(request.job, folder, grace_seconds=grace_seconds, sbatch=sbatch)
+    text = script(request.job, folder, grace_seconds=grace_seconds, sbatch=sbatch, debug=debug)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
     return Written(path, ("sbatch", str(path)))
 
 
-def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str] = ()) -> str:
+def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str] = (), debug: bool = False) -> str:
     """For ``job``, prepared in ``folder``, which is on storage that all nodes share."""
     directives = {**_directives(job, folder, grace_seconds), **_given(sbatch)}
     heading = "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in directives.items())
@@ -54,7 +57,7 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
         "version": __version__,
         "folder": shlex.quote(str(folder)),
         "working_folder": shlex.quote(str(Path.cwd())),
-        "exports": _exports(),
+        "exports": _exports(debug=debug),
         "order": _order(directives),
         "worker": shlex.join([sys.executable, "-m", WORKER]),
         "restarts": str(job.run.restarts.most),
@@ -108,10 +111,11 @@ def _given(options: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def _exports() -> str:
+def _exports(*, debug: bool) -> str:
     """sbatch hands on the environment; where a site turns that off, the code must still be found."""
     path = os.environ.get("PYTHONPATH")
-    return f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"
+    found = [f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"]
+    return "\n".join([*found, *(f"export {name}={value}" for name, value in DEBUG.items() if debug)])
 
 
 _SCRIPT = """#!/bin/bash
