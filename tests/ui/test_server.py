@@ -81,7 +81,7 @@ def test_two_layouts_side_by_side(served: Served) -> None:
     assert data["changed"] == {"tp": 4, "dp": 8}
     assert data["loss"] == pytest.approx(data["b"]["predicted_seconds"] / data["a"]["predicted_seconds"] - 1)
     assert sum(one["share"] for one in data["parts"]) == pytest.approx(data["loss"])
-    assert data["reason"].startswith("B takes ") and "time a token than A" in data["reason"]
+    assert data["reason"].startswith("B does not fit. B takes ") and "time a token than A" in data["reason"]
     wrong = served.post("compare", {"a": JOB, "b": {**JOB, "tp": 3}})
     assert wrong.status == 422 and wrong.line.startswith("b.strategy.tp: 3 does not divide")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.cost.accuracy.residuals import noise_of
@@ -33,7 +33,7 @@ def compare(given: Mapping[str, Any]) -> dict[str, Any]:
         "loss": other.loss_to(first),
         "noise": noise_of(other.job).share,
         "parts": _parts(first, other),
-        "reason": reason(first, other),
+        "reason": " ".join(filter(None, [_room(found), reason(first, other)])),
     }
 
 
@@ -50,6 +50,12 @@ def _job(given: Mapping[str, Any], name: str) -> Job:
 def _side(found: Assessment) -> dict[str, Any]:
     job = found.analysis.job
     return {**verdict_data(found), "layout": strategy_words(job.strategy), "tokens_per_step": job.tokens_per_step}
+
+
+def _room(found: Sequence[Assessment]) -> str:
+    """Which of the two does not fit, before their times are compared."""
+    large = [letter for letter, one in zip("AB", found) if not one.analysis.fits]
+    return f"{' and '.join(large)} {'does' if len(large) == 1 else 'do'} not fit." if large else ""
 
 
 def _parts(first: Candidate, other: Candidate) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ function buttons() {
 
 function draw(data) {
   if (!pinned()) return;
-  const worse = data.loss > 0;
+  const worse = data.loss > 0 || data.b.fit === "does not fit";
   const rows = [
     ["Step", (one) => seconds(one.predicted_seconds)],
     ["80% of published runs", (one) => `${seconds(one.predicted_seconds_low)} to ${seconds(one.predicted_seconds_high)}`],

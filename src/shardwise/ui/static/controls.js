@@ -8,7 +8,7 @@ const LAYOUT = {
   pp: "Pipeline stages",
   cp: "Context parallel",
   ep: "Expert parallel",
-  dp: "Data parallel (changes the number of devices)",
+  dp: "Data parallel (adds or removes nodes)",
   zero: "ZeRO stage",
   microbatch: "Microbatch",
   recompute: "Recompute",

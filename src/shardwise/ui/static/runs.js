@@ -3,13 +3,10 @@
 import { count, el, seconds, share } from "./dom.js";
 import { latest } from "./server.js";
 
+const COLUMNS = ["Run", "Machine and layout", "Step", "MFU", "Tokens/s a device", "Our prediction"];
 const body = el("tbody");
-const table = el(
-  "table",
-  {},
-  el("thead", {}, el("tr", {}, ...["Run", "Machine and layout", "Step", "MFU", "Tokens/s a device", "Our prediction of it"].map((name, index) => el("th", { class: index > 1 ? "number" : null, scope: "col" }, name)))),
-  body,
-);
+const head = el("tr", {}, ...COLUMNS.map((name, index) => el("th", { class: index > 1 ? "number" : null, scope: "col" }, name)));
+const table = el("table", { class: "runs" }, el("thead", {}, head), body);
 const note = el("p", { class: "hint" });
 const ask = latest("published", draw, () => {});
 
@@ -32,16 +29,17 @@ function draw(data) {
 }
 
 function row(one, own) {
-  const cell = (...parts) => el("td", { class: "number" }, ...parts);
+  const cell = (column, ...parts) => el("td", { class: "number", "data-label": COLUMNS[column] }, ...parts);
   const small = (text) => el("small", {}, text);
+  const batch = own ? "" : ` · ${one.sequences.toLocaleString("en")} × ${one.seq.toLocaleString("en")}`;
   return el(
     "tr",
     { class: own ? "own" : null },
     el("th", { scope: "row" }, own ? "This job, predicted" : one.model, small(own ? one.model : `${one.source}, ${one.locator}`)),
-    el("td", {}, one.machine, small(own ? one.layout : `${one.layout} · ${one.sequences.toLocaleString("en")} × ${one.seq.toLocaleString("en")}`)),
-    cell(seconds(one.seconds), own ? null : small(one.reported_from)),
-    cell(share(one.mfu)),
-    cell(count(one.tokens_per_second_per_device)),
-    cell(own ? "" : one.error_words || "not scored"),
+    el("td", {}, one.machine, small(`${one.layout}${batch}`)),
+    cell(2, seconds(one.seconds), own ? null : small(one.reported_from)),
+    cell(3, share(one.mfu)),
+    cell(4, count(one.tokens_per_second_per_device)),
+    cell(5, own ? "" : one.error_words || "not scored"),
   );
 }

@@ -20,7 +20,8 @@ const current = () => document.documentElement.dataset.theme ?? "auto";
 function apply(theme) {
   if (theme === "auto" || !THEMES.includes(theme)) delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = `Theme: ${current()}`;
+  byId("theme").textContent = `◐ ${current()}`;
+  byId("theme").setAttribute("aria-label", `Theme: ${current()}`);
   announce();
 }
 

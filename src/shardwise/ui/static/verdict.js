@@ -10,7 +10,9 @@ export function showVerdict({ verdict, facts, notes }) {
     el("span", { class: "subject" }, verdict.subject),
     ": ",
     el("span", { class: "step" }, seconds(step)),
-    ` a step, ${seconds(low)} to ${seconds(high)}, `,
+    " a step, ",
+    el("span", { class: "range" }, `${seconds(low)} to ${seconds(high)}`),
+    ", ",
     el("span", { class: `pill ${PILLS[verdict.fit]}` }, verdict.fit_words),
   );
   document.title = `${verdict.subject}: ${seconds(step)} a step`;
@@ -55,8 +57,9 @@ function errorBar(verdict) {
     rect("bar-band", low, high, 26, 20),
     rect("bar-mark", step - end * 0.0018, step + end * 0.0018, 21, 30, 2),
     label(step, 13, `${seconds(step)} predicted`, at(step) > 80 ? "end" : "middle", "strong"),
-    label(low, 64, seconds(low), "end"),
-    label(high, 64, seconds(high), at(high) > 92 ? "end" : "start"),
+    ...(at(high) - at(low) > 20 ? [label((low + high) / 2, 64, "80% of published runs", "middle")] : []),
+    label(low, 64, seconds(low), at(high) - at(low) > 20 ? "middle" : "end"),
+    label(high, 64, seconds(high), at(high) > 92 ? "end" : at(high) - at(low) > 20 ? "middle" : "start"),
     label(Math.min(floor, low * 0.86) / 2, 64, `floor ${seconds(floor)}`, "middle"),
   );
 }

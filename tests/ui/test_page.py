@@ -1,0 +1,316 @@
+"""The page in a real browser: load, every control, search, compare, downloads, links, wrong input, phone, themes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Browser, Page, require_browser
+from shardwise.spec.installation import is_installed
+from shardwise.spec.job import Job
+from shardwise.ui.answer import answer, published
+from shardwise.ui.catalogue import FIRST
+from shardwise.ui.given import job_of
+from ui.serving import Served, serving
+
+pytestmark = pytest.mark.skipif(not is_installed("uvicorn"), reason="the ui extra is not installed")
+MOST_LOADED_BYTES = 300_000
+SENTENCE = "document.querySelector('#sentence').textContent.replaceAll('\\u00a0', ' ')"
+STATE = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    require_browser()
+    with serving(tmp_path_factory.mktemp("started-here")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def browser(served: Served) -> Iterator[Browser]:
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Page, str], None]:
+    """Keeps a screenshot where SHARDWISE_PICTURES names a folder, to be looked at; always takes it."""
+    folder = Path(os.environ.get("SHARDWISE_PICTURES") or tmp_path_factory.mktemp("pictures"))
+
+    def take(page: Page, name: str) -> None:
+        page.screenshot(folder / f"page-{name}.png")
+
+    return take
+
+
+@pytest.fixture
+def page(browser: Browser, served: Served) -> Iterator[Page]:
+    """A tab with the first job, wide and light; nothing may complain in it."""
+    one = browser.page()
+    one.shape(1360, 1000)
+    one.open(served.address + "/")
+    one.wait_for("document.documentElement.dataset.answered")
+    yield one
+    assert one.problems == []
+    one.call("Page.close")
+
+
+def changed(page: Page, action: Callable[[], None]) -> None:
+    """Does something, and waits until the page has drawn what the server said to it."""
+    asked = "Number(document.documentElement.dataset.answered ?? 0)"
+    before = page.evaluate(asked)
+    action()
+    page.wait_for(f"{asked} > {before} || !!document.documentElement.dataset.refused")
+
+
+def typed(page: Page, field: str, text: str) -> None:
+    page.evaluate(f"document.querySelector('#{field}').focus(); document.querySelector('#{field}').select()")
+    page.type(text)
+    page.press("Enter", 13)
+
+
+def state(page: Page) -> dict[str, Any]:
+    """The job of the address as the page reads it."""
+
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {name: value(text) for name, text in page.evaluate(STATE).items() if name != "pin"}
+
+
+def assert_shows(page: Page, given: dict[str, Any]) -> None:
+    assert page.evaluate(SENTENCE) == answer(given)["verdict"]["sentence"]
+
+
+# -- load -------------------------------------------------------------------------------------------------------
+
+
+def test_it_loads_light_and_says_the_verdict(page: Page, served: Served, picture: Callable[[Page, str], None]) -> None:
+    page.wait_for("document.querySelectorAll('#runs tbody tr').length > 3")
+    assert_shows(page, FIRST)
+    assert page.received_bytes < MOST_LOADED_BYTES
+    assert all(one.startswith((served.address, "data:")) for one in page.requests)
+    runs = page.evaluate("document.querySelector('#runs').textContent")
+    assert "This job, predicted" in runs and all(one["source"] in runs for one in published(FIRST)["runs"])
+    picture(page, "light")
+
+
+def test_every_control_and_every_value_that_is_refused(page: Page) -> None:
+    """The last value that each offers is pressed: the page then shows what the server says of that job."""
+    page.evaluate("document.querySelector('#more').open = true")
+    for field, values in answer(FIRST)["controls"].items():
+        shown = page.evaluate(f"[...document.querySelectorAll('#field-{field} .chip')].map(one => one.dataset.value)")
+        assert shown == [_written(one["value"]) for one in values]
+        for one in (one for one in values if "refused" in one):
+            page.click(f"#field-{field} .chip[data-value='{_written(one['value'])}']")
+            assert one["refused"] in page.evaluate(f"document.querySelector('#field-{field} .reason').textContent")
+            assert state(page) in ({}, FIRST), "a refused value changes nothing"
+        offered = [one for one in values if not {"refused", "chosen"} & one.keys()]
+        if offered:
+            press = f"#field-{field} .chip[data-value='{_written(offered[-1]['value'])}']"
+            changed(page, lambda press=press: page.click(press))  # type: ignore[misc]
+            wanted = {**FIRST, **offered[-1]["set"]}
+            assert state(page) == {name: value for name, value in wanted.items() if value is not None}
+            assert_shows(page, state(page))
+            changed(page, lambda: page.evaluate("history.back()"))
+
+
+def _written(value: Any) -> str:
+    """As JavaScript writes it."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def test_models_clusters_and_batches_are_picked(page: Page) -> None:
+    def pick(field: str, value: str) -> None:
+        place = f"document.querySelector('#{field}')"
+        page.evaluate(f"{place}.value = {json.dumps(value)}; {place}.dispatchEvent(new Event('change'))")
+
+    changed(page, lambda: pick("model", "llama3-8b"))
+    changed(page, lambda: pick("cluster", "dgx-b200"))
+    changed(page, lambda: typed(page, "size", "4"))
+    changed(page, lambda: typed(page, "global_batch", "1M-tokens"))
+    changed(page, lambda: typed(page, "seq", "4096"))
+    changed(page, lambda: pick("stack", "torchtitan"))
+    wanted = {**FIRST, "model": "llama3-8b", "cluster": "dgx-b200:4", "global_batch": "1M-tokens", "seq": 4096,
+              "stack": "torchtitan"}  # fmt: skip
+    assert state(page) == wanted
+    assert_shows(page, wanted)
+
+
+def test_by_keyboard_alone(page: Page) -> None:
+    page.evaluate("document.querySelector('#field-tp .chip[aria-checked=true]').focus()")
+    page.press("ArrowLeft", 37)
+    assert page.evaluate("document.activeElement.dataset.value") == "4"
+    changed(page, lambda: page.press("Enter", 13))
+    assert state(page)["tp"] == 4
+    assert page.evaluate("document.activeElement.dataset.value") == "4", "the focus stays where it was"
+    page.press("End", 35)
+    assert "does not divide" in page.evaluate("document.querySelector('#field-tp .reason').textContent")
+    page.press("Tab", 9)
+    assert page.evaluate("document.activeElement.closest('.field').dataset.field") == "pp"
+
+
+# -- wrong input ------------------------------------------------------------------------------------------------
+
+
+def test_wrong_input_is_one_line_beside_its_field(page: Page) -> None:
+    for field, text, said in (
+        ("global_batch", "513", "do not divide over dp 4 × microbatch 1"),
+        ("global_batch", "1e99", "is out of range"),
+        ("seq", "-1", "is below 1"),
+        ("size", "0", "0 nodes"),
+    ):
+        before = page.evaluate(f"document.querySelector('#{field}').value")
+        changed(page, lambda field=field, text=text: typed(page, field, text))  # type: ignore[misc]
+        name = "cluster" if field == "size" else field
+        line = page.evaluate(f"document.querySelector('[data-field={name}] .problem').textContent")
+        shown = page.evaluate(f"!document.querySelector('[data-field={name}] .problem').hidden")
+        assert said in line and shown, (field, line)
+        assert page.evaluate("document.body.classList.contains('stale')")
+        changed(page, lambda field=field, before=before: typed(page, field, before))  # type: ignore[misc]
+        assert not page.evaluate("document.body.classList.contains('stale')")
+    page.problems[:] = [one for one in page.problems if "422" not in one]  # the browser logs every refusal
+
+
+def test_a_config_is_pasted_and_script_in_its_name_stays_text(page: Page) -> None:
+    name = "<img src=x onerror=window.hit=1><script>window.hit=1</script>"
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+              "_name_or_path": name.replace("/", "")}  # fmt: skip
+    page.click("#paste")
+    page.evaluate("document.querySelector('#config').value = '{nonsense'")
+    page.click("#config-use")
+    assert "Not a config.json" in page.evaluate("document.querySelector('#config-problem').textContent")
+    page.evaluate(f"document.querySelector('#config').value = {json.dumps(json.dumps(config))}")
+    changed(page, lambda: page.click("#config-use"))
+    assert page.evaluate(SENTENCE).startswith("<img src=x")
+    assert page.evaluate("window.hit === undefined && document.querySelector('#sentence img') === null")
+    drop = (
+        "(() => { const held = new DataTransfer(); "
+        f"held.items.add(new File([{json.dumps(json.dumps({**config, '_name_or_path': 'dropped'}))}], 'config.json')); "
+        "window.dispatchEvent(new DragEvent('drop', {dataTransfer: held, bubbles: true, cancelable: true})); })()"
+    )
+    changed(page, lambda: page.evaluate(drop))
+    assert page.evaluate(SENTENCE).startswith("dropped on 64 × h100-sxm")
+
+
+def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) -> None:
+    one = browser.page()
+    one.open(served.address + "/#model=nothing&cluster=dgx-h100&tp=%zz&constructor=1")
+    one.wait_for("!!document.documentElement.dataset.refused")
+    assert "unknown" in one.evaluate("document.body.textContent")
+    one.call("Page.close")
+
+
+# -- links, comparison, search, downloads -----------------------------------------------------------------------
+
+
+def test_a_link_is_the_job_and_back_is_undo(page: Page, browser: Browser) -> None:
+    changed(page, lambda: page.click("#field-zero .chip[data-value='3']"))
+    changed(page, lambda: page.click("#field-tp .chip[data-value='4']"))
+    other = browser.page()
+    other.open(page.evaluate("location.href"))
+    other.wait_for("document.documentElement.dataset.answered")
+    assert other.evaluate(SENTENCE) == page.evaluate(SENTENCE)
+    other.call("Page.close")
+    changed(page, lambda: page.evaluate("history.back()"))
+    assert_shows(page, {**FIRST, "zero": 3})
+
+
+def test_a_against_b_with_its_reason(page: Page, browser: Browser, picture: Callable[[Page, str], None]) -> None:
+    page.click("#pin")
+    changed(page, lambda: page.click("#field-pp .chip[data-value='4']"))
+    page.wait_for("(document.querySelector('#reason')?.textContent ?? '').includes('time a token than A')")
+    sides = page.evaluate("[...document.querySelectorAll('.sides thead th')].map(one => one.textContent)")
+    assert "pp 2" in sides[0] and "pp 4" in sides[1]
+    other = browser.page()
+    other.open(page.evaluate("location.href"))
+    other.wait_for("!!document.querySelector('#reason')")
+    assert other.evaluate("document.querySelector('#reason').textContent") == page.evaluate(
+        "document.querySelector('#reason').textContent"
+    )
+    other.call("Page.close")
+    changed(page, lambda: page.click("#swap"))
+    assert state(page)["pp"] == 2
+    page.click("#unpin")
+    assert page.evaluate("document.querySelector('#reason')") is None
+
+
+def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
+    page: Page, picture: Callable[[Page, str], None]
+) -> None:
+    for name, value in (("model", "llama3-8b"), ("cluster", "dgx-h100:1"), ("tp", 1), ("pp", 1), ("global_batch", 32)):
+        page.evaluate(f"import('/assets/state.js').then(it => it.change({json.dumps({name: value})}))")
+    page.wait_for("document.querySelector('#sentence').textContent.startsWith('llama3-8b on 8')")
+    page.click("#find")
+    page.wait_for("document.querySelector('#search .heading button').textContent === 'Cancel'")
+    page.click("#search .heading button")
+    page.wait_for("document.querySelector('#search .status').textContent === 'Cancelled.'")
+    page.click("#search .heading button")
+    page.wait_for("document.querySelectorAll('.found tbody tr').length > 2", 120)
+    assert "strategies priced" in page.evaluate("document.querySelector('#search .status').textContent")
+    assert page.evaluate("document.querySelector('.why').textContent").startswith("Why 1 wins.")
+    assert page.evaluate("document.querySelectorAll('.pareto .point').length") > 1
+    picture(page, "search")
+    words = page.evaluate("document.querySelectorAll('.found tbody th')[1].firstChild.textContent")
+    changed(page, lambda: page.click(".found tbody tr:nth-child(2) button"))
+    assert answer(state(page))["job"]["words"] == words
+
+
+def test_what_is_saved_is_the_job(page: Page, browser: Browser, tmp_path: Path) -> None:
+    browser.call("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+
+    def saved(selector: str, name: str) -> str:
+        page.click(selector)
+        ends = time.monotonic() + 30
+        while not (tmp_path / name).is_file():
+            assert time.monotonic() < ends, f"{name} never came: {list(tmp_path.iterdir())}"
+            time.sleep(0.05)
+        return (tmp_path / name).read_text(encoding="utf-8")
+
+    job, _ = job_of(FIRST)
+    assert Job.from_yaml(saved("#save-yaml", "job.yaml")) == job
+    assert json.loads(saved("#save-json", "analysis.json"))["job"] == job.to_dict()
+    assert json.loads(saved("#save-trace", "trace.json"))["traceEvents"]
+    page.click("#exports [data-to=megatron]")
+    page.wait_for("document.querySelector('.losses').textContent.includes('As megatron runs it')")
+    assert page.evaluate("document.querySelector('#command').textContent") == answer(FIRST)["command"]
+
+
+# -- looks ------------------------------------------------------------------------------------------------------
+
+
+def test_it_fits_a_phone(page: Page, picture: Callable[[Page, str], None]) -> None:
+    page.wait_for("document.querySelectorAll('#runs tbody tr').length > 3")
+    for width in (360, 390, 768):
+        page.shape(width, 800)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        first = page.evaluate("document.querySelector('#verdict').getBoundingClientRect().top")
+        assert first < 200, "the verdict comes first"
+    page.shape(390, 844)
+    picture(page, "phone")
+
+
+def test_both_themes(page: Page, picture: Callable[[Page, str], None]) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.shape(1360, 1000, dark=True)
+    dark = page.evaluate(ground)
+    assert dark != light
+    picture(page, "dark")
+    page.click("#theme")  # auto → light, whatever the system says
+    assert page.evaluate(ground) == light
+    page.click("#theme")
+    page.shape(1360, 1000)
+    assert page.evaluate(ground) == dark
+    page.click("#theme")
+    assert page.evaluate(ground) == light
