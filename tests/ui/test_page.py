@@ -126,7 +126,7 @@ def test_every_control_and_every_value_that_is_refused(page: Page) -> None:
 
 def _written(value: Any) -> str:
     """As JavaScript writes it."""
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return json.dumps(value) if isinstance(value, bool) or value is None else str(value)
 
 
 def test_models_clusters_and_batches_are_picked(page: Page) -> None:
@@ -157,6 +157,22 @@ def test_by_keyboard_alone(page: Page) -> None:
     assert "does not divide" in page.evaluate("document.querySelector('#field-tp .reason').textContent")
     page.press("Tab", 9)
     assert page.evaluate("document.activeElement.closest('.field').dataset.field") == "pp"
+
+
+def test_every_part_of_the_memory_opens_its_formula(page: Page) -> None:
+    page.wait_for("!!document.querySelector('#memory canvas') && !!document.querySelector('#timeline canvas')")
+    chart = answer(FIRST)["charts"]["memory"]
+    page.click("#memory .parts details summary")
+    lines = page.evaluate(
+        "[...document.querySelectorAll('#memory .parts details[open] p')].map(one => one.textContent)"
+    )
+    assert lines == chart["series"][0]["details"][0] and len(lines) == 3
+    other = page.evaluate("[...document.querySelectorAll('#memory .formulas .chip')].map(one => one.textContent)")
+    assert other == chart["categories"]
+    for name in ("where", "memory", "timeline", "communication", "levels"):
+        assert page.evaluate(f"!document.querySelector('#{name}').hidden"), name
+    page.evaluate("document.querySelector('#memory > details').open = true")
+    page.wait_for("document.querySelectorAll('#memory .chart-table tbody tr').length === 2")
 
 
 # -- wrong input ------------------------------------------------------------------------------------------------
@@ -259,7 +275,7 @@ def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
     page.wait_for("document.querySelectorAll('.found tbody tr').length > 2", 120)
     assert "strategies priced" in page.evaluate("document.querySelector('#search .status').textContent")
     assert page.evaluate("document.querySelector('.why').textContent").startswith("Why 1 wins.")
-    assert page.evaluate("document.querySelectorAll('.pareto .point').length") > 1
+    assert page.evaluate("!!document.querySelector('#pareto canvas')")
     picture(page, "search")
     words = page.evaluate("document.querySelectorAll('.found tbody th')[1].firstChild.textContent")
     changed(page, lambda: page.click(".found tbody tr:nth-child(2) button"))

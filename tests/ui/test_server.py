@@ -53,9 +53,15 @@ def test_the_answer_of_the_page_has_the_figures_of_the_command(served: Served) -
     printed = run_json("analyze", *FLAGS, "--tp", "8", "--pp", "2", "--zero", "1")
     assert found["verdict"]["predicted_seconds"] == printed["time"]["predicted_seconds"]
     assert found["verdict"]["memory_bytes"] == printed["memory"]["total_bytes"]
-    assert {one["name"]: one["seconds"] for one in found["parts"]} == {
-        name: seconds for name, seconds in printed["time"]["parts"].items() if seconds
-    }
+    step = found["charts"]["step"]["table"]["rows"]
+    assert [row[1] for row in step[:-1]] == [seconds for seconds in printed["time"]["parts"].values() if seconds]
+    memory = found["charts"]["memory"]
+    assert max(row[-1] for row in memory["table"]["rows"]) == printed["memory"]["total_bytes"]
+    assert all(
+        lines[0].startswith(f"{one['name']} = ") for one in memory["series"] for lines in one["details"] if lines
+    )
+    drawn = served.post("timeline", JOB).data["chart"]
+    assert drawn["end"] == pytest.approx(printed["time"]["predicted_seconds"])
     assert found["verdict"]["sentence"].startswith("llama3-70b on 64 × h100-sxm: ")
 
 
@@ -218,7 +224,9 @@ def test_script_in_a_name_stays_text(served: Served) -> None:
     assert refused.status == 422 and refused.headers["content-type"].startswith("application/json")
 
 
-@pytest.mark.parametrize("what", ["answer", "analyze", "advice", "published", "compare", "export", "trace", "plan"])
+@pytest.mark.parametrize(
+    "what", ["answer", "analyze", "advice", "timeline", "published", "compare", "export", "trace", "plan"]
+)
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b'{"model": 1}', b'{"model": {"model_type": []}}', b"\xff\xfe"])
 def test_nonsense_is_one_line(served: Served, what: str, body: bytes) -> None:
     reply = served.ask("POST", f"/api/{what}", body, content_type="application/json")

@@ -25,6 +25,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 _MOST_RANKS = 100_000
+_MOST_PASSES = 1_000_000  # a few seconds, and a few hundred megabytes of trace
 _PREDICTED = ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "floor_seconds",
               "tokens_per_second", "mfu", "memory_bytes", "usable_bytes", "fits")  # fmt: skip
 
@@ -159,6 +160,14 @@ def predict(job: JobSource | None = None, **keywords: Unpack[JobKeywords]) -> Pr
     made, notes = _job(job, keywords)
     analysis = analyze_job(made)
     return PredictionResult(assess(analysis, advice=False), (*notes, *analysis.notes))
+
+
+def require_few_passes(job: Job, field: str, most: int = _MOST_PASSES) -> None:
+    """Raises SpecError for a step that is too long to draw pass by pass, before anything is computed."""
+    passes = 3 * job.microbatches * job.strategy.stages
+    if passes > most:
+        problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {most:,}"
+        raise SpecError(field, problem, "give a smaller --global-batch")
 
 
 def _job(job: JobSource | None, keywords: JobKeywords) -> tuple[Job, list[str]]:

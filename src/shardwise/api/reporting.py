@@ -122,7 +122,9 @@ def write_report(
         scaling=not is_unlike(made),
         over_time=3 * made.microbatches * made.strategy.stages <= MOST_PASSES,
     )
-    searched = _searched(made, time_limit, tell) if search else PlanPictures(why_not="other strategies, without --no-search")
+    searched = (
+        _searched(made, time_limit, tell) if search else PlanPictures(why_not="other strategies, without --no-search")
+    )
     sections = job_sections(found, searched)
     title = f"{made.model.name} on {made.cluster.name}"
     if folder is not None:

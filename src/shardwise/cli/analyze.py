@@ -6,18 +6,16 @@ import argparse
 import json
 import sys
 
-from shardwise.api.analysis import analyze
+from shardwise.api.analysis import analyze, require_few_passes
 from shardwise.api.outputs import write_text
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
 from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
-from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 _EXAMPLE = """
 shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192
 """
-_MOST_PASSES = 1_000_000  # a few seconds, and a few hundred megabytes of trace
 
 
 def run(arguments: list[str]) -> int:
@@ -39,22 +37,15 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
     parsed = parser.parse(arguments)
     job = job_from(parsed)
-    _require_few_passes(parsed, job)
+    for flag in ("--trace", "--memory-picture", "--memory-over-time"):
+        if getattr(parsed, flag[2:].replace("-", "_")):
+            require_few_passes(job, flag)
     found = analyze(job, **keywords(analyze, parsed))
     written = _write_files(parsed, job)
     show(parsed, lambda: found.plots if parsed.plot else found.page, found.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
     return 0 if found.fits else 1
-
-
-def _require_few_passes(parsed: argparse.Namespace, job: Job) -> None:
-    """Rejects a step that is too long to draw, before anything is computed."""
-    passes = 3 * job.microbatches * job.strategy.stages
-    for flag in ("trace", "memory_picture", "memory_over_time"):
-        if getattr(parsed, flag) and passes > _MOST_PASSES:
-            problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {_MOST_PASSES:,}"
-            raise SpecError("--" + flag.replace("_", "-"), problem, "give a smaller --global-batch")
 
 
 def _write_files(parsed: argparse.Namespace, job: Job) -> list[str]:

@@ -8,16 +8,18 @@ from typing import Any
 from shardwise.cost.accuracy.nearest import NearRun, nearest_runs
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
-from shardwise.cost.memory.room import probability_words
-from shardwise.cost.step.parts import STEP_PARTS
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.planner.describe import strategy_words
+from shardwise.report.charts.chart import BarChart
+from shardwise.report.charts.memory import memory_chart
+from shardwise.report.charts.step import communication_chart, levels_chart, step_chart
+from shardwise.report.charts.timeline import timeline_chart
+from shardwise.report.charts.verdict import fit_words, subject_words, verdict_of
 from shardwise.report.console import picked
-from shardwise.report.part_names import STEP_WORDS
 from shardwise.report.verdict import advice_row, floor_row, verdict_rows
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
-from shardwise.spec.units import readable_seconds, readable_share
+from shardwise.spec.units import readable_share
 from shardwise.ui.choices import choices
 from shardwise.ui.given import command, job_of, keywords_of
 
@@ -32,7 +34,7 @@ def answer(given: Mapping[str, Any]) -> Data:
     return {
         "verdict": verdict_data(found),
         "facts": [{"name": name, "words": words} for name, words in _facts(found)],
-        "parts": _parts(analysis),
+        "charts": {one.name: one.to_dict() for one in _charts(analysis)},
         "job": {
             **picked(job, "microbatches", "sequences", "tokens_per_step"),
             "devices": job.cluster.devices,
@@ -49,40 +51,19 @@ def answer(given: Mapping[str, Any]) -> Data:
     }
 
 
+def _charts(analysis: Analysis) -> Iterator[BarChart]:
+    yield step_chart(analysis)
+    yield memory_chart(analysis)
+    if analysis.exposed_by_dimension():
+        yield communication_chart(analysis)
+        yield levels_chart(analysis)
+
+
 def verdict_data(found: Assessment) -> Data:
-    """The sentence, and the figures of the bar below it."""
+    """The sentence with its two ends apart, and the figures of the bar below it."""
     analysis = found.analysis
-    return {
-        "sentence": verdict_sentence(found),
-        "subject": subject_words(analysis.job),
-        "fit_words": fit_words(analysis),
-        **picked(analysis, "predicted_seconds", "floor_seconds", "tokens_per_second", "mfu", "fit"),
-        **picked(found, "predicted_seconds_low", "predicted_seconds_high"),
-        "fit_probability": analysis.fit_probability,
-        "memory_bytes": analysis.memory.total,
-        "usable_bytes": analysis.room.usable_bytes,
-        "basis": found.error_bar.basis,
-    }
-
-
-def verdict_sentence(found: Assessment) -> str:
-    """All in one: "llama3-70b on 64 × h100-sxm: 30.1 s a step, 28.3 s to 32.1 s, fits with 95%"."""
-    analysis = found.analysis
-    step, low, high = map(
-        readable_seconds, (analysis.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high)
-    )
-    return f"{subject_words(analysis.job)}: {step} a step, {low} to {high}, {fit_words(analysis)}"
-
-
-def subject_words(job: Job) -> str:
-    return f"{job.model.name} on {device_words(job.cluster)}"
-
-
-def fit_words(analysis: Analysis) -> str:
-    """ "fits with 95%", "tight, fits with 80%", "does not fit"."""
-    if not analysis.fits:
-        return "does not fit"
-    return f"{'tight, ' * (analysis.fit == 'tight')}fits with {probability_words(analysis.fit_probability)}"
+    ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(found)}
+    return {**verdict_of(found).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
 
 
 def _facts(found: Assessment) -> Iterator[tuple[str, str]]:
@@ -90,15 +71,12 @@ def _facts(found: Assessment) -> Iterator[tuple[str, str]]:
     yield floor_row(found.analysis)
 
 
-def _parts(analysis: Analysis) -> list[Data]:
-    """Where the predicted step goes; the parts add up to it."""
-    return [
-        {"name": name, "words": STEP_WORDS[name], "seconds": analysis.parts[name],
-         "share": analysis.parts[name] / analysis.predicted_seconds,
-         "text": readable_seconds(analysis.parts[name])}
-        for name in STEP_PARTS
-        if analysis.parts[name]
-    ]  # fmt: skip
+def timeline(given: Mapping[str, Any]) -> Data:
+    """The passes of a step; drawing them takes as long as all the rest."""
+    job, _ = job_of(given)
+    drawn = timeline_chart(job)
+    words = f"{job.microbatches:,} microbatches are too many passes to draw: give a smaller global batch"
+    return {"chart": None if drawn is None else drawn.to_dict(), "why_not": "" if drawn is not None else words}
 
 
 def advice(given: Mapping[str, Any]) -> Data:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from shardwise.api.analysis import analyze
 from shardwise.spec.errors import SpecError
-from shardwise.ui.answer import advice, answer, published
+from shardwise.ui.answer import advice, answer, published, timeline
 from shardwise.ui.assets import Asset, assets
 from shardwise.ui.catalogue import catalogue
 from shardwise.ui.compare import compare
@@ -40,6 +40,7 @@ def analysis(given: Mapping[str, Any]) -> Any:
 ANSWERS: dict[str, Answer] = {
     "answer": answer,
     "analyze": analysis,
+    "timeline": timeline,
     "advice": advice,
     "published": published,
     "compare": compare,

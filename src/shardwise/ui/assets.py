@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from shardwise.report.html import asset as report_asset
+
 _FOLDER = Path(__file__).with_name("static")
+_CHARTS = ("chart.umd.min.js", "charts.js", "charts.css")  # of the report: both draw the same pictures
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -29,10 +32,11 @@ class Asset:
 @cache
 def assets() -> dict[str, Asset]:
     """By the name in the address; a name that is not here does not exist."""
-    return {path.name: _asset(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS}
+    own = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS}
+    drawing = {name: report_asset(name).encode() for name in _CHARTS}
+    return {name: _asset(name, content) for name, content in (own | drawing).items()}
 
 
-def _asset(path: Path) -> Asset:
-    content = path.read_bytes()
+def _asset(name: str, content: bytes) -> Asset:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-    return Asset(_KINDS[path.suffix], gzip.compress(content, 9, mtime=0), tag)
+    return Asset(_KINDS[Path(name).suffix], gzip.compress(content, 9, mtime=0), tag)

@@ -7,7 +7,7 @@ job says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.planner.constraints import OFFLOADS, offload_name
@@ -18,7 +18,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import divisors
 from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 _MOST_VALUES = 12  # of one control
@@ -186,15 +186,16 @@ def _choice(
 
 
 def _with(job: Job, changes: Mapping[str, Any]) -> Job:
-    """The job with keywords changed, checked as a whole."""
+    """The job with keywords changed, checked as a whole; one by one the values are right, they come from here."""
     own = {name: getattr(_USUAL, name) if value is None else value for name, value in changes.items()}
     training = {name: own.pop(name) for name in ("precision", "optimizer") if name in own}
     for name in ("cluster", "gpus"):
         own.pop(name, None)  # the job has them
-    other = job.unchecked(
-        strategy=replace(job.strategy, **own) if own else job.strategy,
-        training=replace(job.training, **training) if training else job.training,
-    )
+    if isinstance(own.get("offload"), Mapping):
+        own["offload"] = Offload.from_dict(own["offload"])
+    strategy = job.strategy.unchecked(**own)
+    strategy.check()
+    other = job.unchecked(strategy=strategy, training=job.training.unchecked(**training))
     other.check()
     return other
 

@@ -1,7 +1,7 @@
 """The search of the page: a process of its own, so that controls are answered meanwhile, and that it can be ended.
 
 `python -m shardwise.ui.searching` reads a request from standard input and writes a line of JSON for everything that
-happens: ``progress``, then ``result`` or ``refused``.
+happens: ``progress``, a ``picture`` of time against memory where that was asked for, then ``result`` or ``refused``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.api.planning import plan
+from shardwise.report.charts.plan import pareto_chart
+from shardwise.report.plan import plan_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.ui.given import arguments_from, document, error_data
@@ -53,7 +55,10 @@ def main() -> int:
 
     try:
         arguments, options = plan_request(document(sys.stdin.buffer.read()))
-        _write("result", plan(arguments, **options, on_progress=progress).to_dict())
+        found = plan(arguments, **options, on_progress=progress).answer
+        if found.memory_front is not None:
+            _write("picture", pareto_chart(found.plan, found.memory_front).to_dict())
+        _write("result", plan_data(found))
     except SpecError as error:
         _write(**_refused(error))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.api.analysis import require_few_passes
 from shardwise.cost.step.trace import step_trace
 from shardwise.interop.frameworks import TARGETS, target
 from shardwise.planner.advice.exported import priced_export
@@ -28,8 +29,5 @@ def exported(given: Mapping[str, Any]) -> dict[str, Any]:
 def trace(given: Mapping[str, Any]) -> dict[str, Any]:
     """The predicted step in Chrome's format, as `analyze --trace` writes it."""
     job, _ = job_of(given)
-    passes = 3 * job.microbatches * job.strategy.stages
-    if passes > _MOST_PASSES:
-        problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {_MOST_PASSES:,}"
-        raise SpecError("trace", problem, "give a smaller global_batch")
+    require_few_passes(job, "trace", _MOST_PASSES)
     return step_trace(job)

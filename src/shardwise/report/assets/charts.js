@@ -437,5 +437,5 @@ const ShardwiseCharts = (() => {
   addEventListener("afterprint", () => forPaper(false));
   matchMedia("print").addEventListener("change", (event) => forPaper(event.matches));
 
-  return { draw, erase, readable, table, verdict };
+  return { draw, erase, readable, redraw, table, verdict };
 })();

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from shardwise.spec.units import (
@@ -93,13 +93,15 @@ class Chart:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds and shares as numbers, the table also as text."""
-        data: dict[str, Any] = _plain({"kind": self.KIND, **asdict(self)})
+        data: dict[str, Any] = {"kind": self.KIND, **_plain(self)}
         data["table"]["texts"] = self.table.texts()
         return data
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Fields by their name, lists for tuples; JSON has no NaN and no infinity."""
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.cost.memory.room import Fit, probability_words
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.spec.clusters import device_words
+from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 
@@ -49,14 +50,17 @@ def verdict_of(found: Assessment) -> JobVerdict:
 def verdict_sentence(found: Assessment) -> str:
     """ "llama3-70b on 64 × h100-sxm: 30.1 s a step, 28.3 s to 32.1 s, fits with 95%"."""
     analysis = found.analysis
-    job = analysis.job
     ends = (found.predicted_seconds_low, found.predicted_seconds_high)
     low, high = map(readable_seconds, ends)
     step = f"{readable_seconds(analysis.predicted_seconds)} a step, {low} to {high}"
-    return f"{job.model.name} on {device_words(job.cluster)}: {step}, {_fit_words(found)}"
+    return f"{subject_words(analysis.job)}: {step}, {fit_words(found)}"
 
 
-def _fit_words(found: Assessment) -> str:
+def subject_words(job: Job) -> str:
+    return f"{job.model.name} on {device_words(job.cluster)}"
+
+
+def fit_words(found: Assessment) -> str:
     analysis = found.analysis
     if analysis.fits:
         likely = f"fits with {probability_words(analysis.fit_probability)}"

@@ -54,7 +54,7 @@ function draw(data) {
   const worse = data.loss > 0 || data.b.fit === "does not fit";
   const rows = [
     ["Step", (one) => seconds(one.predicted_seconds)],
-    ["80% of published runs", (one) => `${seconds(one.predicted_seconds_low)} to ${seconds(one.predicted_seconds_high)}`],
+    ["80% of published runs", (one) => `${seconds(one.low_seconds)} to ${seconds(one.high_seconds)}`],
     ["Throughput", (one) => `${Math.round(one.tokens_per_second).toLocaleString("en")} tokens/s`],
     ["MFU", (one) => share(one.mfu)],
     ["Memory", (one) => `${bytes(one.memory_bytes)}, ${one.fit_words}`],

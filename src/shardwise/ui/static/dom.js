@@ -17,30 +17,9 @@ export function el(name, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-const three = (number) => {
-  if (number === 0) return "0";
-  const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(number))));
-  return number.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-};
-
-/** Seconds as the command line prints them: three digits and a unit. */
-export function seconds(value) {
-  if (!value) return "0 s";
-  const [factor, unit] = value >= 0.9995 ? [1, "s"] : value >= 0.9995e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
-  return `${three(value / factor)} ${unit}`;
-}
-
-export function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  let left = Math.abs(value);
-  while (left >= 999.5 && unit < units.length - 1) {
-    left /= 1024;
-    unit += 1;
-  }
-  return `${value < 0 ? "−" : ""}${unit ? three(left) : Math.round(left)} ${units[unit]}`;
-}
-
+// Figures as the command line prints them.
+export const seconds = (value) => ShardwiseCharts.readable(value, "seconds");
+export const bytes = (value) => ShardwiseCharts.readable(value, "bytes");
 export const share = (value, digits = 1) => `${(100 * value).toFixed(digits)}%`;
 export const count = (value) => Math.round(value).toLocaleString("en");
 

@@ -1,12 +1,15 @@
 // The cards below the verdict, in their order; each is drawn from the answer, or follows with a question of its own.
 
+import { communication } from "./communication.js";
 import { comparison } from "./compare.js";
+import { memory } from "./memory.js";
 import { runs } from "./runs.js";
 import { search } from "./search.js";
 import { taking } from "./take.js";
+import { timeline } from "./timeline.js";
 import { where } from "./where.js";
 
-const ALL = [where, runs, comparison, search, taking];
+const ALL = [where, memory, timeline, communication, runs, comparison, search, taking];
 
 export const panels = {
   prepare(place) {

@@ -1,6 +1,7 @@
 // The search in place: progress while it goes on, the ranking, why the first wins, and time against memory.
 
 import { byId, bytes, el, seconds, share } from "./dom.js";
+import { card } from "./pictures.js";
 import { Refused } from "./server.js";
 import { replace, state } from "./state.js";
 
@@ -12,6 +13,7 @@ const button = el("button", { type: "button", class: "primary", onclick: () => (
 const status = el("p", { class: "status", role: "status" });
 const meter = el("div", { class: "meter", hidden: true }, el("i"));
 const found = el("div", { class: "found" });
+const pareto = card("pareto", "Time against memory");
 let running = null;
 
 export const search = {
@@ -65,6 +67,7 @@ const stop = () => running?.abort();
 /** Reads server-sent events from a stream. */
 async function listen(stream, job, since) {
   let text = "";
+  let picture = null;
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
     text += value;
@@ -74,13 +77,14 @@ async function listen(stream, job, since) {
       if (!event) continue;
       const data = JSON.parse(event[2]);
       if (event[1] === "progress") status.textContent = `${data.words} · ${Math.round((performance.now() - since) / 1000)} s`;
+      else if (event[1] === "picture") picture = data;
       else if (event[1] === "refused") throw new Refused(data.error);
-      else draw(data, job);
+      else draw(data, picture, job);
     }
   }
 }
 
-function draw(plan, job) {
+function draw(plan, picture, job) {
   const { search: result, layouts, ranking, explanation } = plan;
   status.textContent = `${result.priced.toLocaleString("en")} strategies priced: ${result.fitting.toLocaleString("en")} run and fit, ${result.too_large.toLocaleString("en")} do not fit, ${result.unsupported.toLocaleString("en")} are not run.`;
   const rows = ranking.slice(0, TOP).map((row) => ({ ...row, ...layouts.find((one) => one.words === row.words) }));
@@ -89,8 +93,11 @@ function draw(plan, job) {
   found.replaceChildren(
     el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...names.map((name, index) => el("th", { class: index > 1 && index < 7 ? "number" : null, scope: "col" }, name)))), body)),
     el("p", { class: "why" }, el("b", {}, "Why 1 wins. "), explanation.sentence),
-    ...(plan.pareto?.length > 1 ? [el("h3", {}, "Time against memory"), pareto(plan, job)] : []),
+    pareto.place,
   );
+  // The series of the picture: all that were simulated, the front, the first.
+  const points = [plan.candidates, plan.pareto, [plan.candidates[0]]];
+  pareto.draw(picture, (series, index) => use(points[series][index], job));
 }
 
 function layoutRow(one, first, job) {
@@ -114,33 +121,4 @@ function layoutRow(one, first, job) {
 function use(one, job) {
   replace({ ...job, ...one.strategy });
   byId("verdict").scrollIntoView();
-}
-
-/** The front: every point is a layout, no other is both faster and smaller. */
-function pareto(plan, job) {
-  const points = plan.pareto;
-  const box = { left: 56, right: 16, top: 12, bottom: 34, width: 720, height: 240 };
-  const times = points.map((one) => one.predicted_seconds);
-  const sizes = points.map((one) => one.memory.total_bytes);
-  const scale = (values, from, to) => {
-    const [low, high] = [0.94 * Math.min(...values), 1.04 * Math.max(...values)];
-    return (value) => from + ((value - low) / (high - low || 1)) * (to - from);
-  };
-  const x = scale(sizes, box.left, box.width - box.right);
-  const y = scale(times, box.height - box.bottom, box.top);
-  const line = points.map((one, index) => `${index ? "L" : "M"}${x(sizes[index])} ${y(times[index])}`).join("");
-  const ticks = (values) => [Math.min(...values), Math.max(...values)];
-  return el(
-    "svg:svg",
-    { class: "pareto", viewBox: `0 0 ${box.width} ${box.height}`, role: "group", "aria-label": "Step time against memory of a device" },
-    el("svg:path", { class: "front", d: line }),
-    ...ticks(sizes).map((value) => el("svg:text", { x: x(value), y: box.height - 12, "text-anchor": "middle" }, bytes(value))),
-    ...ticks(times).map((value) => el("svg:text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, seconds(value))),
-    ...points.map((one, index) =>
-      el(
-        "svg:circle",
-        { cx: x(sizes[index]), cy: y(times[index]), r: 6, class: "point", tabindex: "0", role: "button", "aria-label": `${one.words}: ${seconds(times[index])}, ${bytes(sizes[index])}`, onclick: () => use(one, job), onkeydown: (event) => event.key === "Enter" && use(one, job) },
-        el("svg:title", {}, `${one.words}: ${seconds(times[index])}, ${bytes(sizes[index])}`),
-      )),
-  );
 }

@@ -12,7 +12,6 @@ export function prepareTheme() {
     localStorage.setItem(KEY, next);
     apply(next);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => announce());
 }
 
 const current = () => document.documentElement.dataset.theme ?? "auto";
@@ -22,8 +21,5 @@ function apply(theme) {
   else document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `◐ ${current()}`;
   byId("theme").setAttribute("aria-label", `Theme: ${current()}`);
-  announce();
+  ShardwiseCharts.redraw(); // what was drawn in the other colours
 }
-
-/** Pictures that were drawn in the other colours are drawn again. */
-const announce = () => dispatchEvent(new CustomEvent("themed"));

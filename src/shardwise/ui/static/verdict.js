@@ -5,7 +5,7 @@ import { byId, bytes, count, el, seconds, share } from "./dom.js";
 const PILLS = { fits: "fits", tight: "tight", "does not fit": "not" };
 
 export function showVerdict({ verdict, facts, notes }) {
-  const { predicted_seconds: step, predicted_seconds_low: low, predicted_seconds_high: high } = verdict;
+  const { predicted_seconds: step, low_seconds: low, high_seconds: high } = verdict;
   byId("sentence").replaceChildren(
     el("span", { class: "subject" }, verdict.subject),
     ": ",
@@ -40,7 +40,7 @@ const figure = (name, value, note) => [
 
 /** The step to scale: the floor, the predicted step, and where 80% of published runs lie. */
 function errorBar(verdict) {
-  const { floor_seconds: floor, predicted_seconds: step, predicted_seconds_low: low, predicted_seconds_high: high } = verdict;
+  const { floor_seconds: floor, predicted_seconds: step, low_seconds: low, high_seconds: high } = verdict;
   const end = 1.06 * Math.max(high, floor);
   const at = (value) => (100 * value) / end;
   const rect = (kind, from, to, y, height, radius = 4) =>

@@ -4,17 +4,20 @@ import { el, seconds, share } from "./dom.js";
 
 const bar = el("div", { class: "stack", role: "img" });
 const list = el("ul", { class: "legend" });
+const title = el("h2", {});
 
 export const where = {
-  prepare: () => el("section", { class: "card", id: "where" }, el("h2", {}, "Where the step goes"), bar, list),
-  show({ parts, verdict }) {
-    bar.setAttribute("aria-label", parts.map((one) => `${one.words} ${share(one.share)}`).join(", "));
+  prepare: () => el("section", { class: "card", id: "where" }, title, bar, list),
+  show({ charts, verdict }) {
+    const parts = charts.step.series.map(({ name, tone, values }) => ({ name, tone, seconds: Math.max(...values) }));
+    const part = (one) => share(one.seconds / verdict.predicted_seconds);
+    title.textContent = charts.step.title;
+    bar.setAttribute("aria-label", parts.map((one) => `${one.name} ${part(one)}`).join(", "));
     bar.replaceChildren(
-      ...parts.map((one) => el("span", { class: `part ${one.name}`, title: `${one.words}: ${seconds(one.seconds)}, ${share(one.share)}`, style: { flexGrow: String(Math.max(0, one.share)) } })),
+      ...parts.map((one) => el("span", { title: `${one.name}: ${seconds(one.seconds)}, ${part(one)}`, style: { flexGrow: String(one.seconds / verdict.predicted_seconds), background: `var(--tone-${one.tone})` } })),
     );
     list.replaceChildren(
-      ...parts.map((one) =>
-        el("li", {}, el("i", { class: `part ${one.name}` }), el("span", {}, one.words), el("b", {}, seconds(one.seconds)), el("em", {}, share(one.seconds / verdict.predicted_seconds)))),
+      ...parts.map((one) => el("li", {}, el("i", { style: { background: `var(--tone-${one.tone})` } }), el("span", {}, one.name), el("b", {}, seconds(one.seconds)), el("em", {}, part(one)))),
     );
   },
 };

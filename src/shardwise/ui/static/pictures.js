@@ -1,0 +1,39 @@
+// Cards with a chart of the report's library: its title, what to look for, the chart, and the same in a table.
+
+import { el } from "./dom.js";
+
+/** A card for one chart; `beside` stands between the chart and its table. */
+export function card(id, title, ...beside) {
+  const heading = el("h2", {}, title);
+  const caption = el("p", { class: "lead" });
+  const plot = el("div", { class: "plot" });
+  const rows = el("div", { class: "scroll" });
+  const table = el("details", {}, el("summary", {}, "The same as a table"), rows);
+  const place = el("section", { class: "card", id }, heading, caption, plot, ...beside, table);
+  return {
+    place,
+    /** Draws a chart, or hides the card where there is none. */
+    draw(chart, onPick) {
+      place.hidden = !chart;
+      if (!chart) {
+        ShardwiseCharts.erase(plot);
+        return;
+      }
+      heading.textContent = chart.title;
+      caption.textContent = chart.caption;
+      ShardwiseCharts.draw(plot, chart, onPick);
+      if (table.open) rows.replaceChildren(ShardwiseCharts.table(chart));
+      table.ontoggle = () => table.open && rows.replaceChildren(ShardwiseCharts.table(chart));
+    },
+    /** Says why there is no chart. */
+    say(words) {
+      place.hidden = false;
+      ShardwiseCharts.erase(plot);
+      caption.textContent = words;
+      table.hidden = true;
+    },
+    show() {
+      table.hidden = false;
+    },
+  };
+}
