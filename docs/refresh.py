@@ -19,11 +19,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
-DOCUMENTS = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/*.md")
+DOCUMENTS = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/*.md", "docs/labs/*.md")
 WIDTH = 132
 _TERMINAL = {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}
 _FOR_A_SHELL = set("|&;<>$`*?~#!(){}\n")
@@ -115,7 +116,7 @@ def commands(body: str) -> list[str]:
     return found
 
 
-def refreshed(text: str) -> str:
+def refreshed(text: str, run: Callable[[str], str] = run) -> str:
     """The document with the output of its examples as it is today."""
 
     def replace(match: re.Match[str]) -> str:
@@ -128,7 +129,7 @@ def refreshed(text: str) -> str:
     return _BLOCK.sub(replace, text)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], run: Callable[[str], str] = run) -> int:
     stale = []
     for pattern in [one for one in arguments if one != "--check"] or DOCUMENTS:
         paths = sorted(ROOT.glob(pattern))
@@ -136,7 +137,7 @@ def main(arguments: list[str]) -> int:
             raise SystemExit(f"no document is named {pattern}")
         for path in paths:
             text = path.read_text(encoding="utf-8")
-            fresh = refreshed(text)
+            fresh = refreshed(text, run)
             if fresh == text:
                 continue
             stale.append(path.relative_to(ROOT))

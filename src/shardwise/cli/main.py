@@ -31,6 +31,7 @@ VERBS = {
     "report": "a job or a run as one HTML file: the verdict, and every picture with its table",
     "calibrate": "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
     "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",
+    "lab": "learn by measuring: theory beside measurement on this machine, and a failure where they contradict",
     "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",
 }
 _NODE_VARIABLES = ("PET_NODE_RANK", "SKYPILOT_NODE_RANK")  # of launchers that start one process per node

@@ -132,14 +132,19 @@ def compare_servers(
     plan = request.plan
     with Pool(PRELOAD) if pool is None else nullcontext(pool) as pool:
         on_progress(f"all-reduce of {plan.workers} ranks")
-        reduced = _way("all-reduce", pool.run(_reduce, plan.workers, request, timeout_seconds=_LIMIT_SECONDS), plan)
-        found = [reduced]
+        found = [by_all_reduce(request, pool)]
         for name, staleness in (("synchronous", None), ("asynchronous", request.staleness)):
             on_progress(f"{name} servers")
             world = plan.workers + plan.servers
             ranks = pool.run(_serve_or_work, world, request, staleness, timeout_seconds=_LIMIT_SECONDS)
             found.append(_way(name, ranks, plan))
     return ServerComparison(request, server_price(plan, request.job.cluster), *found)
+
+
+def by_all_reduce(request: ServerRequest, pool: Pool) -> MeasuredWay:
+    """The engine's copies, on as many ranks as there are workers."""
+    plan = request.plan
+    return _way("all-reduce", pool.run(_reduce, plan.workers, request, timeout_seconds=_LIMIT_SECONDS), plan)
 
 
 def _way(name: str, ranks: list[dict[str, Any]], plan: ServerPlan) -> MeasuredWay:
@@ -185,9 +190,7 @@ def _reduce(place: WorkerPlace, request: ServerRequest) -> dict[str, Any]:
 def _serve_or_work(place: WorkerPlace, request: ServerRequest, staleness: int | None) -> dict[str, Any]:
     torch.set_num_threads(1)
     plan = request.plan
-    model = Decoder(request.job.model)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(sample_weight(name, parameter.shape, request.seed, request.job.model))
+    model = first_model(request)
     with joined(place.rank, place.world, place.rendezvous_file):
         dist.barrier()
         began = time.perf_counter()
@@ -195,7 +198,7 @@ def _serve_or_work(place: WorkerPlace, request: ServerRequest, staleness: int | 
             found = _work(model, ServerClient(plan), request, place.rank)
         else:
             start = parameters_to_vector(model.parameters()).detach()
-            server = ParameterServer(plan, place.rank - plan.workers, start, _optimizer_of(request.job))
+            server = ParameterServer(plan, place.rank - plan.workers, start, optimizer_of(request.job))
             if staleness is None:
                 server.serve_together(request.steps)
             else:
@@ -210,18 +213,32 @@ def _work(model: Decoder, client: ServerClient, request: ServerRequest, worker: 
     vector_to_parameters(client.pull(), model.parameters())
     for step in range(request.steps):
         start = time.perf_counter()
-        batch = _share(request, step, worker)
-        counted = sample_batch(request.job, step % BATCHES, request.seed).counted
-        model.zero_grad()
-        loss = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents) / counted
-        loss.backward()
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
-        losses.append(float(loss.detach()))
+        loss, gradient = own_gradient(model, request, step, worker)
+        losses.append(loss)
         _be_slow(request, worker)
         compute += time.perf_counter() - start
-        client.push(parameters_to_vector(gradients))
+        client.push(gradient)
         vector_to_parameters(client.pull(), model.parameters())
     return {"losses": losses, "compute_seconds": compute}
+
+
+def first_model(request: ServerRequest) -> Decoder:
+    """The whole model with the weights that all ways begin with."""
+    model = Decoder(request.job.model)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(sample_weight(name, parameter.shape, request.seed, request.job.model))
+    return model
+
+
+def own_gradient(model: Decoder, request: ServerRequest, step: int, worker: int) -> tuple[float, Tensor]:
+    """A worker's share of a step's loss, and of its gradient as one vector."""
+    batch = _share(request, step, worker)
+    counted = sample_batch(request.job, step % BATCHES, request.seed).counted
+    model.zero_grad()
+    loss = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents) / counted
+    loss.backward()
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+    return float(loss.detach()), parameters_to_vector(gradients)
 
 
 def _share(request: ServerRequest, step: int, worker: int) -> Batch:
@@ -233,7 +250,7 @@ def _be_slow(request: ServerRequest, worker: int) -> None:
         time.sleep(request.slow_seconds)
 
 
-def _optimizer_of(job: Job) -> Callable[[Tensor, float], torch.optim.Optimizer]:
+def optimizer_of(job: Job) -> Callable[[Tensor, float], torch.optim.Optimizer]:
     settings, name = job.training.optimization, job.training.optimizer
 
     def make(weights: Tensor, factor: float) -> torch.optim.Optimizer:

@@ -131,6 +131,8 @@ _MATMULS = {
 _SQUARE = {
     "aten::_scaled_dot_product_flash_attention": (0, 4),
     "aten::_scaled_dot_product_flash_attention_backward": (1, 11),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7),
     "aten::_scaled_dot_product_efficient_attention": (0, 6),
     "aten::_scaled_dot_product_efficient_attention_backward": (1, 11),
 }

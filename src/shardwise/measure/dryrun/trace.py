@@ -208,7 +208,7 @@ def _first(stage: int, layers: Sequence[int], shape: TracedShape, kinds: Mapping
 
 
 def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: MemoryLog) -> Trace:
-    dimension_of = _dimensions(engine)
+    dimension_of = dimension_of_collectives(engine)
     calls: Counter[TracedCollective] = Counter()
     sent_bytes: Counter[TracedCollective] = Counter()
     for one in collectives.sent:
@@ -225,7 +225,7 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
 NAMES = {**{name: name for name in ("tp", "cp", "ep", "dp", "pp")}, "expert_tp": "tp"}
 
 
-def _dimensions(engine: Engine) -> Callable[[Label, tuple[int, ...]], str]:
+def dimension_of_collectives(engine: Engine) -> Callable[[Label, tuple[int, ...]], str]:
     """Of a collective: the dimension that the engine names it by, else that of its ranks."""
     by_ranks: dict[tuple[int, ...], str] = {}
     for name, dimension in (*NAMES.items(), ("shard", "dp"), ("replicate", "dp")):

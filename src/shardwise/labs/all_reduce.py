@@ -1,0 +1,261 @@
+"""Lab: all-reduce among 4 processes on 2 nodes: ring, tree and hierarchical, over a fast link and over a slow one.
+
+Bytes and messages are counted where they leave a rank. With root the slow link is emulated and times are compared too.
+Then a training step is traced twice: gradients that are summed after the backward pass block the step, gradients that
+are summed layer by layer hide behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, draw_rounds, simulated_seconds
+from shardwise.collectives.pricing import volume_of
+from shardwise.cost.traffic.network import network
+from shardwise.engine.labels import Called
+from shardwise.engine.world import joined
+from shardwise.labs.counting import CountingCommunicator
+from shardwise.labs.findings import LabFinding, LabReport, Relation
+from shardwise.labs.jobs import lab_job
+from shardwise.labs.ranks import EngineRun, Pace, TimedRange, run_engine
+from shardwise.labs.registry import LabSetup
+from shardwise.labs.slow_links import described, slow_nodes
+from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.layout.ranks import node_of
+from shardwise.report.console import table
+from shardwise.report.page import Line, Piece
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+RANKS, PER_NODE = 4, 2
+SIZE = 2 * 2**20  # bytes of the tensor that is summed
+SLOW = Emulation(nodes=2, ranks_per_node=PER_NODE, rate=25e6, delay=1e-3)
+RATIO_TOLERANCE = 0.35
+ALGORITHMS = {"ring": "flat_ring", "tree": "binomial", "hierarchical": "hierarchical"}
+LAYERS = 6
+MODEL = {"layers": LAYERS, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 384, "vocab": 256}
+PACE = Pace(layer_forward=0.02, layer_backward=0.04)
+TracedStep = tuple[TimedRange, ...]
+BLOCKING, OVERLAPPED = "1GB", "100kB"  # buckets: one of all gradients, or about one for each layer
+
+
+@dataclass(frozen=True)
+class RankCount:
+    """What one rank sent in one all-reduce, and how long several took."""
+
+    messages: int
+    sent_bytes: int
+    across_bytes: int
+    seconds: tuple[float, ...]
+    right: bool
+
+
+def run(setup: LabSetup) -> LabReport:
+    topology = network(described(SLOW))
+    schedules = {name: _schedule(name, topology) for name in ALGORITHMS}
+    repeats = 5 if setup.short else 15
+    setup.on_progress("all-reduce over a fast link")
+    fast = {name: _measured(setup.pool, one, repeats) for name, one in schedules.items()}
+    findings = [one for name, schedule in schedules.items() for one in _counts(name, schedule, fast[name])]
+    pieces: list[Piece] = list(_drawings(schedules))
+    with slow_nodes(SLOW) as pool:
+        if isinstance(pool, str):
+            pieces += [_table(schedules, topology, fast, {}), Line(f"The slow link is left out, bytes stay: {pool}")]
+            return LabReport(tuple(pieces), tuple(findings))
+        setup.on_progress(f"all-reduce over {SLOW}")
+        slow = {name: _measured(pool, one, repeats) for name, one in schedules.items()}
+        setup.on_progress("a training step that waits, and one that overlaps")
+        steps = {bucket: _step(pool, bucket, setup.short) for bucket in (BLOCKING, OVERLAPPED)}
+    pieces += [_table(schedules, topology, fast, slow), *_trace_pieces(steps)]
+    findings += [*_times(schedules, topology, slow), *_overlap(steps)]
+    return LabReport(tuple(pieces), tuple(findings), {"all-reduce-trace.json": _chrome(steps)})
+
+
+def _schedule(name: str, topology: Topology) -> Schedule:
+    """A tree knows no levels: it is built as if all ranks were on one switch, and sends where its edges lead."""
+    if name != "tree":
+        return build_schedule(CollectiveKind.ALL_REDUCE, topology, ALGORITHMS[name], SIZE)
+    flat = network(described(Emulation(nodes=RANKS, ranks_per_node=1, rate=SLOW.rate, delay=SLOW.delay)))
+    return build_schedule(CollectiveKind.ALL_REDUCE, flat, ALGORITHMS[name], SIZE)
+
+
+def _measured(pool: Pool, schedule: Schedule, repeats: int) -> list[RankCount]:
+    found: list[RankCount] = pool.run(_reduce, RANKS, schedule, repeats)
+    return found
+
+
+def _reduce(place: WorkerPlace, schedule: Schedule, repeats: int) -> RankCount:
+    torch.set_num_threads(1)
+    with joined(place.rank, place.world, place.rendezvous_file):
+        counting = CountingCommunicator()
+        tensor = torch.full((SIZE // 4,), float(place.rank + 1))
+        counting.run(schedule, tensor)
+        right = bool((tensor == sum(range(1, place.world + 1))).all())
+        messages, sent = counting.messages, counting.sent_bytes
+        across, seconds = counting.sent_to_other_nodes(PER_NODE), []
+        for _ in range(repeats):
+            dist.barrier()
+            began = time.monotonic()
+            counting.run(schedule, tensor)
+            seconds.append(time.monotonic() - began)
+    return RankCount(messages, sent, across, tuple(seconds), right)
+
+
+# -- bytes, messages and times ---------------------------------------------------------------------------
+
+
+def _counts(name: str, schedule: Schedule, ranks: Sequence[RankCount]) -> Iterator[LabFinding]:
+    each = f"{name}: "
+    yield LabFinding(
+        f"{each}ranks with the right sum", RANKS, sum(one.right for one in ranks), 0, "sum: 1 + 2 + 3 + 4 everywhere"
+    )
+    yield LabFinding(
+        f"{each}messages", sum(map(len, schedule.rounds)), sum(one.messages for one in ranks), 0,
+        "messages: the transfers of the schedule; a ring has 2(n−1)n, a tree 2(n−1)",
+    )  # fmt: skip
+    yield LabFinding(
+        f"{each}bytes of the busiest rank", float(volume_of(schedule, SIZE).sent_bytes),
+        max(one.sent_bytes for one in ranks), 0,
+        "bytes: a ring sends 2(n−1)/n of the tensor from every rank (Patarasuk & Yuan 2009); a tree's inner rank more",
+        unit="bytes",
+    )  # fmt: skip
+    yield LabFinding(
+        f"{each}bytes between the nodes", _crossing(schedule), sum(one.across_bytes for one in ranks), 0,
+        "between nodes: hierarchical sums inside a node first, so that each rank sends its half across once",
+        unit="bytes",
+    )  # fmt: skip
+
+
+def _crossing(schedule: Schedule) -> float:
+    chunk = SIZE * schedule.chunk_fraction
+    return sum(
+        len(one.chunks) * chunk
+        for transfers in schedule.rounds
+        for one in transfers
+        if node_of(one.src, PER_NODE) != node_of(one.dst, PER_NODE)
+    )
+
+
+def _median(ranks: Sequence[RankCount]) -> float:
+    """Of all repeats, the slowest rank's time."""
+    return float(statistics.median(max(each) for each in zip(*(one.seconds for one in ranks))))
+
+
+def _times(
+    schedules: Mapping[str, Schedule], topology: Topology, slow: Mapping[str, Sequence[RankCount]]
+) -> Iterator[LabFinding]:
+    """Ratios, not seconds: what the machine adds, it adds to all."""
+    reference = "hierarchical"
+    for name in schedules:
+        if name == reference:
+            continue
+        priced = [simulated_seconds(schedules[one], topology, SIZE) for one in (name, reference)]
+        yield LabFinding(
+            f"slow link: {name} over {reference}", priced[0] / priced[1],
+            _median(slow[name]) / _median(slow[reference]), RATIO_TOLERANCE,
+            "ratio: the rounds of both schedules, simulated message by message on the emulated link", timed=True,
+        )  # fmt: skip
+
+
+def _drawings(schedules: Mapping[str, Schedule]) -> Iterator[Piece]:
+    yield Line(f"Ranks 0 and 1 are on one node, 2 and 3 on another; every rank holds {readable_bytes(SIZE)}.\n")
+    for name, schedule in schedules.items():
+        yield Line(f"{name}\n{draw_rounds(schedule)}\n", fixed=True)
+
+
+def _table(
+    schedules: Mapping[str, Schedule], topology: Topology, fast: Mapping[str, Sequence[RankCount]],
+    slow: Mapping[str, Sequence[RankCount]],
+) -> Piece:  # fmt: skip
+    rows = [
+        (
+            name,
+            readable_bytes(sum(one.across_bytes for one in fast[name])),
+            readable_seconds(_median(fast[name])),
+            readable_seconds(simulated_seconds(schedule, topology, SIZE)),
+            readable_seconds(_median(slow[name])) if slow else "not run",
+        )
+        for name, schedule in schedules.items()
+    ]
+    names = ("", "between nodes", "fast link measured", "slow link simulated", "slow link measured")
+    return table(f"All-reduce of {readable_bytes(SIZE)}; slow: {SLOW}", names, rows)
+
+
+# -- a step that waits, and one that overlaps ------------------------------------------------------------
+
+
+def _step(pool: Pool, bucket: str, short: bool) -> TracedStep:
+    """Rank 0 of a data-parallel step over the slow link: the shortest, as what else the machine does only adds."""
+    strategy = {"dp": RANKS, "microbatch": 1, "bucket": bucket, "collective": "hierarchical"}
+    job = lab_job(strategy, batch=RANKS, seq=16, cluster=described(SLOW), **MODEL)
+    rank = run_engine(pool, EngineRun(job, steps=3 if short else 6, counts=False, pace=PACE))[0]
+    return min(rank.ranges[1:], key=_span)
+
+
+def _waits(step: TracedStep) -> float:
+    """Seconds of the last step in which the rank waits for gradients."""
+    waits = [one for one in step if one.label.kind == "wait" and one.label.what == Called.GRADIENTS]
+    return sum(one.end - one.start for one in waits)
+
+
+def _overlap(steps: Mapping[str, TracedStep]) -> Iterator[LabFinding]:
+    blocking, overlapped = (_waits(steps[one]) for one in (BLOCKING, OVERLAPPED))
+    beside = (LAYERS - 1) * PACE.layer_backward  # a layer's gradients are summed while those below are computed
+    hidden = min(blocking, beside) / blocking
+    yield LabFinding(
+        "overlap: share of the waiting that is hidden", hidden, 1 - overlapped / blocking, 0.5,
+        "overlap: sums run beside the backward pass of the layers below, as long as that lasts", Relation.AT_LEAST,
+        "share", timed=True,
+    )  # fmt: skip
+
+
+def _trace_pieces(steps: Mapping[str, TracedStep]) -> Iterator[Piece]:
+    yield Line("\nOne training step of rank 0 over the slow link; f and b compute, s starts a sum, w waits:\n", "bold")
+    longest = max(_span(one) for one in steps.values())
+    for bucket, title in ((BLOCKING, "one bucket: waits"), (OVERLAPPED, "layer by layer: hidden")):
+        yield Line(_lane(title, steps[bucket], longest), fixed=True)
+    yield Line("")
+
+
+def _span(step: TracedStep) -> float:
+    return max(one.end for one in step) - min(one.start for one in step)
+
+
+def _lane(title: str, step: TracedStep, longest: float, width: int = 64) -> str:
+    begun = min(one.start for one in step)
+    row = ["."] * width
+
+    def paint(start: float, end: float, letter: str) -> None:
+        left = min(width - 1, int((start - begun) / longest * width))
+        right = max(left + 1, int((end - begun) / longest * width))
+        row[left:right] = letter * (min(right, width) - left)
+
+    for kind, letter in (("pass", ""), ("begin", "s"), ("wait", "w")):
+        for one in step:
+            if one.label.kind == kind and (kind == "pass" or one.label.what == Called.GRADIENTS):
+                paint(one.start, one.end, letter or (one.label.pass_kind or "?")[0])
+    return f"  {title:<24}{''.join(row)} {readable_seconds(_span(step))}"
+
+
+def _chrome(steps: Mapping[str, TracedStep]) -> str:
+    events = []
+    for number, (bucket, step) in enumerate(steps.items()):
+        begun = min(one.start for one in step)
+        title = {"name": f"buckets of {bucket}"}
+        events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": title})
+        for one in step:
+            events.append(
+                {
+                    "ph": "X", "pid": number, "tid": 0 if one.label.kind == "pass" else 1,
+                    "name": one.label.pass_kind or one.label.title or one.label.kind,
+                    "ts": (one.start - begun) * 1e6, "dur": (one.end - one.start) * 1e6,
+                }
+            )  # fmt: skip
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,205 @@
+"""Lab: bubbles of pipeline schedules, simulated and run by the engine on 4 processes.
+
+A pass sleeps until its planned time is over, so that four ranks share two cores without slowing each other down: order,
+messages and waiting are the engine's own. The simulator is told the times that the passes really took.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.engine.labels import PassKind
+from shardwise.engine.pipeline.runner import schedule_of
+from shardwise.labs.findings import LabFinding, LabReport
+from shardwise.labs.jobs import lab_job
+from shardwise.labs.ranks import EngineRun, Pace, TimedRange, run_engine
+from shardwise.labs.registry import LabSetup
+from shardwise.pipeline import (
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    StageTimes,
+    Timeline,
+    draw_timeline,
+    equal_stages,
+    peak_activations,
+    peak_chunks_in_flight,
+    simulate,
+    stage_times,
+    trace_events,
+)
+from shardwise.report.console import bar, table
+from shardwise.report.page import Line, Piece
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import ScheduleRecord, own_schedules
+from shardwise.spec.units import readable_seconds, readable_share
+
+RANKS, MICROBATCHES = 4, 8
+# Of a rank's whole share of the layers: forward, input gradient and weight gradient alike.
+PASS_SECONDS, SHORT_PASS_SECONDS = 0.03, 0.016
+STEP_TOLERANCE = 0.2  # sleeping ends late, and messages take their time
+_WIDTH = 92
+_KINDS: dict[PassKind, ActionKind] = {
+    "forward": ActionKind.F, "backward": ActionKind.I, "weight gradients": ActionKind.W,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """A schedule as it was simulated and as it ran."""
+
+    record: ScheduleRecord
+    schedule: PipelineSchedule
+    simulated: Timeline
+    measured: Timeline
+    losses: tuple[float, ...]
+
+    @property
+    def simulated_seconds(self) -> float:
+        return self.simulated.makespan_seconds
+
+    @property
+    def measured_seconds(self) -> float:
+        return self.measured.makespan_seconds
+
+    def idle_share(self, timeline: Timeline) -> float:
+        return timeline.idle_seconds("together") / timeline.makespan_seconds
+
+
+def run(setup: LabSetup) -> LabReport:
+    records = list(_schedules(every=not setup.short))
+    found = []
+    for number, record in enumerate(records, 1):
+        setup.on_progress(f"{record.name} ({number} of {len(records)})")
+        found.append(_run(setup, record))
+    findings = [one for each in found for one in _findings(each, found[0])]
+    return LabReport(tuple(_pieces(found)), tuple(findings), _files(found))
+
+
+def _schedules(*, every: bool) -> Iterator[ScheduleRecord]:
+    """All that the engine runs and the planner searches; or the first of every idea."""
+    seen = set()
+    for one in own_schedules():
+        idea = (one.placement, one.chooses_chunks, one.splits_backward, one.forwards_first, one.hides_exchange)
+        if one.runs and one.searched and (every or idea not in seen):
+            seen.add(idea)
+            yield one
+
+
+def _job(record: ScheduleRecord) -> Job:
+    chunks = 2 if record.chooses_chunks else 1
+    strategy = {"dp": 1, "pp": RANKS, "schedule": record.name, "interleave": chunks, "microbatch": 1}
+    return lab_job(strategy, layers=2 * RANKS, batch=MICROBATCHES, seq=16)
+
+
+def _run(setup: LabSetup, record: ScheduleRecord) -> RunSchedule:
+    job = _job(record)
+    schedule = schedule_of(job)
+    each = (SHORT_PASS_SECONDS if setup.short else PASS_SECONDS) / job.strategy.chunks_per_rank
+    full = frozenset((one.stage, one.microbatch) for own in schedule.actions for one in own if one.kind is ActionKind.B)
+    pace = Pace(dict.fromkeys(_KINDS, each), full)
+    ranks = run_engine(setup.pool, EngineRun(job, steps=3 if setup.short else 6, counts=False, pace=pace))
+    steps = [_timeline(schedule, [rank.ranges[step] for rank in ranks]) for step in range(1, len(ranks[0].ranges))]
+    measured = min(steps, key=lambda one: one.makespan_seconds)  # what else the machine does only adds
+    return RunSchedule(record, schedule, simulate(schedule, _times(measured)), measured, ranks[0].losses)
+
+
+def _timeline(schedule: PipelineSchedule, ranks: Sequence[Sequence[TimedRange]]) -> Timeline:
+    """What the ranks did in a step, in the form that the simulator has; its schedule are the actions that ran."""
+    passes = [[one for one in own if one.label.pass_kind is not None] for own in ranks]
+    begun = min(one.start for own in passes for one in own)
+    actions = tuple(tuple(_actions(own)) for own in passes)
+    ran = replace(schedule, actions=actions)
+    starts = tuple(tuple(one.start - begun for one in own) for own in passes)
+    ends = tuple(tuple(one.end - begun for one in own) for own in passes)
+    busy = tuple(sum(one.end - one.start for one in own) for own in passes)
+    return Timeline(ran, starts, ends, ends, busy)
+
+
+def _actions(passes: Sequence[TimedRange]) -> Iterator[Action]:
+    """A backward pass is whole where no weight gradients of its own follow."""
+    labels = [one.label for one in passes]
+    split = {(one.stage, one.number) for one in labels if one.pass_kind == "weight gradients"}
+    for one in labels:
+        assert one.pass_kind is not None and one.stage is not None
+        whole = one.pass_kind == "backward" and (one.stage, one.number) not in split
+        yield Action(ActionKind.B if whole else _KINDS[one.pass_kind], one.stage, one.number)
+
+
+def _times(measured: Timeline) -> StageTimes:
+    """How long every stage's passes of each kind took, on average over the microbatches."""
+    lasted: dict[tuple[ActionKind, int], list[float]] = {}
+    for actions, starts, ends in zip(measured.schedule.actions, measured.starts, measured.ends):
+        for action, start, end in zip(actions, starts, ends):
+            lasted.setdefault((action.kind, action.stage), []).append(end - start)
+    stages = range(measured.schedule.stages)
+    mean = {kind: [statistics.fmean(lasted.get((kind, one), [0.0])) for one in stages] for kind in ActionKind}
+    return stage_times(*(mean[kind] for kind in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)))
+
+
+# -- theory beside measurement ---------------------------------------------------------------------------
+
+
+def _findings(one: RunSchedule, first: RunSchedule) -> Iterator[LabFinding]:
+    name, schedule = one.record.name, one.schedule
+    planned = [action for actions in schedule.actions for action in actions]
+    done = [action for actions in one.measured.schedule.actions for action in actions]
+    same = sum(ours == theirs for ours, theirs in zip(planned, done)) if len(planned) == len(done) else 0
+    yield LabFinding(
+        f"{name}: passes in the planned order", len(planned), same, 0,
+        "order: the list of actions that the simulator times is the one that the engine runs",
+    )  # fmt: skip
+    held = max(peak_activations(one.measured.schedule))
+    forms = (peak_chunks_in_flight(name, RANKS, MICROBATCHES, one.schedule.stages // RANKS, rank) for rank in range(4))
+    yield LabFinding(
+        f"{name}: chunks whose activations a rank holds", max(forms), held, 0, f"held: {one.record.source}"
+    )
+    yield LabFinding(
+        f"{name}: loss of the last step", first.losses[-1], one.losses[-1], 1e-5,
+        "loss: a schedule changes the order of sums, not what is summed",
+    )  # fmt: skip
+    yield LabFinding(
+        f"{name}: one step", one.simulated_seconds, one.measured_seconds, STEP_TOLERANCE,
+        "step: simulated with the mean time of every stage's passes, messages taken as instant",
+        unit="seconds", timed=True,
+    )  # fmt: skip
+
+
+def _pieces(found: Sequence[RunSchedule]) -> Iterator[Piece]:
+    yield Line(
+        f"{RANKS} ranks, {MICROBATCHES} microbatches; F forward, B backward, or I input gradient and W weight "
+        "gradient; lower case: a rank's second chunk; dots: the bubble.\n"
+    )
+    for one in found:
+        ideal = simulate(one.schedule, equal_stages(one.schedule.stages))
+        yield Line("theory   " + draw_timeline(ideal, _WIDTH) + "\n", fixed=True)
+    yield Line("\nAs they ran:\n", "bold")
+    for one in found:
+        yield Line("measured " + draw_timeline(one.measured, _WIDTH) + "\n", fixed=True)
+    rows = [
+        (
+            one.record.name,
+            bar(one.idle_share(one.measured), 20),
+            readable_share(one.idle_share(one.simulated)),
+            readable_share(one.idle_share(one.measured)),
+            readable_seconds(one.simulated_seconds),
+            readable_seconds(one.measured_seconds),
+        )
+        for one in found
+    ]
+    names = ("schedule", "idle", "simulated", "measured", "step simulated", "measured")
+    yield table("Bubbles", names, rows, numbers_from=2)
+
+
+def _files(found: Sequence[RunSchedule]) -> dict[str, str]:
+    """Chrome traces, for ui.perfetto.dev."""
+    events = []
+    for number, one in enumerate(found):
+        for place, (title, timeline) in enumerate((("simulated", one.simulated), ("measured", one.measured))):
+            for event in trace_events(timeline):
+                named = {"args": {"name": f"{one.record.name}, {title}"}} if event["name"] == "process_name" else {}
+                events.append({**event, **named, "pid": 2 * number + place})
+    return {"pipeline-trace.json": json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})}

@@ -1,0 +1,161 @@
+"""Lab: the nine collectives on 4 processes, what each rank holds before and after, and what crosses the network.
+
+Every element says where it comes from: which ranks' contributions are summed in it, and of which chunk. So what a rank
+holds afterwards is read from real tensors, and compared with what the verifier says that the collective promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost
+from shardwise.collectives.verifier import State, goals, starts
+from shardwise.cost.traffic.network import network
+from shardwise.engine.collectives.program import IN_PLACE
+from shardwise.labs.counting import CountingCommunicator
+from shardwise.labs.findings import LabFinding, LabReport
+from shardwise.labs.registry import LabSetup
+from shardwise.launch.pool import WorkerPlace
+from shardwise.report.page import Line, Piece
+from shardwise.spec.clusters import cluster_from
+
+RANKS = 4
+ELEMENTS = 3  # of a chunk: more than one, so that a chunk that is cut in half shows
+_CHUNK = 1 << RANKS  # an element is its chunk's number times this, plus one bit for each rank that contributed
+_NOTHING = -1.0
+_MEANING = {
+    CollectiveKind.SEND_RECV: "every rank passes its block on to the next",
+    CollectiveKind.BROADCAST: "all get what the root has",
+    CollectiveKind.REDUCE: "the root gets the sum",
+    CollectiveKind.ALL_REDUCE: "all get the sum",
+    CollectiveKind.GATHER: "the root gets every block",
+    CollectiveKind.ALL_GATHER: "all get every block",
+    CollectiveKind.SCATTER: "the root deals out its blocks",
+    CollectiveKind.REDUCE_SCATTER: "each gets one block of the sum",
+    CollectiveKind.ALL_TO_ALL: "everyone sends a block to everyone: a transpose",
+}
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What one rank held of a schedule's chunks, before and after, and what it sent."""
+
+    before: dict[int, int]
+    after: dict[int, int]
+    messages: int
+    sent_bytes: int
+
+
+def run(setup: LabSetup) -> LabReport:
+    topology = network(cluster_from(f"laptop:{RANKS}"))
+    schedules = [build_schedule(kind, topology, "textbook", chunks=1) for kind in CollectiveKind]
+    setup.on_progress("nine collectives on 4 processes")
+    ranks: list[list[HeldState]] = setup.pool.run(_hold, RANKS, schedules)
+    pieces: list[Piece] = [Line("a0 is rank a's chunk 0; Σ1 is the sum of all ranks' chunks 1; a dot is nothing.\n")]
+    findings: list[LabFinding] = []
+    for number, schedule in enumerate(schedules):
+        found = [rank[number] for rank in ranks]
+        pieces.append(Line(_drawn(schedule, found), fixed=True))
+        findings += _findings(schedule, found, topology)
+    return LabReport(tuple(pieces), tuple(findings))
+
+
+# -- on the ranks ----------------------------------------------------------------------------------------
+
+
+def _hold(place: WorkerPlace, schedules: list[Schedule]) -> list[HeldState]:
+    from shardwise.engine.world import joined
+
+    torch.set_num_threads(1)
+    with joined(place.rank, place.world, place.rendezvous_file):
+        return [_one(schedule, place.rank) for schedule in schedules]
+
+
+def _one(schedule: Schedule, rank: int) -> HeldState:
+    communicator = CountingCommunicator()
+    before, wanted = starts(schedule)[rank], dict(enumerate(goals(schedule))).get(rank, {})
+    given = _tensor(before)
+    in_place = schedule.kind in IN_PLACE
+    if in_place and given is None:  # a broadcast's receiver has room for what it gets
+        given = torch.full((len(wanted) * ELEMENTS,), _NOTHING)
+    output = None if in_place or not wanted else torch.full((len(wanted) * ELEMENTS,), _NOTHING)
+    communicator.run(schedule, given, output)
+    held = _read(given if in_place else output, list(wanted)) if wanted else {}
+    return HeldState(before, held, communicator.messages, communicator.sent_bytes)
+
+
+def _tensor(chunks: dict[int, int]) -> Tensor | None:
+    if not chunks:
+        return None
+    values = [float(chunk * _CHUNK + mask) for chunk, mask in sorted(chunks.items()) for _ in range(ELEMENTS)]
+    return torch.tensor(values)
+
+
+def _read(tensor: Tensor | None, places: list[int]) -> dict[int, int]:
+    """By the chunk that each place is for: who contributed to it; 0 where another chunk, or a mixture, lies there."""
+    assert tensor is not None
+    found = {}
+    for place, values in zip(sorted(places), tensor.view(-1, ELEMENTS).long().tolist()):
+        contributions = [_contributed(value, place) for value in values]
+        found[place] = contributions[0] if len(set(contributions)) == 1 else 0
+    return found
+
+
+def _contributed(value: int, chunk: int) -> int:
+    """The ranks in a sum of n elements of one chunk, each of which is chunk · 2^ranks + its own bit."""
+    mask = value % _CHUNK
+    return mask if value == mask.bit_count() * chunk * _CHUNK + mask else 0
+
+
+# -- theory beside measurement ---------------------------------------------------------------------------
+
+
+def _findings(schedule: Schedule, found: list[HeldState], topology: Topology) -> Iterator[LabFinding]:
+    kind = schedule.kind.value.replace("_", "-")
+    promised: State = [*goals(schedule), *({} for _ in range(RANKS))][:RANKS]
+    right = sum(found[rank].after.get(chunk) == mask for rank in range(RANKS) for chunk, mask in promised[rank].items())
+    chunks = sum(map(len, promised))
+    why = "held: the definition of the collective, as the verifier has it (MPI standard, chapter 6)"
+    yield LabFinding(f"{kind}: chunks that are where they belong", chunks, right, 0, why)
+    messages = sum(map(len, schedule.rounds))
+    yield LabFinding(
+        f"{kind}: messages", messages, sum(one.messages for one in found), 0, "messages: the transfers of the schedule"
+    )
+    whole = 4 * ELEMENTS / schedule.chunk_fraction
+    cost = collective_cost(schedule.kind, whole, topology, schedule.algorithm)
+    yield LabFinding(
+        f"{kind}: bytes that the busiest rank sends", round(float(cost.sent_bytes)),
+        max(one.sent_bytes for one in found), 0,
+        "bytes: the closed form of the algorithm that ran (`shardwise explain COLLECTIVE`)", unit="bytes",
+    )  # fmt: skip
+
+
+def _drawn(schedule: Schedule, found: list[HeldState]) -> str:
+    """A row for every rank: its chunks before and after."""
+    name = schedule.kind.value.replace("_", "-")
+    title = f"{name} ({schedule.algorithm.replace('_', ' ')}): {_MEANING[schedule.kind]}"
+    sides = [[_cells(schedule, one.before) for one in found], [_cells(schedule, one.after) for one in found]]
+    widths = [max(6, *(len(cell) for cell in side)) for side in sides]
+    lines = [title, f"  rank  {'before'.ljust(widths[0])}      after"]
+    for rank, (before, after) in enumerate(zip(*sides)):
+        lines.append(f"  {'abcd'[rank]} {rank}   {before.ljust(widths[0])}  →   {after}")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(schedule: Schedule, held: dict[int, int]) -> str:
+    """All-to-all's chunks are numbered by sender and receiver: only those of a rank are drawn."""
+    shown = sorted(held) if schedule.chunk_count > RANKS else range(schedule.chunk_count)
+    return " ".join(_cell(schedule, chunk, held.get(chunk)) for chunk in shown) or "·"
+
+
+def _cell(schedule: Schedule, chunk: int, mask: int | None) -> str:
+    if not mask:
+        return " ·" if mask is None else " ?"
+    number = chunk % RANKS
+    if mask == _CHUNK - 1:
+        return f"Σ{number}"
+    return f"{'abcd'[mask.bit_length() - 1]}{number}"

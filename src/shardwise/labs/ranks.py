@@ -1,0 +1,249 @@
+"""Runs of the engine on a lab's processes, and what was counted and timed in them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives import CollectiveKind
+from shardwise.engine import engine as engine_module
+from shardwise.engine import profiler_ranges
+from shardwise.engine.data.apply import PREFETCH
+from shardwise.engine.engine import Engine
+from shardwise.engine.labels import Label, PassKind, label_of
+from shardwise.engine.offload.store import MASTER
+from shardwise.engine.parameters import divided_as, local
+from shardwise.engine.world import joined
+from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog, Sent
+from shardwise.measure.dryrun.result import TracedCollective
+from shardwise.measure.dryrun.trace import dimension_of_collectives
+from shardwise.measure.dryrun.world import replaced
+from shardwise.measure.reference import sample_batch, sample_weight
+from shardwise.models.layer import Layer
+from shardwise.spec.job import Job
+from shardwise.training.metrics.memory import tensors_counted
+
+_LIMIT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class TimedRange:
+    """One range of the engine on one rank, in seconds of the machine's clock, which all processes share."""
+
+    label: Label
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things take, whatever the processor does: a pass or a layer that is done sooner sleeps until then.
+
+    Ranks that share cores would slow each other down; ranks that sleep do not. Messages are never paced. ``full`` are
+    the backward passes, by stage and microbatch, that compute weight gradients too.
+    """
+
+    passes: Mapping[PassKind, float] = field(default_factory=dict)
+    full: frozenset[tuple[int | None, int]] = frozenset()
+    layer_forward: float = 0.0
+    layer_backward: float = 0.0
+
+    def of_pass(self, label: Label) -> float:
+        seconds = self.passes.get(label.pass_kind, 0.0) if label.pass_kind else 0.0
+        if label.pass_kind == "backward" and (label.stage, label.number) in self.full:
+            seconds += self.passes.get("weight gradients", 0.0)
+        return seconds
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """``steps`` of a job, timed by their ranges; then one more, if ``counts``, counted but not timed.
+
+    ``prepare`` changes the engine of a rank before the first step; it is pickled. ``prefetch`` is how many units ZeRO-3
+    gathers ahead.
+    """
+
+    job: Job
+    steps: int = 2
+    counts: bool = True
+    pace: Pace = field(default_factory=Pace)
+    prepare: Callable[[Engine], None] | None = None
+    prefetch: int = PREFETCH
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank found; ``ranges`` are those of each step.
+
+    ``held`` are the bytes of its own weights, gradients and optimizer states before the update; ``sent`` is in bytes as
+    the cost model counts them; ``loads`` are those of experts, by layer.
+    """
+
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    ranges: tuple[tuple[TimedRange, ...], ...]
+    peak_bytes: int = 0
+    held: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[TracedCollective, int] = field(default_factory=dict)
+    calls: Mapping[TracedCollective, int] = field(default_factory=dict)
+    flops: Mapping[str, float] = field(default_factory=dict)
+    loads: tuple[tuple[float, ...], ...] = ()
+
+
+def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
+    found: list[RankResult] = pool.run(_rank, request.job.strategy.world, request, timeout_seconds=_LIMIT_SECONDS)
+    return found
+
+
+def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:
+    torch.set_num_threads(1)
+    job = request.job
+    with joined(place.rank, place.world, place.rendezvous_file), ExitStack() as entered:
+        entered.enter_context(_prefetching(request.prefetch))
+        if request.pace.layer_forward or request.pace.layer_backward:
+            entered.enter_context(_paced_layers(request.pace))
+        engine = lab_engine(request)
+        losses, seconds = [], []
+        ranges: list[tuple[TimedRange, ...]] = []
+        for step in range(request.steps):
+            own: list[TimedRange] = []
+            batch = sample_batch(job, step, request.seed).rows(engine.rows)
+            dist.barrier()
+            began = time.monotonic()
+            with _recorded(own, request.pace):
+                losses.append(float(engine.step(batch).loss))
+            seconds.append(time.monotonic() - began)
+            ranges.append(tuple(own))
+        counted = _counted(engine, request) if request.counts else {}
+        dist.barrier()
+    return RankResult(tuple(losses), tuple(seconds), tuple(ranges), **counted)
+
+
+def lab_engine(request: EngineRun) -> Engine:
+    """With weights that are the same in every layout."""
+    job = request.job
+    engine = Engine(job, seed=request.seed)
+    for one in engine.parameters:
+        value = one.part.of(sample_weight(one.name, one.part.shape, request.seed, job.model))
+        engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+    engine.on_weights_loaded()
+    if request.prepare is not None:
+        request.prepare(engine)
+    return engine
+
+
+def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
+    """One more step, with every tensor, collective and matmul counted."""
+    collectives, flops = CollectiveLog(), FlopLog()
+    gc.collect()
+    batch = sample_batch(engine.job, request.steps, request.seed).rows(engine.rows)
+    with tensors_counted() as memory:
+        memory.observers += [collectives, flops]
+        with collectives.naming():
+            engine.forward_backward(batch)
+            loads = tuple(tuple(mixture.load.tolist()) for mixture in engine.mixtures)
+            held = _held(engine)
+            engine.update()
+    gc.unfreeze()  # counting froze what there is: this engine could never be freed
+    dimension_of = dimension_of_collectives(engine)
+    sent: Counter[TracedCollective] = Counter()
+    calls: Counter[TracedCollective] = Counter()
+    for one in collectives.sent:
+        if len(one.ranks) > 1:
+            dimension = dimension_of(one.label, one.ranks)
+            line = TracedCollective(dimension, kind_of(one), one.label.title, len(one.ranks), one.peer, one.label.what)
+            sent[line] += one.size_bytes
+            calls[line] += 1
+    return {
+        "peak_bytes": memory.peak, "held": held, "sent": dict(sent), "calls": dict(calls), "flops": flops.flops,
+        "loads": loads,
+    }  # fmt: skip
+
+
+def kind_of(one: Sent) -> str:
+    """What the engine calls it: on gloo our reduce-scatter is made of an all-to-all."""
+    exchanged = one.kind == CollectiveKind.ALL_TO_ALL and one.label.collective is not None
+    return str(one.label.collective) if exchanged else one.kind
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    """Bytes of this rank's own states before the update: what ZeRO divides."""
+    tensors: dict[str, list[Any]] = {
+        "weights": [one.parameter for one in engine.parameters],
+        "gradients": [one.gradient for one in engine.parameters if one.gradient is not None],
+        "optimizer": [one for state in engine.optimizer.state.values() for one in state.values()],
+    }
+    return {name: sum(local(one).nbytes for one in several if one.dim()) for name, several in tensors.items()}
+
+
+# -- ranges and paces ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _recorded(ranges: list[TimedRange], pace: Pace) -> Iterator[None]:
+    """Notes when every named range of the engine begins and ends; a pass lasts as long as the ``pace`` says."""
+
+    @contextmanager
+    def marked(name: str) -> Iterator[None]:
+        label, start = label_of(name), time.monotonic()
+        yield
+        _sleep_until(start + pace.of_pass(label))
+        ranges.append(TimedRange(label, start, time.monotonic()))
+
+    with replaced((profiler_ranges, "marked", marked)):
+        yield
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def _prefetching(units: int) -> Any:
+    apply = getattr(engine_module, "apply_data")  # noqa: B009  # it is imported there
+    return replaced((engine_module, "apply_data", lambda *given, **named: apply(*given, **named, prefetch=units)))
+
+
+@contextmanager
+def _paced_layers(pace: Pace) -> Iterator[None]:
+    """Every layer takes at least as long as the pace says, in its forward pass and in its backward pass."""
+    forward = Layer.forward
+
+    def paced(self: Layer, hidden: Tensor, *arguments: Any) -> Tensor:
+        began = time.monotonic()
+        passes: list[float] = []
+        entered: Tensor = _Paced.apply(hidden, passes, pace.layer_backward)  # type: ignore[no-untyped-call]
+        output = forward(self, entered, *arguments)
+        _sleep_until(began + pace.layer_forward)
+        left: Tensor = _Paced.apply(output, passes, None)  # type: ignore[no-untyped-call]
+        return left
+
+    with replaced((Layer, "forward", paced)):
+        yield
+
+
+class _Paced(torch.autograd.Function):
+    """Behind a layer it notes when the backward pass comes; before it, it waits until that has lasted long enough."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, passes: list[float], lasts: float | None) -> Tensor:
+        ctx.passes, ctx.lasts = passes, lasts
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.lasts is None:
+            ctx.passes.append(time.monotonic())
+        elif ctx.passes:
+            _sleep_until(ctx.passes.pop() + ctx.lasts)
+        return gradient, None, None

@@ -1,0 +1,133 @@
+"""Lab: strong and weak scaling of data parallelism on 1, 2 and 4 processes, over a slow link where there is one.
+
+Layers take a fixed time (they sleep until it is over), so that ranks on shared cores do not slow each other down. What
+is left of ideal scaling is then what the sum of the gradients costs: Amdahl's serial part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.collectives import CollectiveKind, build_schedule, simulated_seconds
+from shardwise.cost.traffic.network import network
+from shardwise.labs.findings import LabFinding, LabReport
+from shardwise.labs.jobs import lab_job
+from shardwise.labs.ranks import EngineRun, Pace, RankResult, run_engine
+from shardwise.labs.registry import LabSetup
+from shardwise.labs.slow_links import described, slow_nodes
+from shardwise.launch.pool import Pool
+from shardwise.report.console import bar, table
+from shardwise.report.page import Line, Piece
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.parameters import parameter_count
+from shardwise.spec.units import readable_seconds, readable_share
+
+SIZES = (1, 2, 4)
+BATCH = 4  # sequences of a strong step; of one rank in a weak one
+MODEL = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 384, "vocab": 256}
+PACE = Pace(layer_forward=0.02, layer_backward=0.04)
+RATE, DELAY = 25e6, 1e-3
+TOLERANCE = 0.25
+
+
+@dataclass(frozen=True)
+class ScaledRun:
+    """A step on some ranks: predicted from that of one rank and the price of the sum, and measured."""
+
+    ranks: int
+    predicted_seconds: float
+    measured_seconds: float
+    loss: float
+
+
+def run(setup: LabSetup) -> LabReport:
+    with slow_nodes(Emulation(nodes=max(SIZES), ranks_per_node=1, rate=RATE, delay=DELAY)) as found:
+        slow = None if isinstance(found, str) else found
+        note = f"No slow link here, so that sums cost next to nothing: {found}" if slow is None else ""
+        runs = {kind: _runs(setup, kind, slow or setup.pool, slow is not None) for kind in ("strong", "weak")}
+    findings = [one for kind, each in runs.items() for one in _findings(kind, each)]
+    pieces = (*_pieces(runs), *([Line(note)] if note else []))
+    return LabReport(pieces, tuple(findings))
+
+
+def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]:
+    found: list[ScaledRun] = []
+    first: float | None = None
+    for ranks in SIZES:
+        setup.on_progress(f"{kind} scaling, {ranks} of {max(SIZES)} processes")
+        sequences = BATCH if kind == "strong" else BATCH * ranks
+        strategy = {"dp": ranks, "microbatch": 1, "bucket": "1GB", "collective": "ring" if ranks > 1 else "auto"}
+        cluster = _cluster(ranks) if slow and ranks > 1 else None
+        job = lab_job(strategy, batch=sequences, seq=16, cluster=cluster, **MODEL)
+        results = run_engine(pool, EngineRun(job, steps=3 if setup.short else 6, counts=False, pace=PACE))
+        seconds = _least_step(results)
+        first = seconds if first is None else first
+        share = sequences / ranks / BATCH  # of the microbatches that one rank had
+        gradients = 4.0 * parameter_count(job.model)
+        predicted = first * share + (_sum_seconds(cluster, gradients) if cluster is not None else 0.0)
+        found.append(ScaledRun(ranks, predicted, seconds, results[0].losses[-1]))
+    return found
+
+
+def _cluster(ranks: int) -> Cluster:
+    return described(Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY))
+
+
+def _sum_seconds(cluster: Cluster, size: float) -> float:
+    """An all-reduce by the ring that the engine is told to use."""
+    topology = network(cluster)
+    schedule = build_schedule(CollectiveKind.ALL_REDUCE, topology, "ring", size)
+    return simulated_seconds(schedule, topology, size)
+
+
+def _least_step(ranks: Sequence[RankResult]) -> float:
+    """Of the slowest rank, the first step left out; what else the machine does only adds."""
+    return float(min(max(each) for each in list(zip(*(one.step_seconds for one in ranks)))[1:]))
+
+
+def efficiency(kind: str, first: float, ranks: int, seconds: float) -> float:
+    """T1/(N·TN) at a fixed batch (Amdahl 1967), T1/TN at one that grows with N (Gustafson 1988)."""
+    return first / seconds / (ranks if kind == "strong" else 1)
+
+
+def _findings(kind: str, runs: Sequence[ScaledRun]) -> Iterator[LabFinding]:
+    one = runs[0]
+    for other in runs[1:]:
+        if kind == "strong":
+            yield LabFinding(
+                f"strong, {other.ranks} ranks: loss", one.loss, other.loss, 1e-5,
+                "loss: the same batch on more ranks is the same step",
+            )  # fmt: skip
+        yield LabFinding(
+            f"{kind}, {other.ranks} ranks: step", other.predicted_seconds, other.measured_seconds, TOLERANCE,
+            "step: one rank's time for its share of the batch, and the ring all-reduce of all gradients on this link",
+            unit="seconds", timed=True,
+        )  # fmt: skip
+        yield LabFinding(
+            f"{kind}, {other.ranks} ranks: efficiency",
+            efficiency(kind, one.measured_seconds, other.ranks, other.predicted_seconds),
+            efficiency(kind, one.measured_seconds, other.ranks, other.measured_seconds), TOLERANCE,
+            "efficiency: strong T1/(N·TN), Amdahl 1967; weak T1/TN, Gustafson 1988", unit="share", timed=True,
+        )  # fmt: skip
+
+
+def _pieces(runs: Mapping[str, Sequence[ScaledRun]]) -> Iterator[Piece]:
+    for kind, each in runs.items():
+        first = each[0].measured_seconds
+        rows = []
+        for one in each:
+            reached = efficiency(kind, first, one.ranks, one.measured_seconds)
+            predicted = efficiency(kind, first, one.ranks, one.predicted_seconds)
+            rows.append(
+                (
+                    str(one.ranks), bar(reached, 24), readable_share(predicted), readable_share(reached),
+                    readable_seconds(one.predicted_seconds), readable_seconds(one.measured_seconds),
+                )
+            )  # fmt: skip
+        title = (
+            "Strong scaling: the batch stays" if kind == "strong" else "Weak scaling: the batch grows with the ranks"
+        )
+        names = ("ranks", "efficiency", "predicted", "measured", "step predicted", "measured")
+        yield table(title, names, rows, numbers_from=2)

@@ -1,0 +1,169 @@
+"""Lab: data parallelism with whole copies (DDP) against ZeRO-1, 2 and 3: memory and bytes beside the formulas.
+
+Memory is what tensors hold, bytes are what the engine's collectives carry; neither depends on the machine. Prefetch is
+shown on two virtual nodes with a slow link, where layers take a fixed time: there a gather is worth hiding.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.collectives import CollectiveKind
+from shardwise.cost.analysis import analyze
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.labs.findings import LabFinding, LabReport, Relation
+from shardwise.labs.jobs import lab_job
+from shardwise.labs.ranks import EngineRun, Pace, RankResult, run_engine
+from shardwise.labs.registry import LabSetup
+from shardwise.labs.slow_links import described, slow_nodes
+from shardwise.measure.dryrun.run import compared_bytes
+from shardwise.report.console import bar, table
+from shardwise.report.page import Line, Piece
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.job import Job
+from shardwise.spec.parameters import parameter_count
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+RANKS, LAYERS = 4, 4
+MODEL = {"layers": LAYERS, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 512}
+BYTES_TOLERANCE = 0.02
+_NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+# What each divides by the ranks N, Φ parameters in fp32: 4 weight, 4 gradient, 8 AdamW's moments. Whole weights and
+# gradients that ZeRO-1 and 2 compute with come beside the rank's own.
+_FORMULAS = ("(4 + 4 + 8)Φ", "(4 + 4 + 8/N)Φ", "4Φ + (4 + 8)Φ/N", "(4 + 4 + 8)Φ/N")
+_OWN = {"weights": "weights that it updates", "gradients": "summed gradients", "optimizer": "moments"}
+_SENT = ("2Φ", "2Φ", "2Φ", "3Φ")
+SLOW = Emulation(nodes=2, ranks_per_node=1, rate=25e6, delay=1e-3)
+PACE = Pace(layer_forward=0.03, layer_backward=0.06)
+
+
+@dataclass(frozen=True)
+class ZeroStage:
+    """One way to keep states: as planned, and on every rank."""
+
+    zero: int
+    job: Job
+    planned: DeviceMemory
+    ranks: Sequence[RankResult]
+
+    @property
+    def name(self) -> str:
+        return _NAMES[self.zero]
+
+    @property
+    def planned_bytes(self) -> float:
+        """Of tensors: without the allowance for the framework."""
+        return self.planned.total - self.planned.allowance
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(one.peak_bytes for one in self.ranks)
+
+
+def run(setup: LabSetup) -> LabReport:
+    stages = []
+    for zero, name in enumerate(_NAMES):
+        setup.on_progress(f"{name} on {RANKS} processes")
+        job = lab_job({"dp": RANKS, "zero": zero, "microbatch": 1}, batch=RANKS, seq=32, **MODEL)
+        request = EngineRun(job, steps=2 if setup.short else 4)
+        stages.append(ZeroStage(zero, job, analyze(job).memory, run_engine(setup.pool, request)))
+    findings = [one for stage in stages for one in _findings(stage, stages[0])]
+    ahead, told = _prefetch(setup)
+    return LabReport((*_pieces(stages), *told), (*findings, *ahead))
+
+
+def _findings(stage: ZeroStage, first: ZeroStage) -> Iterator[LabFinding]:
+    size = 4 * parameter_count(stage.job.model)
+    for part in _OWN:
+        whole = (2 if part == "optimizer" else 1) * size
+        shards = RANKS if stage.zero else 1
+        yield LabFinding(
+            f"{stage.name}: {_OWN[part]} of a rank", whole / shards, stage.ranks[0].held[part], 0.001,
+            "own states: with ZeRO each rank updates 1/N of the weights, from 1/N of the summed gradients, with 1/N of "
+            "the moments (Rajbhandari et al. 2020, section 5)", unit="bytes",
+        )  # fmt: skip
+    for one in compared_bytes(stage.job, 0, stage.ranks[0].sent):
+        if not one.negligible:
+            yield LabFinding(
+                f"{stage.name}: {one.what.replace('_', '-')} in a step", one.planned, one.traced, BYTES_TOLERANCE,
+                "bytes: gradients are summed and weights gathered once (ZeRO-3: gathered for each pass); "
+                "ZeRO, section 7", unit="bytes",
+            )  # fmt: skip
+    yield LabFinding(
+        f"{stage.name}: peak of a rank", stage.planned_bytes, stage.peak_bytes, BYTES_TOLERANCE,
+        "peak: states, activations and gathered layers as `analyze` adds them up; gloo's sums on a CPU come on top",
+        Relation.AT_LEAST, "bytes",
+    )  # fmt: skip
+    if stage is first:
+        return
+    yield LabFinding(
+        f"{stage.name}: peak over DDP's", 1.0, stage.peak_bytes / first.peak_bytes, 0,
+        "less: what is divided is not held, whatever a step needs besides", Relation.AT_MOST,
+    )  # fmt: skip
+    yield LabFinding(
+        f"{stage.name}: loss of the last step", first.ranks[0].losses[-1], stage.ranks[0].losses[-1], 1e-5,
+        "loss: where states are kept changes nothing that is computed",
+    )  # fmt: skip
+
+
+def _pieces(stages: Sequence[ZeroStage]) -> Iterator[Piece]:
+    parts = ("weights", "gradients", "optimizer", "gathered")
+    rows = [
+        (
+            stage.name,
+            formula,
+            sent,
+            *(readable_bytes(getattr(stage.planned, part)) for part in parts),
+            readable_bytes(stage.planned_bytes),
+            readable_bytes(stage.peak_bytes),
+        )
+        for stage, formula, sent in zip(stages, _FORMULAS, _SENT)
+    ]
+    names = ("", "states", "sent", *parts, "peak planned", "peak measured")
+    yield table(f"Memory of each of {RANKS} ranks", names, rows, numbers_from=3, optional=("gathered", "sent"))
+    most = max(stage.peak_bytes for stage in stages)
+    drawn = [(stage.name, readable_seconds(_step_seconds(stage)), bar(stage.peak_bytes / most, 40)) for stage in stages]
+    yield table("Step on these shared cores, and the peak drawn", ("", "median step", ""), drawn)
+
+
+def _step_seconds(stage: ZeroStage) -> float:
+    return float(statistics.median(max(each) for each in zip(*(one.step_seconds for one in stage.ranks))))
+
+
+# -- prefetch --------------------------------------------------------------------------------------------
+
+
+def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
+    """ZeRO-3 over a slow link, with and without gathering the next layer while one computes."""
+    with slow_nodes(SLOW) as pool:
+        if isinstance(pool, str):
+            return [], [Line(f"Prefetch needs virtual nodes with a slow link, left out: {pool}")]
+        setup.on_progress("ZeRO-3 over a slow link, with and without prefetch")
+        job = lab_job({"dp": 2, "zero": 3, "microbatch": 1}, batch=2, seq=32, cluster=described(SLOW), **MODEL)
+        request = EngineRun(job, steps=3 if setup.short else 5, counts=False, pace=PACE)
+        seconds = {
+            units: _least_step(run_engine(pool, replace(request, prefetch=units))) for units in (0, 1)
+        }  # fmt: skip
+    gathers = [one for one in analyze(job).dimension_traffics("dp") if one.kind is CollectiveKind.ALL_GATHER]
+    hidden = sum(one.count * float(one.cost.seconds) * (1 - one.unhideable) for one in gathers)
+    saved = seconds[0] - seconds[1]
+    rows = [
+        ("without prefetch", readable_seconds(seconds[0])),
+        ("one layer ahead", readable_seconds(seconds[1])),
+        ("saved", readable_seconds(saved)),
+        ("gathers that computation can hide, priced", readable_seconds(hidden)),
+    ]
+    told = table(f"ZeRO-3 on 2 nodes, {SLOW}: every layer computes {PACE.layer_forward:g} s", ("", "step"), rows)
+    found = LabFinding(
+        "ZeRO-3: what prefetch saves of a step", hidden, saved, 0.5,
+        "prefetch: gathers of all layers but the first run while the layer before computes", Relation.AT_LEAST,
+        "seconds", timed=True,
+    )  # fmt: skip
+    return [found], [told]
+
+
+def _least_step(ranks: Sequence[RankResult]) -> float:
+    """Of the slowest rank, the first step left out; what else the machine does only adds."""
+    return float(min(max(each) for each in list(zip(*(one.step_seconds for one in ranks)))[1:]))
