@@ -181,8 +181,8 @@ PAGES = (
     ),
     CasePage(
         "one-card-7b", "7B on one 24 GB card",
-        "States of 16 bytes for each of 6.7 billion parameters do not fit; ZeRO-Offload keeps fp32 states and gradients "
-        "in the host's memory.",
+        "16 bytes of states for each of 6.7 billion parameters do not fit; ZeRO-Offload keeps fp32 states and "
+        "gradients in the host's memory.",
         _one_card,
     ),
     CasePage(

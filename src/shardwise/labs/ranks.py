@@ -238,7 +238,7 @@ class _Paced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passes: list[float], lasts: float | None) -> Tensor:
         ctx.passes, ctx.lasts = passes, lasts
-        return tensor.view_as(tensor)
+        return tensor.clone()  # FSDP warns of views
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

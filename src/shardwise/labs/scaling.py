@@ -61,7 +61,7 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
         strategy = {"dp": ranks, "microbatch": 1, "bucket": "1GB", "collective": "ring" if ranks > 1 else "auto"}
         cluster = _cluster(ranks) if slow and ranks > 1 else None
         job = lab_job(strategy, batch=sequences, seq=16, cluster=cluster, **MODEL)
-        results = run_engine(pool, EngineRun(job, steps=3 if setup.short else 6, counts=False, pace=PACE))
+        results = run_engine(pool, EngineRun(job, steps=2 if setup.short else 6, counts=False, pace=PACE))
         seconds = _least_step(results)
         first = seconds if first is None else first
         share = sequences / ranks / BATCH  # of the microbatches that one rank had
