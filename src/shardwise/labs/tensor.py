@@ -47,7 +47,7 @@ tensor parallelism: every rank has all tokens            sequence parallelism: e
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedMlp:
     """What one way to compute an MLP gave on one rank."""
 
     output: Tensor
@@ -57,7 +57,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedMlp:
     """The largest differences over all tensors, relative to the largest element; and what was sent."""
 
     output: float
@@ -69,7 +69,7 @@ class Compared:
 
 def run(setup: LabSetup) -> LabReport:
     jobs = {sequence: _job(RANKS, sequence) for sequence in (False, True)}
-    found: dict[bool, list[Compared]] = {}
+    found: dict[bool, list[ComparedMlp]] = {}
     steps: dict[bool, list[RankResult]] = {}
     for sequence, job in jobs.items():
         setup.on_progress("an MLP by hand and by the engine" + (", sequence parallel" if sequence else ""))
@@ -91,7 +91,7 @@ def _job(ranks: int, sequence: bool) -> Job:
 # -- on the ranks ----------------------------------------------------------------------------------------
 
 
-def _compare(place: WorkerPlace, job: Job, sequence: bool) -> Compared:
+def _compare(place: WorkerPlace, job: Job, sequence: bool) -> ComparedMlp:
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.rendezvous_file):
         engine = lab_engine(EngineRun(job))
@@ -109,7 +109,7 @@ def _compare(place: WorkerPlace, job: Job, sequence: bool) -> Compared:
         }
         ours = _counted(mlp, hidden, gradient, {one: getattr(mlp, one).weight for one in weights})
         hand = _counted(lambda part: _mlp_by_hand(part, weights, sequence), hidden, gradient, weights)
-    return Compared(
+    return ComparedMlp(
         _difference(hand.output, ours.output),
         _difference(hand.of_hidden, ours.of_hidden),
         max(_difference(hand.of_weights[one], ours.of_weights[one]) for one in weights),
@@ -134,7 +134,7 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
     return whole.chunk(RANKS, 1 if name == "down" else 0)[rank].clone().requires_grad_()
 
 
-def _counted(call: Any, hidden: Tensor, of_output: Tensor, weights: Mapping[str, Tensor]) -> Computed:
+def _counted(call: Any, hidden: Tensor, of_output: Tensor, weights: Mapping[str, Tensor]) -> ComputedMlp:
     hidden = hidden.clone().requires_grad_()
     log = CollectiveLog()
     with tensors_counted() as memory:
@@ -148,7 +148,7 @@ def _counted(call: Any, hidden: Tensor, of_output: Tensor, weights: Mapping[str,
         sent[kind_of(one)] += one.size_bytes
     gradients = {name: one.grad for name, one in weights.items() if one.grad is not None}
     assert hidden.grad is not None
-    return Computed(output.detach(), hidden.grad, gradients, dict(sent))
+    return ComputedMlp(output.detach(), hidden.grad, gradients, dict(sent))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
@@ -162,7 +162,7 @@ def _title(sequence: bool) -> str:
     return "sequence parallel" if sequence else "tensor parallel"
 
 
-def _findings(sequence: bool, ranks: Sequence[Compared]) -> Iterator[LabFinding]:
+def _findings(sequence: bool, ranks: Sequence[ComparedMlp]) -> Iterator[LabFinding]:
     name = _title(sequence)
     same = sum(max(one.output, one.of_hidden, one.of_weights) <= _ROUNDING for one in ranks)
     yield LabFinding(
@@ -205,7 +205,7 @@ def _less_memory(steps: Mapping[bool, Sequence[RankResult]]) -> LabFinding:
     )  # fmt: skip
 
 
-def _table(found: Mapping[bool, Sequence[Compared]]) -> Piece:
+def _table(found: Mapping[bool, Sequence[ComparedMlp]]) -> Piece:
     rows = []
     for sequence, ranks in found.items():
         worst = [max(getattr(one, name) for one in ranks) for name in ("output", "of_hidden", "of_weights")]
