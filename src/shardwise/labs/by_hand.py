@@ -25,7 +25,7 @@ def reduce(partial: Tensor) -> Tensor:
     return total
 
 
-class Columns(torch.autograd.Function):  # each rank has some rows of the weight: some features of the output
+class ColumnMatmul(torch.autograd.Function):  # each rank has some rows of the weight: some features of the output
     @staticmethod
     def forward(ctx, hidden, weight, sequence):  # type: ignore
         ctx.save_for_backward(hidden, weight)  # of the sequence only the own part: gathered again when it is needed
@@ -40,7 +40,7 @@ class Columns(torch.autograd.Function):  # each rank has some rows of the weight
         return of_inputs, gradient.flatten(0, 1).T @ inputs.flatten(0, 1), None
 
 
-class Rows(torch.autograd.Function):  # each rank has some columns of the weight: a part of every sum
+class RowMatmul(torch.autograd.Function):  # each rank has some columns of the weight: a part of every sum
     @staticmethod
     def forward(ctx, inner, weight, sequence):  # type: ignore
         ctx.save_for_backward(inner, weight)

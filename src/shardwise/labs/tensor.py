@@ -120,8 +120,8 @@ def _compare(place: WorkerPlace, job: Job, sequence: bool) -> ComparedMlp:
 
 def _mlp_by_hand(hidden: Tensor, weights: Mapping[str, Tensor], sequence: bool) -> Tensor:
     columns = torch.cat([weights["gate"], weights["up"]])
-    gate, up = by_hand.Columns.apply(hidden, columns, sequence).chunk(2, -1)  # type: ignore[no-untyped-call]
-    result: Tensor = by_hand.Rows.apply(F.silu(gate) * up, weights["down"], sequence)  # type: ignore[no-untyped-call]
+    gate, up = by_hand.ColumnMatmul.apply(hidden, columns, sequence).chunk(2, -1)  # type: ignore[no-untyped-call]
+    result: Tensor = by_hand.RowMatmul.apply(F.silu(gate) * up, weights["down"], sequence)  # type: ignore[no-untyped-call]
     return result
 
 
