@@ -44,6 +44,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Page, str], N
     folder = Path(os.environ.get("SHARDWISE_PICTURES") or tmp_path_factory.mktemp("pictures"))
 
     def take(page: Page, name: str) -> None:
+        page.settle()
         page.screenshot(folder / f"page-{name}.png")
 
     return take
@@ -160,7 +161,9 @@ def test_by_keyboard_alone(page: Page) -> None:
 
 
 def test_every_part_of_the_memory_opens_its_formula(page: Page) -> None:
-    page.wait_for("!!document.querySelector('#memory canvas') && !!document.querySelector('#timeline canvas')")
+    for name in ("memory", "timeline", "communication", "levels"):
+        page.evaluate(f"document.querySelector('#{name}').scrollIntoView()")
+        page.wait_for(f"!!document.querySelector('#{name} canvas')")
     chart = answer(FIRST)["charts"]["memory"]
     page.click("#memory .parts details summary")
     lines = page.evaluate(
@@ -169,8 +172,6 @@ def test_every_part_of_the_memory_opens_its_formula(page: Page) -> None:
     assert lines == chart["series"][0]["details"][0] and len(lines) == 3
     other = page.evaluate("[...document.querySelectorAll('#memory .formulas .chip')].map(one => one.textContent)")
     assert other == chart["categories"]
-    for name in ("where", "memory", "timeline", "communication", "levels"):
-        assert page.evaluate(f"!document.querySelector('#{name}').hidden"), name
     page.evaluate("document.querySelector('#memory > details').open = true")
     page.wait_for("document.querySelectorAll('#memory .chart-table tbody tr').length === 2")
 
@@ -275,7 +276,8 @@ def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
     page.wait_for("document.querySelectorAll('.found tbody tr').length > 2", 120)
     assert "strategies priced" in page.evaluate("document.querySelector('#search .status').textContent")
     assert page.evaluate("document.querySelector('.why').textContent").startswith("Why 1 wins.")
-    assert page.evaluate("!!document.querySelector('#pareto canvas')")
+    page.evaluate("document.querySelector('#pareto').scrollIntoView()")
+    page.wait_for("!!document.querySelector('#pareto canvas')")
     picture(page, "search")
     words = page.evaluate("document.querySelectorAll('.found tbody th')[1].firstChild.textContent")
     changed(page, lambda: page.click(".found tbody tr:nth-child(2) button"))

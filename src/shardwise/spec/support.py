@@ -283,9 +283,9 @@ def not_built(model: Model) -> tuple[Finding, ...]:
 
 def techniques_of(job: Job) -> tuple[str, ...]:
     """Names of the techniques that a job uses, in the order of `TECHNIQUES`."""
-    stages = [job.strategy]
-    if job.strategy.has_unlike_stages:
-        stages += map(job.strategy.of_stage, range(job.strategy.pp))
+    if not job.strategy.has_unlike_stages:  # a page tries some hundred values at a time
+        return tuple(name for name, uses in techniques().items() if uses(job.strategy, job.training, job.model))
+    stages = [job.strategy, *map(job.strategy.of_stage, range(job.strategy.pp))]
     return tuple(
         name for name, uses in techniques().items() if any(uses(one, job.training, job.model) for one in stages)
     )

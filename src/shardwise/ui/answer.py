@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.cost.accuracy.nearest import NearRun, nearest_runs
+from shardwise.cost.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.planner.advice.assessment import Assessment, assess
@@ -109,7 +109,12 @@ def published(given: Mapping[str, Any]) -> Data:
         "mfu": analysis.mfu,
         "tokens_per_second_per_device": analysis.tokens_per_second / job.cluster.devices,
     }
-    return {"own": own, "runs": [_near_data(one) for one in nearest_runs(job)], "basis": found.error_bar.basis}
+    return {
+        "own": own,
+        "runs": [_near_data(one) for one in nearest_runs(job)],
+        "near": NEAR_WORDS,
+        "basis": found.error_bar.basis,
+    }
 
 
 def _near_data(one: NearRun) -> Data:

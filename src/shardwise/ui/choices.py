@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shardwise.planner.constraints import OFFLOADS, offload_name
@@ -15,6 +16,7 @@ from shardwise.planner.search.space import INTERLEAVES, MOST_MICROBATCH, MOST_TE
 from shardwise.planner.search.supported import findings_of
 from shardwise.spec.clusters import cluster_short
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.rules import divisors
 from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
@@ -115,14 +117,14 @@ def _follows(strategy: Strategy, name: str, value: Any) -> dict[str, Any]:
 def _replicas(job: Job) -> Iterator[ControlValue]:
     """More or fewer replicas are more or fewer nodes; the batch stays."""
     strategy, cluster = job.strategy, job.cluster
-    present, named = strategy.data_parallel, cluster_short(cluster)
+    present, named = strategy.data_parallel, _named(cluster)
     if not isinstance(named, str) or strategy.has_unlike_stages:
         return
     name, width = named.partition(":")[0], cluster.levels[0].width
     for value in sorted({present, *(2**power for power in range(24) if present / 8 <= 2**power <= 8 * present)}):
         devices = strategy.world // present * value
         try:
-            grown = cluster.with_devices(devices)
+            grown = _grown(cluster, devices)
         except SpecError as error:
             yield ControlValue(value, str(value), {}, refused=_line(error))
             continue
@@ -131,6 +133,19 @@ def _replicas(job: Job) -> Iterator[ControlValue]:
         other = job.unchecked(cluster=grown, strategy=strategy.unchecked(dp=None))
         changes = {} if value == present else {**size, "dp": None}
         yield _choice(other, "dp", value, changes, str(value), chosen=value == present)
+
+
+# Clusters change less often than layouts, and take longer to check.
+
+
+@lru_cache(maxsize=256)
+def _grown(cluster: Cluster, devices: int) -> Cluster:
+    return cluster.with_devices(devices)
+
+
+@lru_cache(maxsize=64)
+def _named(cluster: Cluster) -> Any:
+    return cluster_short(cluster)
 
 
 def _schedules(job: Job) -> Iterator[ControlValue]:

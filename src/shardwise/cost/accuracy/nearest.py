@@ -16,8 +16,13 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count
 
-# Distances are counted in doublings; what has no size (another device, kind of model or number format) counts as two.
-OF_A_KIND = 2.0
+# Distances are counted in doublings. The layout is what a user is about to change: a degree counts half. What has no
+# size counts as so many: FP8 doubles the arithmetic; another device or kind of model is further than any layout.
+OF_A_DEGREE, OF_A_FORMAT, OF_A_KIND = 0.5, 1.0, 3.0
+NEAR_WORDS = (
+    f"doublings of active parameters, devices and sequence; a doubling of a degree counts {OF_A_DEGREE:g}, another "
+    f"number format {OF_A_FORMAT:g}, another device or kind of model {OF_A_KIND:g}"
+)
 
 
 @dataclass(frozen=True)
@@ -48,37 +53,42 @@ class NearRun:
 
 
 def nearest_runs(job: Job, most: int = 5) -> list[NearRun]:
-    """The nearest first; of runs that differ in neither model, machine nor layout only the newest."""
-    sizes = _sizes(job)
+    """The nearest first; of runs that differ in neither model, machine nor layout only the last of its table."""
+    sizes, degrees = _sizes(job), _degrees(job)
     found: dict[tuple[object, ...], NearRun] = {}
-    for run, own in _timed_runs():
+    for run, own_sizes, own_degrees in _timed_runs():
         assert run.reported_seconds is not None
-        apart = sum(abs(math.log2(mine / other)) for mine, other in zip(sizes, own))
-        one = NearRun(run, apart + OF_A_KIND * _unlike(job, run.job), run.reported_seconds)
-        found[run.source.name, run.model_name, run.device, own] = one
+        apart = _doublings(sizes, own_sizes) + OF_A_DEGREE * _doublings(degrees, own_degrees) + _unlike(job, run.job)
+        one = NearRun(run, apart, run.reported_seconds)
+        found[run.source.name, run.model_name, run.device, own_sizes, own_degrees] = one
     return sorted(found.values(), key=lambda one: one.distance)[:most]
 
 
+def _doublings(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    return sum(abs(math.log2(mine / theirs)) for mine, theirs in zip(one, other))
+
+
 def _sizes(job: Job) -> tuple[float, ...]:
-    """What is compared in doublings: parameters that a token passes through, devices, sequence, degrees."""
+    """Parameters that a token passes through, devices, sequence."""
+    return active_parameter_count(job.model), job.cluster.devices, job.training.seq
+
+
+def _degrees(job: Job) -> tuple[float, ...]:
     strategy = job.strategy
-    degrees = (strategy.tp, strategy.cp, strategy.pp, strategy.ep)
-    return active_parameter_count(job.model), job.cluster.devices, job.training.seq, *degrees
+    return strategy.tp, strategy.cp, strategy.pp, strategy.ep
 
 
-def _unlike(one: Job, other: Job) -> int:
-    """How many of device, kind of model and format of the matmuls differ."""
-    return (
-        (one.cluster.device.name != other.cluster.device.name)
-        + (kind_of(one.model) != kind_of(other.model))
-        + (one.training.recipe.compute != other.training.recipe.compute)
-    )
+def _unlike(one: Job, other: Job) -> float:
+    """What another device, kind of model and format of the matmuls count."""
+    kinds = (one.cluster.device.name != other.cluster.device.name) + (kind_of(one.model) != kind_of(other.model))
+    return OF_A_KIND * kinds + OF_A_FORMAT * (one.training.recipe.compute != other.training.recipe.compute)
 
 
 @cache
-def _timed_runs() -> tuple[tuple[PublishedRun, tuple[float, ...]], ...]:
-    """Every run of the tables that reports a time and is not set aside, with its sizes."""
-    return tuple((run, _sizes(run.job)) for run in _readable_runs() if run.reported_seconds and not run.set_aside)
+def _timed_runs() -> tuple[tuple[PublishedRun, tuple[float, ...], tuple[float, ...]], ...]:
+    """Every run of the tables that reports a time and is not set aside, with its sizes and degrees."""
+    timed = (run for run in _readable_runs() if run.reported_seconds and not run.set_aside)
+    return tuple((run, _sizes(run.job), _degrees(run.job)) for run in timed)
 
 
 def _readable_runs() -> Iterator[PublishedRun]:

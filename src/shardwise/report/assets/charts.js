@@ -16,8 +16,13 @@ const ShardwiseCharts = (() => {
   const TIMES = [[1e-9, " ns", 0], [1e-6, " µs", 1e-6], [1e-3, " ms", 1e-3], [1, " s", 1], [60, " min", 600],
                  [3600, " h", 3600], [86400, " days", 172800], [YEAR, " years", 2 * YEAR]];
 
-  const grouped = (value, digits) =>
-    value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  // Made once for each number of digits: making one takes longer than a hundred uses.
+  const FORMATS = new Map();
+  function grouped(value, digits) {
+    const fixed = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+    if (!FORMATS.has(digits)) FORMATS.set(digits, new Intl.NumberFormat("en-US", fixed));
+    return FORMATS.get(digits).format(value);
+  }
 
   function threeDigits(magnitude) {
     for (const digits of [2, 1]) {

@@ -1,6 +1,6 @@
 // A against B: a job that was pinned, and the one on the page, with the reason for the difference.
 
-import { bytes, el, seconds, share } from "./dom.js";
+import { bytes, count, el, seconds, share } from "./dom.js";
 import { latest } from "./server.js";
 import { pin, pinned, replace, state } from "./state.js";
 
@@ -55,7 +55,7 @@ function draw(data) {
   const rows = [
     ["Step", (one) => seconds(one.predicted_seconds)],
     ["80% of published runs", (one) => `${seconds(one.low_seconds)} to ${seconds(one.high_seconds)}`],
-    ["Throughput", (one) => `${Math.round(one.tokens_per_second).toLocaleString("en")} tokens/s`],
+    ["Throughput", (one) => `${count(one.tokens_per_second)} tokens/s`],
     ["MFU", (one) => share(one.mfu)],
     ["Memory", (one) => `${bytes(one.memory_bytes)}, ${one.fit_words}`],
   ];

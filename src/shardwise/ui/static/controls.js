@@ -1,6 +1,6 @@
 // The controls: what is picked or typed, and the values of the layout as chips, the impossible ones with their reason.
 
-import { byId, el } from "./dom.js";
+import { byId, count, el } from "./dom.js";
 import { change, state } from "./state.js";
 
 const LAYOUT = {
@@ -93,7 +93,7 @@ function quietly(id, value) {
 }
 
 export function showMachine(job) {
-  byId("cluster-words").textContent = `${job.devices.toLocaleString("en")} devices on ${job.nodes.toLocaleString("en")} ${job.nodes === 1 ? "node" : "nodes"}, dp ${job.dp.toLocaleString("en")}`;
+  byId("cluster-words").textContent = `${count(job.devices)} devices on ${count(job.nodes)} ${job.nodes === 1 ? "node" : "nodes"}, dp ${count(job.dp)}`;
 }
 
 // -- chips -----------------------------------------------------------------------------------------------------

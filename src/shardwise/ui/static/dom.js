@@ -21,7 +21,7 @@ export const byId = (id) => document.getElementById(id);
 export const seconds = (value) => ShardwiseCharts.readable(value, "seconds");
 export const bytes = (value) => ShardwiseCharts.readable(value, "bytes");
 export const share = (value, digits = 1) => `${(100 * value).toFixed(digits)}%`;
-export const count = (value) => Math.round(value).toLocaleString("en");
+export const count = (value) => ShardwiseCharts.readable(value, "tokens/s");
 
 let hiding;
 /** A short word on something that was done. */

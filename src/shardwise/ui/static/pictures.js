@@ -2,11 +2,34 @@
 
 import { el } from "./dom.js";
 
+// A chart is drawn when it comes near the window: what nobody sees does not delay what is seen.
+const waiting = new Map();
+const watch = new IntersectionObserver(
+  (seen) => {
+    for (const { target, isIntersecting } of seen) {
+      near.set(target, isIntersecting);
+      if (isIntersecting) waiting.get(target)?.();
+    }
+  },
+  { rootMargin: "300px" },
+);
+const near = new WeakMap();
+
+function whenNear(plot, drawing) {
+  const now = () => {
+    waiting.delete(plot);
+    drawing();
+  };
+  if (near.get(plot)) now();
+  else waiting.set(plot, now);
+}
+
 /** A card for one chart; `beside` stands between the chart and its table. */
 export function card(id, title, ...beside) {
   const heading = el("h2", {}, title);
   const caption = el("p", { class: "lead" });
   const plot = el("div", { class: "plot" });
+  watch.observe(plot);
   const rows = el("div", { class: "scroll" });
   const table = el("details", {}, el("summary", {}, "The same as a table"), rows);
   const place = el("section", { class: "card", id }, heading, caption, plot, ...beside, table);
@@ -16,18 +39,20 @@ export function card(id, title, ...beside) {
     draw(chart, onPick) {
       place.hidden = !chart;
       if (!chart) {
+        waiting.delete(plot);
         ShardwiseCharts.erase(plot);
         return;
       }
       heading.textContent = chart.title;
       caption.textContent = chart.caption;
-      ShardwiseCharts.draw(plot, chart, onPick);
+      whenNear(plot, () => ShardwiseCharts.draw(plot, chart, onPick));
       if (table.open) rows.replaceChildren(ShardwiseCharts.table(chart));
       table.ontoggle = () => table.open && rows.replaceChildren(ShardwiseCharts.table(chart));
     },
     /** Says why there is no chart. */
     say(words) {
       place.hidden = false;
+      waiting.delete(plot);
       ShardwiseCharts.erase(plot);
       caption.textContent = words;
       table.hidden = true;

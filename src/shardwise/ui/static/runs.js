@@ -25,13 +25,13 @@ export const runs = {
 
 function draw(data) {
   body.replaceChildren(row(data.own, true), ...data.runs.map((one) => row(one, false)));
-  note.textContent = `Near: in doublings of active parameters, devices, sequence and degrees; another device, kind of model or number format counts as two. Error bar: ${data.basis}.`;
+  note.textContent = `Near by ${data.near}. Error bar: ${data.basis}.`;
 }
 
 function row(one, own) {
   const cell = (column, ...parts) => el("td", { class: "number", "data-label": COLUMNS[column] }, ...parts);
   const small = (text) => el("small", {}, text);
-  const batch = own ? "" : ` · ${one.sequences.toLocaleString("en")} × ${one.seq.toLocaleString("en")}`;
+  const batch = own ? "" : ` · ${count(one.sequences)} × ${count(one.seq)}`;
   return el(
     "tr",
     { class: own ? "own" : null },

@@ -1,6 +1,6 @@
 // The search in place: progress while it goes on, the ranking, why the first wins, and time against memory.
 
-import { byId, bytes, el, seconds, share } from "./dom.js";
+import { byId, bytes, count, el, seconds, share } from "./dom.js";
 import { card } from "./pictures.js";
 import { Refused } from "./server.js";
 import { replace, state } from "./state.js";
@@ -86,7 +86,7 @@ async function listen(stream, job, since) {
 
 function draw(plan, picture, job) {
   const { search: result, layouts, ranking, explanation } = plan;
-  status.textContent = `${result.priced.toLocaleString("en")} strategies priced: ${result.fitting.toLocaleString("en")} run and fit, ${result.too_large.toLocaleString("en")} do not fit, ${result.unsupported.toLocaleString("en")} are not run.`;
+  status.textContent = `${count(result.priced)} strategies priced: ${count(result.fitting)} run and fit, ${count(result.too_large)} do not fit, ${count(result.unsupported)} are not run.`;
   const rows = ranking.slice(0, TOP).map((row) => ({ ...row, ...layouts.find((one) => one.words === row.words) }));
   const body = el("tbody", {}, ...rows.map((one) => layoutRow(one, rows[0], job)));
   const names = ["", "Layout", "Step", "Time", "MFU", "Memory", "Fits", ""];
