@@ -2,6 +2,9 @@
 
 import { byId, bytes, count, el, seconds, share } from "./dom.js";
 
+let drawn = null; // what the bar shows, to be drawn again in another width
+new ResizeObserver(() => drawn && byId("bar").replaceChildren(errorBar(drawn))).observe(byId("bar"));
+
 const PILLS = { fits: "fits", tight: "tight", "does not fit": "not" };
 
 export function showVerdict({ verdict, facts, notes }) {
@@ -16,6 +19,7 @@ export function showVerdict({ verdict, facts, notes }) {
     el("span", { class: `pill ${PILLS[verdict.fit]}` }, verdict.fit_words),
   );
   document.title = `${verdict.subject}: ${seconds(step)} a step`;
+  drawn = verdict;
   byId("bar").replaceChildren(errorBar(verdict));
   const words = Object.fromEntries(facts.map((fact) => [fact.name, fact.words]));
   byId("figures").replaceChildren(
@@ -42,6 +46,7 @@ const figure = (name, value, note) => [
 function errorBar(verdict) {
   const { floor_seconds: floor, predicted_seconds: step, low_seconds: low, high_seconds: high } = verdict;
   const end = 1.06 * Math.max(high, floor);
+  const wide = (byId("bar").clientWidth * (high - low)) / end > 215; // room for words between the ends
   const at = (value) => (100 * value) / end;
   const rect = (kind, from, to, y, height, radius = 4) =>
     el("svg:rect", { class: kind, x: `${at(from)}%`, width: `${Math.max(0.2, at(to) - at(from))}%`, y, height, rx: radius });
@@ -57,9 +62,9 @@ function errorBar(verdict) {
     rect("bar-band", low, high, 26, 20),
     rect("bar-mark", step - end * 0.0018, step + end * 0.0018, 21, 30, 2),
     label(step, 13, `${seconds(step)} predicted`, at(step) > 80 ? "end" : "middle", "strong"),
-    ...(at(high) - at(low) > 20 ? [label((low + high) / 2, 64, "80% of published runs", "middle")] : []),
-    label(low, 64, seconds(low), at(high) - at(low) > 20 ? "middle" : "end"),
-    label(high, 64, seconds(high), at(high) > 92 ? "end" : at(high) - at(low) > 20 ? "middle" : "start"),
+    ...(wide ? [label((low + high) / 2, 64, "80% of published runs", "middle")] : []),
+    label(low, 64, seconds(low), wide ? "middle" : "end"),
+    label(high, 64, seconds(high), at(high) > 92 ? "end" : wide ? "middle" : "start"),
     label(Math.min(floor, low * 0.86) / 2, 64, `floor ${seconds(floor)}`, "middle"),
   );
 }
