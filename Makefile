@@ -59,6 +59,7 @@ bench: $(READY)
 	$(BIN)/python bench/recut.py
 	$(BIN)/python bench/mixed.py
 	$(BIN)/python bench/generation.py
+	$(BIN)/python bench/page.py
 	$(BIN)/python bench/less_communication.py compression
 	$(BIN)/python bench/less_communication.py diloco --emulate 2x1,200Mbit,1ms
 	$(BIN)/python -m shardwise validate collectives

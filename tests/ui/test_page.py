@@ -265,9 +265,9 @@ def test_a_against_b_with_its_reason(page: Page, browser: Browser, picture: Call
 def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
     page: Page, picture: Callable[[Page, str], None]
 ) -> None:
-    for name, value in (("model", "llama3-8b"), ("cluster", "dgx-h100:1"), ("tp", 1), ("pp", 1), ("global_batch", 32)):
-        page.evaluate(f"import('/assets/state.js').then(it => it.change({json.dumps({name: value})}))")
-    page.wait_for("document.querySelector('#sentence').textContent.startsWith('llama3-8b on 8')")
+    small = {"model": "gpt2", "cluster": "workstation-4090", "global_batch": 16, "seq": 1024}
+    page.evaluate(f"import('/assets/state.js').then(it => it.replace({json.dumps(small)}))")
+    page.wait_for("document.querySelector('#sentence').textContent.startsWith('gpt2 on ')")
     page.click("#find")
     page.wait_for("document.querySelector('#search .heading button').textContent === 'Cancel'")
     page.click("#search .heading button")
@@ -302,6 +302,29 @@ def test_what_is_saved_is_the_job(page: Page, browser: Browser, tmp_path: Path) 
     page.click("#exports [data-to=megatron]")
     page.wait_for("document.querySelector('.losses').textContent.includes('As megatron runs it')")
     assert page.evaluate("document.querySelector('#command').textContent") == answer(FIRST)["command"]
+
+
+def test_the_step_is_handed_to_perfetto(page: Page) -> None:
+    """Its window answers that it is ready, and is given the trace; a message of anybody else is not."""
+    page.evaluate("window.posted = []; window.open = () => ({postMessage: (...sent) => posted.push(sent)}); 0")
+    page.click("#perfetto")
+    page.wait_for("posted.some(([message]) => message === 'PING')")
+    for origin in ("https://evil.example", "https://ui.perfetto.dev"):
+        told = f"{{data: 'PONG', origin: {json.dumps(origin)}}}"
+        page.evaluate(f"window.dispatchEvent(new MessageEvent('message', {told})); 0")
+        handed = page.evaluate("posted.filter(([message]) => message.perfetto).length")
+        assert handed == (origin == "https://ui.perfetto.dev")
+    text = page.evaluate("new TextDecoder().decode(posted.find(([message]) => message.perfetto)[0].perfetto.buffer)")
+    assert json.loads(text)["traceEvents"]
+    assert page.evaluate("posted.every(([, to]) => to === 'https://ui.perfetto.dev')")
+
+
+def test_advice_is_applied(page: Page) -> None:
+    changed(page, lambda: page.click("#field-tp .chip[data-value='4']"))
+    assert "does not fit" in page.evaluate(SENTENCE)
+    page.wait_for("document.querySelector('#advice').textContent.includes('What would fit')")
+    changed(page, lambda: page.click("#advice button"))
+    assert "fits with" in page.evaluate(SENTENCE)
 
 
 # -- looks ------------------------------------------------------------------------------------------------------

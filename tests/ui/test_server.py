@@ -66,8 +66,8 @@ def test_the_answer_of_the_page_has_the_figures_of_the_command(served: Served) -
 
 
 def test_a_plan_is_that_of_the_function_and_shows_its_progress(served: Served) -> None:
-    asked = {"model": "llama3-8b", "cluster": "dgx-h100:1", "global_batch": 64, "seq": 4096, "pareto": "memory",
-             "tp": "4,8", "pp": 1, "cp": 1, "zero": "1,3", "microbatch": 1}  # fmt: skip
+    asked = {"model": "gpt2", "cluster": "workstation-4090", "global_batch": 16, "seq": 1024, "pareto": "memory",
+             "tp": 1, "pp": 1, "cp": 1, "zero": "0,1", "shard_group": "all"}  # fmt: skip
     reply = served.post("plan", asked, accept="text/event-stream")
     events = [one.split(b"\n", 1) for one in reply.body.split(b"\n\n") if one.startswith(b"event")]
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -78,8 +78,8 @@ def test_a_plan_is_that_of_the_function_and_shows_its_progress(served: Served) -
     for one in (found, expected):
         one["search"].pop("cpu_seconds")
     assert found == expected
-    narrow = {**asked, "tp": 8, "zero": 1}
-    assert served.post("plan", narrow).data["job"]["strategy"]["tp"] == 8
+    narrow = {**asked, "zero": 1, "pareto": None}
+    assert served.post("plan", narrow).data["job"]["strategy"]["zero"] == 1
 
 
 def test_two_layouts_side_by_side(served: Served) -> None:

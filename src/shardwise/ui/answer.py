@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
+from shardwise.api.inputs import NOT_SEARCHED
 from shardwise.cost.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.advice.remedy import nearest_fit
 from shardwise.planner.describe import strategy_words
 from shardwise.report.charts.chart import BarChart
 from shardwise.report.charts.memory import memory_chart
@@ -19,11 +23,13 @@ from shardwise.report.console import picked
 from shardwise.report.verdict import advice_row, floor_row, verdict_rows
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
-from shardwise.spec.units import readable_share
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes, readable_share
 from shardwise.ui.choices import choices
 from shardwise.ui.given import command, job_of, keywords_of
 
 Data = dict[str, Any]
+_VARIED = {one.name for one in fields(Strategy)} - set(NOT_SEARCHED)  # by a search
 
 
 def answer(given: Mapping[str, Any]) -> Data:
@@ -46,6 +52,7 @@ def answer(given: Mapping[str, Any]) -> Data:
         },
         "notes": [*notes, *analysis.notes],
         "controls": choices(job),
+        "searched": {name: value for name, value in given.items() if name not in _VARIED},
         "command": command(given),
         "yaml": job.to_yaml(),
     }
@@ -80,14 +87,24 @@ def timeline(given: Mapping[str, Any]) -> Data:
 
 
 def advice(given: Mapping[str, Any]) -> Data:
-    """What to change, which takes longer than the rest: neighbouring strategies are priced."""
+    """What to change, as words and as keywords; it takes longer than the rest: neighbouring strategies are priced."""
     job, _ = job_of(given)
-    found = assess(analyze_job(job))
+    analysis = analyze_job(job)
+    if not analysis.fits:
+        return _fitting(job)
+    found = assess(analysis)
     name, words = advice_row(found)
-    data: Data = {"name": name, "words": words, "set": None}
-    if found.best_change is not None:
-        data["set"] = changes_to(job, found.best_change.job)
-    return data
+    change = found.best_change
+    return {"name": name, "words": words, "set": None if change is None else changes_to(job, change.job)}
+
+
+def _fitting(job: Job) -> Data:
+    """What would fit, as far as that is known without a search, which has a button of its own."""
+    other = nearest_fit(job)
+    if other is None:
+        return {"name": "What would fit", "words": "nothing that is a few changes away: search for it", "set": None}
+    words = f"{strategy_words(other.strategy)}: that needs {readable_bytes(peak_memory(other).total)}"
+    return {"name": "What would fit", "words": words, "set": changes_to(job, other)}
 
 
 def changes_to(before: Job, after: Job) -> Data:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from shardwise.interop.frameworks import TARGETS
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.model import Model
@@ -25,6 +26,7 @@ def catalogue() -> dict[str, Any]:
         "models": [_model(name) for name in presets.names("model")],
         "clusters": [_cluster(name) for name in presets.names("cluster")],
         "stacks": presets.names("stack"),
+        "frameworks": list(TARGETS),
         "first": FIRST,
     }
 

@@ -52,7 +52,7 @@ follow((job) => {
 prepareTheme();
 prepare(known);
 preparePaste();
-panels.prepare(byId("panels"));
+panels.prepare(byId("panels"), known);
 byId("copy-link").addEventListener("click", () => copy(location.href, "Link copied"));
 addEventListener("popstate", () => take(known.first));
 take(known.first);

@@ -12,8 +12,8 @@ import { where } from "./where.js";
 const ALL = [where, memory, timeline, communication, runs, comparison, search, taking];
 
 export const panels = {
-  prepare(place) {
-    place.append(...ALL.map((one) => one.prepare()));
+  prepare(place, known) {
+    place.append(...ALL.map((one) => one.prepare(known)));
   },
   show(data) {
     for (const one of ALL) one.show?.(data);

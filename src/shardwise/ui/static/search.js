@@ -3,10 +3,8 @@
 import { byId, bytes, count, el, seconds, share } from "./dom.js";
 import { card } from "./pictures.js";
 import { Refused } from "./server.js";
-import { replace, state } from "./state.js";
+import { replace } from "./state.js";
 
-// What a search does not vary; everything else of the layout is its answer.
-const KEPT = ["model", "cluster", "global_batch", "seq", "precision", "optimizer", "stack", "attention", "dropout", "memory_risk"];
 const TOP = 8;
 
 const button = el("button", { type: "button", class: "primary", onclick: () => (running ? stop() : start()) }, "Search");
@@ -15,6 +13,7 @@ const meter = el("div", { class: "meter", hidden: true }, el("i"));
 const found = el("div", { class: "found" });
 const pareto = card("pareto", "Time against memory");
 let running = null;
+let kept = {}; // what of the job a search does not vary: everything else of the layout is its answer
 
 export const search = {
   prepare() {
@@ -32,12 +31,11 @@ export const search = {
       found,
     );
   },
+  show: (data) => { kept = data.searched; },
 };
 
-const fixed = (job) => Object.fromEntries(Object.entries(job).filter(([name]) => KEPT.includes(name)));
-
 async function start() {
-  const job = fixed(state());
+  const job = kept;
   running = new AbortController();
   button.textContent = "Cancel";
   meter.hidden = false;

@@ -5,14 +5,13 @@ import { ask } from "./server.js";
 import { state } from "./state.js";
 
 const PERFETTO = "https://ui.perfetto.dev";
-const FRAMEWORKS = ["megatron", "torchtitan", "deepspeed", "accelerate", "nanotron", "colossalai"];
 const command = el("code", { id: "command" });
 const yaml = el("pre", { id: "yaml", tabindex: "0" });
 const losses = el("div", { class: "losses" });
 const problem = el("p", { class: "problem", role: "alert", hidden: true });
 
 export const taking = {
-  prepare: () =>
+  prepare: ({ frameworks }) =>
     el(
       "section",
       { class: "card", id: "take" },
@@ -27,7 +26,7 @@ export const taking = {
         el("button", { type: "button", class: "quiet", id: "save-trace", onclick: attempt(saveTrace) }, "Save trace.json"),
         el("button", { type: "button", class: "quiet", id: "perfetto", onclick: attempt(openPerfetto) }, "Open the step in Perfetto"),
       ),
-      el("div", { class: "row wrap", id: "exports" }, el("span", { class: "soft" }, "Export to"), ...FRAMEWORKS.map((name) => el("button", { type: "button", class: "quiet small", "data-to": name, onclick: attempt(() => exportTo(name)) }, name))),
+      el("div", { class: "row wrap", id: "exports" }, el("span", { class: "soft" }, "Export to"), ...frameworks.map((name) => el("button", { type: "button", class: "quiet small", "data-to": name, onclick: attempt(() => exportTo(name)) }, name))),
       problem,
       losses,
       el("details", {}, el("summary", {}, "job.yaml"), yaml),
