@@ -50,7 +50,6 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
         return refusal("generate", str(source), *more)
 
     assert "--on: 'slurm': files of prompts are generated here or on ray" in refused(*files, "--on", "slurm")
-    assert "--tp: every worker of --on ray has a whole model" in refused(*files, "--on", "ray", "--tp", "2")
     assert "--on: ray is for a file of prompts" in refused("--tokens", "1,2", "--on", "ray")
     assert "--workers: is for --on ray" in refused(*files, "--workers", "2")
     assert "--ray-address: is for --on ray" in refused(*files, "--ray-address", "10.0.0.1:6379")
@@ -204,3 +203,37 @@ def test_a_node_is_lost_and_another_comes(nodes: RayNodes, source: Path, undistu
     finally:
         running.kill()
     assert out.read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_model_on_two_ranks_of_an_actor_one_of_which_is_killed(nodes: RayNodes, source: Path, tmp_path: Path) -> None:
+    here, out, log = tmp_path / "here.jsonl", tmp_path / "out.jsonl", tmp_path / "log.txt"
+    files = ("--data", str(source / "in.jsonl"), "--out")
+    assert shardwise("generate", str(source), *files, str(here), *SETTINGS, "--tp", "2").status == 0
+    asked = ("generate", str(source), *files, str(out), *SETTINGS, "--tp", "2", "--on", "ray", "--workers", "1")
+    running = nodes.shardwise(*asked, log=log)
+    try:
+        wait_until(lambda: lines(out) >= 2 * BATCH or running.poll() is not None, 300)
+        assert running.poll() is None, log.read_text()
+        ranks = served(nodes)
+        assert len(ranks) == 2
+        os.kill(max(ranks), signal.SIGKILL)
+        assert running.wait(timeout=400) == 0, log.read_text()
+    finally:
+        running.kill()
+    assert out.read_bytes() == here.read_bytes()
+    wait_until(lambda: not served(nodes), 30)
+    asked = (*asked[:-1], "9", "--out", str(tmp_path / "other.jsonl"), "--wait-for-resources", "1s")
+    assert nodes.shardwise(*asked, log=log).wait(timeout=200) == 1
+    assert "no place for 9 model actors of 2 ranks on one node within 1 s: asked for 20 CPUs" in log.read_text()
+
+
+def served(nodes: RayNodes) -> list[int]:
+    found = []
+    for pid in nodes._pids(0):
+        try:
+            if "shardwise.generation.served" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+        except OSError:
+            continue
+    return found

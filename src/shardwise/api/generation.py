@@ -105,7 +105,8 @@ def generate(
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
     at a token of ``stop`` (those that the weights' folder names; "none": no token ends it) or after
     ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. ``on``
-    "ray" a file goes through ``workers`` models on a Ray cluster (the one at ``ray_address``, or one started here).
+    "ray" a file goes through ``workers`` models, each on ``tp`` ranks of one node, on a Ray cluster (the one at
+    ``ray_address``, or one started here).
     ``on_text`` is called with the number of a prompt and what has been added to its text; ``on_done`` with how many of
     a file's prompts are done, and how many there are.
     """
@@ -126,7 +127,7 @@ def generate(
 
     if place is None:
         require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
-    if here is None and device == "cpu":
+    if here is None and place is None and device == "cpu":
         require_cores("--tp", request.tp, "use fewer")
     weights = opened_weights(request)
     layout_of(weights.model, request.tp, stored_dtype(weights))
@@ -222,8 +223,6 @@ def _ray_place(
         raise SpecError("--on", f"{shown(on)}: files of prompts are generated here or on ray", "use --on ray")
     if here is not None:
         raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
-    if request.tp > 1:
-        raise SpecError("--tp", "every worker of --on ray has a whole model", "leave it out; --workers says how many")
     if data is None:
         raise SpecError("--on", "ray is for a file of prompts", "give --data FILE and --out FILE, or leave it out")
     wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "--wait-for-resources")

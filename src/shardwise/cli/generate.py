@@ -90,7 +90,8 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="sampling seed (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
-    add("--tp", metavar="N", help="tensor parallel ranks, started here (default 1; under a launcher all its ranks)")
+    tp = "tensor parallel ranks, with --on ray of each worker (default 1; under a launcher all its ranks)"
+    add("--tp", metavar="N", help=tp)
     add("--on", metavar="ray", help="with --data: CPU actors tokenise, model actors generate, by Ray Data")
     add("--workers", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
     add(

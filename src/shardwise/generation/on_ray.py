@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.generation.files import PartialFile, PromptRecord, batch_offsets, read_prompts
 from shardwise.generation.ranks import Clock, Done, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
+from shardwise.generation.served import RankGone, ServedModel
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
 from shardwise.launch.targets.installed import installed, require_same
 from shardwise.spec.errors import DoesNotFit, SpecError, shown
@@ -57,7 +58,7 @@ class RayPrompts:
         """Raises SpecError if there is no room, or nodes differ; DoesNotFit after the time for waiting."""
         require_packages("--on ray", "ray", "pandas")
         address = self.address or os.environ.get(ADDRESS)
-        wanted = _Wanted(self.workers or 1, request.device)
+        wanted = _Wanted(self.workers or 1, request.device, request.tp)
         cores = len(os.sched_getaffinity(0))
         part = PartialFile(Path(self.out), self.about)
         with part.opened(), ray_cluster(address, max(cores, wanted.whole_cores)):
@@ -156,10 +157,11 @@ def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, em
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The actors of all stages on a kind of device."""
+    """The actors of all stages on a kind of device; a model is on ``tp`` of them, all of one node."""
 
     workers: int
     device: str
+    tp: int = 1
 
     @property
     def cpu_actors(self) -> int:
@@ -167,34 +169,40 @@ class _Wanted:
 
     @property
     def whole_cores(self) -> int:
-        return self.workers + math.ceil(2 * self.cpu_actors * CPU_STAGE_CORES)
+        return self.workers * self.tp + math.ceil(2 * self.cpu_actors * CPU_STAGE_CORES)
 
     @property
     def model_resources(self) -> dict[str, float]:
-        return {"num_cpus": 1, **({"num_gpus": 1} if self.device == "cuda" else {})}
+        return {"num_cpus": self.tp, **({"num_gpus": self.tp} if self.device == "cuda" else {})}
 
     def for_cluster(self) -> _Wanted:
-        """A model for every GPU there is; one on CPUs."""
+        """As many models as there are GPUs for; one on CPUs."""
+        return replace(self, workers=max(1, self._places() if self.device == "cuda" else 1))
+
+    def _places(self) -> int:
+        """How many models all nodes have room for, each on one node, busy or not."""
         import ray
 
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if self.device == "cuda" else 1
-        return _Wanted(max(1, gpus), self.device)
+        device = "GPU" if self.device == "cuda" else "CPU"
+        return sum(int(node["Resources"].get(device, 0)) // self.tp for node in ray.nodes() if node["Alive"])
 
     def wait(self, seconds: float) -> None:
         """Raises DoesNotFit if there is no room in time."""
         import ray
 
-        needed = {"CPU": self.whole_cores, **({"GPU": self.workers} if self.device == "cuda" else {})}
+        needed = {"CPU": self.whole_cores, **({"GPU": self.workers * self.tp} if self.device == "cuda" else {})}
         deadline = time.monotonic() + seconds
         while True:
             free = ray.available_resources()
-            if all(free.get(name, 0) >= count for name, count in needed.items()):
+            if all(free.get(name, 0) >= count for name, count in needed.items()) and self._places() >= self.workers:
                 return
             if time.monotonic() >= deadline:
                 asked = " and ".join(counted(count, name) for name, count in needed.items())
                 there = " and ".join(f"{int(ray.cluster_resources().get(name, 0))} {name}s" for name in needed)
                 unused = " and ".join(f"{int(free.get(name, 0))}" for name in needed)
                 models = counted(self.workers, "model actor")
+                if self.tp > 1:
+                    models += f" of {self.tp} ranks on one node"
                 problem = (
                     f"no place for {models} within {seconds:g} s: asked for {asked}; present: {there}, of which "
                     f"{unused} are free"
@@ -242,10 +250,10 @@ class Tokenise:
         return {"first": row["first"], "count": len(records), "records": pickle.dumps(records)}
 
 
-class Generate:
-    """A whole model, and the tokens that follow the prompts of a batch."""
+class OneRank:
+    """A whole model in this process."""
 
-    def __init__(self, facts: _Facts, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         from shardwise.generation.load import loaded, opened_weights
 
         began = time.perf_counter()
@@ -253,12 +261,23 @@ class Generate:
         self._model = loaded(opened_weights(request), 1, request.device)
         self._load_seconds = time.perf_counter() - began
 
+    def run_batch(self, prompts: Sequence[Sequence[int]], first: int) -> Done:
+        clock = Clock(self._load_seconds)
+        return run_batch(self._model, prompts, self._request, first, clock, lambda step: None), clock.times()
+
+
+class Generate:
+    """A model, on one rank or several, and the tokens that follow the prompts of a batch."""
+
+    def __init__(self, facts: _Facts, request: GenerationRequest) -> None:
+        self._model = OneRank(request) if request.tp == 1 else ServedModel(request)
+
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         records: Sequence[PromptRecord] = pickle.loads(row["records"])
-        clock = Clock(self._load_seconds)
-        prompts = [record.tokens for record in records]
-        found = run_batch(self._model, prompts, self._request, int(row["first"]), clock, lambda step: None)
-        times = clock.times()
+        try:
+            found, times = self._model.run_batch([record.tokens for record in records], int(row["first"]))
+        except RankGone:
+            os._exit(1)  # Ray starts a lost actor again, and gives it its rows again; an error would end the whole
         return {
             **row,
             "found": pickle.dumps(found),
