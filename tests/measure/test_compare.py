@@ -13,6 +13,7 @@ from measure.slowed import FIRST, LAST, profiled_job, run_across, run_profiled
 from required import require
 from shardwise.launch.emulate.network import why_not
 from shardwise.measure.compare.comparison import Comparison, compare, profiled_run
+from shardwise.measure.compare.flights import sent_bytes
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
 from training.runs import write_shards
@@ -68,6 +69,32 @@ def test_the_parts_of_a_step_add_up(
     for one in found.sent:
         if one.dimensions in (("dp",), ("tp",)):  # of cp are messages, which gloo does not record
             assert one.recorded == pytest.approx(one.planned, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, {"dp": 2, "dp_shares": (1, 3)}),
+        (3, {"pp": 2, "stage_tp": (2, 1)}),
+        pytest.param(3, {"pp": 2, "stage_dp": (1, 2), "zero": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_unlike_replicas_and_stages(shards: str, tmp_path: Path, ranks: int, strategy: dict[str, Any]) -> None:
+    """Parts add up, what each rank sent is as planned for that rank, and a rank with more to do is not a slow one."""
+    job = profiled_job(shards, ranks, **strategy)
+    found = compared(job, tmp_path / "run")
+    assert found.mismatch is None
+    for rank in range(ranks):
+        for one in sent_bytes(job, found.found.records[rank], len(found.found.numbers)):
+            if one.dimensions in (("dp",), ("tp",)):
+                assert one.recorded == pytest.approx(one.planned, rel=0.01), (rank, one)
+    said = run("compare", str(tmp_path / "run"))
+    assert said.status == 0, said.err
+    if job.strategy.has_unlike_stages:
+        assert "stages of unlike degrees are not cut anew" in error_line(
+            run("calibrate", "--from", str(tmp_path / "run"))
+        )
 
 
 def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
 from shardwise.measure.compare.flights import mismatch
 from shardwise.measure.compare.step_parts import Measured, measured
-from shardwise.measure.compare.stragglers import MeasuredLink, links_of, rank_slowness, slow_link, straggler
+from shardwise.measure.compare.stragglers import (
+    MeasuredLink,
+    links_of,
+    rank_slowness,
+    same_work,
+    slow_link,
+    straggler,
+)
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -84,6 +91,14 @@ def test_the_rank_whose_layers_take_longer_is_the_straggler() -> None:
     assert slowness == pytest.approx((1.0, 3.0))
     assert straggler(slowness) == 1
     assert straggler(rank_slowness(job.model, two_ranks(late=0.1))) is None
+
+
+def test_ranks_of_unlike_stages_are_not_compared_with_each_other() -> None:
+    """A rank that has its layers alone takes longer for them than two that share theirs."""
+    found = two_ranks(late=2.0)
+    assert rank_slowness(job_of(2, dp=2).model, found, alike=("two", "alone")) == (1.0, 1.0)
+    strategy = {"pp": 2, "stage_tp": (2, 1), "stage_dp": (1, 2)}
+    assert same_work(job_of(4, **strategy)) == ((2, 2, 0), (2, 2, 0), (1, 1, 0), (1, 1, 0))
 
 
 def test_what_the_backend_does_beside_the_computation_is_hidden() -> None:

@@ -42,6 +42,7 @@ def differing(found: DryRun, *, memory: bool) -> list[str]:
 # -- bytes: of a small model, every dimension ---------------------------------------------------------
 
 QUICK = {
+    "unlike-shares": job(SMALL, {"dp": 8, "dp_shares": [3, 1, 1, 1, 1, 1, 1, 1], "zero": 1}, 40),
     "zero-0": job(SMALL, {"dp": 8}, 16),
     "zero-3": job(SMALL, {"dp": 8, "zero": 3}, 16),
     "tp-sp": job(SMALL, {"tp": 2, "dp": 4, "zero": 1}, 8),

@@ -27,6 +27,10 @@ TINY = "dryrun --model tiny --cluster dgx-h100:1 --dp 8 --global-batch 8 --seq 6
         (f"{TINY} --wordl 8", "did you mean --world"),
         (f"{TINY} --tp 3 --dp 1 --gpus 3", "heads"),
         ("dryrun no-such-job.yaml", "no-such-job.yaml"),
+        (
+            "dryrun --model tiny --cluster laptop:3 --pp 2 --set strategy.stage_tp=[2,1] --global-batch 4 --seq 64",
+            "strategy.stage_tp: a dry run traces a rank among stages of equal degrees; `shardwise analyze` prices",
+        ),
     ],
 )
 def test_a_mistake_ends_in_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

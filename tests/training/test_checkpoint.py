@@ -74,6 +74,26 @@ LAYOUTS: list[Any] = [
         {"devices": 2, "dp": 2, "zero": 3, "offload": {"optimizer": 1, "weights": 0.6, "gradients": 1}},
         {"devices": 1, "zero": 3, "offload": {"optimizer": 1, "weights": 1}},
     ),
+    ("tiny", {"devices": 3, "pp": 2, "stage_tp": (2, 1), "stage_layers": (3, 1)}, {"devices": 2, "dp": 2, "zero": 3}),
+    ("tiny", {"devices": 2, "tp": 2}, {"devices": 3, "pp": 2, "stage_dp": (1, 2), "zero": 1, "stage_layers": (1, 3)}),
+    pytest.param(
+        "tiny-moe",
+        {"devices": 4, "pp": 2, "stage_tp": (2, 1), "stage_dp": (1, 2)},
+        {"devices": 4, "dp": 4, "ep": 4, "zero": 3},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "tiny",
+        {"devices": 4, "tp": 2, "pp": 2},
+        {"devices": 4, "pp": 3, "stage_tp": (1, 2, 1), "stage_layers": (1, 2, 1)},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "tiny",
+        {"devices": 3, "pp": 2, "stage_tp": (1, 2)},
+        {"devices": 3, "pp": 2, "stage_dp": (2, 1), "zero": 1},
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         "tiny-mla",
         {"devices": 2, "pp": 2},

@@ -6,7 +6,7 @@ from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.dryrun.result import check_rank, fullest_rank, resized
+from shardwise.measure.dryrun.result import check_rank, fullest_rank, require_equal_stages, resized
 from shardwise.report.dryrun import dry_run_data, dry_run_page
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages
@@ -36,6 +36,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     job = job_from(parsed, runs_here=True)
     require_runs(job)
+    require_equal_stages(job)
     if parsed.world is not None:
         job = resized(job, whole_number(parsed.world, "--world"))
     rank = fullest_rank(job) if parsed.rank is None else check_rank(job, _rank(parsed.rank))

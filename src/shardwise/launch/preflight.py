@@ -97,6 +97,9 @@ def _require_recut(job: Job) -> None:
     if job.strategy.pp == 1:
         problem = "the run has one pipeline stage: no layer can move to another rank"
         raise SpecError("run.recut", problem, "leave it out, or strategy.pp: 2")
+    if job.strategy.has_unlike_stages:
+        problem = "stages of unlike degrees (stage_tp, stage_dp) are not cut anew"
+        raise SpecError("run.recut", problem, "leave it out")
     if job.training.compile:
         raise SpecError("run.recut", "compiled layers are not recorded one by one", "training.compile: false")
 

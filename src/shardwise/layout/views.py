@@ -6,8 +6,13 @@ all alike is the job itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import pipeline_ranks_to_price
 from shardwise.spec.clusters import mixed_kinds
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.kinds import across_kinds
 
@@ -32,12 +37,22 @@ def timed_on(job: Job, pipeline_rank: int) -> Job:
     """What decides the time of a pipeline rank: as many stages again beyond the network between the kinds."""
     own, mixed = job.of_stage(pipeline_rank), mixed_kinds(job.cluster)
     if mixed is None:
-        return own
+        return _with_all_devices(own)
     across = across_kinds(mixed, job.strategy)
     assert across.dimension == "pp"
     kind = across.kinds[pipeline_rank]
     strategy = own.strategy.unchecked(pp=2 * len(across.members(kind)))
     return own.unchecked(cluster=mixed.joined[kind], strategy=strategy)
+
+
+def _with_all_devices(own: Job) -> Job:
+    """On as many devices as a job has whose stages all have these degrees: its groups then divide them."""
+    if own.strategy.world == own.cluster.devices:
+        return own
+    try:
+        return own.unchecked(cluster=own.cluster.with_devices(own.strategy.world))
+    except SpecError:  # no cluster of that size: whoever prices its groups says what does not fit
+        return own
 
 
 def message_views(job: Job, pipeline_rank: int) -> tuple[Job, Job]:
@@ -72,6 +87,35 @@ def replicas_by_kind(job: Job) -> tuple[Job, ...]:
     if across.dimension != "dp":
         return ()
     return tuple(_replica(job, kind, 2 * len(across.members(kind)), mixed.joined[kind]) for kind in _used(across.kinds))
+
+
+def seen_by(job: Job, rank: int) -> Job:
+    """A job in which all ranks are like this one: with the degrees of its stage, its share of the batch, its device.
+
+    For what does not depend on a network: bytes, memory, arithmetic. All its devices are on one level.
+    """
+    strategy, mixed = job.strategy, mixed_kinds(job.cluster)
+    own = _with_all_devices(job.of_stage(coordinate(strategy, "pp", rank)))
+    if strategy.dp_shares is not None:
+        rows = len(job.rows_of(coordinate(strategy, "dp", rank)))
+        own = own.unchecked(
+            strategy=strategy.unchecked(dp_shares=None),
+            training=job.training.unchecked(global_batch=rows * strategy.data_parallel),
+        )
+    if mixed is not None:
+        device = mixed.kinds[kind_of(job, rank)].device
+        level = replace(mixed.between, size=own.strategy.world)
+        own = own.unchecked(cluster=Cluster(device=device, levels=(level,), name=mixed.name))
+    return own
+
+
+def kind_of(job: Job, rank: int) -> int:
+    """Which of the cluster's kinds of nodes a rank is on; 0 where there is one."""
+    mixed = mixed_kinds(job.cluster)
+    if mixed is None:
+        return 0
+    across = across_kinds(mixed, job.strategy)
+    return across.kinds[coordinate(job.strategy, across.dimension, rank)]
 
 
 def _replica(job: Job, kind: int, replicas: int, cluster: object) -> Job:

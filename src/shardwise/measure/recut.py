@@ -60,6 +60,9 @@ def recut(job: Job, found: Measured) -> Recut:
     if job.strategy.pp == 1:
         problem = "the run has one pipeline stage: no layer can move to another rank"
         raise SpecError("strategy.pp", problem, "`shardwise compare` names slow ranks")
+    if job.strategy.has_unlike_stages:
+        problem = "stages of unlike degrees are not cut anew: their layers take unlike times on equal devices"
+        raise SpecError("strategy", problem, "`shardwise plan` cuts them")
     priced = pieces_of(job)
     slowness = rank_slowness(job.model, found)
     if slowness is None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
+from shardwise.layout.mesh import mesh_divisions
 from shardwise.layout.ranks import coordinate
 from shardwise.measure.compare.flights import SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
-from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, slow_link, straggler
+from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, same_work, slow_link, straggler
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
@@ -33,7 +34,8 @@ def profiled_run(text: str) -> ProfiledRun:
     folder = run_folder(text)
     job = Job.from_dict(read_yaml(str(folder.job)))
     records = read_records(folder.profile, job.strategy.world)
-    if any(len(records[0].groups[name]) != job.strategy.degree(name) for name in job.strategy.order):
+    planned = mesh_divisions(job.strategy)
+    if any(records[0].groups[name] not in planned[name] for name in job.strategy.order):
         problem = "was recorded with another layout than the run has now"
         raise SpecError(str(folder.profile), problem, "profile it again: --profile steps=10:12")
     return ProfiledRun(folder, job, measured(records, pipelined=job.strategy.pp > 1))
@@ -149,7 +151,7 @@ def compare(run: ProfiledRun) -> Comparison:
         for name in PARTS
         if expected.parts.get(name) or busiest.parts.get(name)
     )
-    slowness = rank_slowness(job.model, found)
+    slowness = rank_slowness(job.model, found, alike=same_work(job))
     slow_rank = straggler(slowness)
     fastest = min(one.parts.get("compute", 0.0) for one in found.ranks)
     ratio = fastest / expected.parts["compute"] if expected.parts["compute"] else 1.0

@@ -12,6 +12,7 @@ from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.labels import backend_kind, label_of
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import rank_contents
+from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import Flight, NamedRange, RankRecord
@@ -39,8 +40,8 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     recorded: dict[tuple[str, ...], float] = defaultdict(float)
     planned: dict[str, float] = defaultdict(float)
-    contents = rank_contents(job, coordinate(job.strategy, "pp", record.rank))
-    for traffic in step_traffic(job, contents):
+    seen = seen_by(job, record.rank)
+    for traffic in step_traffic(seen, rank_contents(seen, coordinate(job.strategy, "pp", record.rank))):
         planned[traffic.dimension] += traffic.bytes_sent
     begun = [one for one in record.ranges if label_of(one.name).kind == "begin"]
     for one in record.flights:

@@ -14,7 +14,8 @@ from shardwise.cost.traffic.network import network, spanned
 from shardwise.cost.traffic.traffic import collective_price
 from shardwise.engine.labels import label_of
 from shardwise.layout.groups import expert_runs, group_runs
-from shardwise.layout.ranks import node_of
+from shardwise.layout.ranks import coordinate, node_of
+from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.segments import Step, device_steps, steps_of
 from shardwise.planner.candidate import Candidate, candidate
@@ -180,9 +181,11 @@ def exchange_seconds(job: Job, one: Exchange) -> float | None:
         return None
     if kind is CollectiveKind.SEND_RECV:
         return _message(job, one)
-    strategy = job.strategy
+    unlike = is_unlike(job) and not replicas_by_kind(job)
+    own = timed_on(job, coordinate(job.strategy, "pp", one.members[0])) if unlike else job
+    strategy = own.strategy
     runs = expert_runs(strategy) if one.dimension == "ep" else group_runs(strategy, _DIMENSIONS.get(one.dimension, ()))
-    topology = spanned(job.cluster, runs, "strategy")
+    topology = spanned(own.cluster, runs, "strategy")
     if topology is None or prod(level.size for level in topology.levels) != len(one.members):
         return None
     size = one.bytes * (len(one.members) if kind is CollectiveKind.ALL_GATHER else 1)

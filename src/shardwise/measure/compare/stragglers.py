@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from shardwise.layout.ranks import coordinate
+from shardwise.layout.views import kind_of
 from shardwise.measure.compare.exchanges import Exchange
 from shardwise.measure.compare.step_parts import Measured, exchange_seconds, layers_of
 from shardwise.spec.job import Job
@@ -15,16 +17,23 @@ from shardwise.spec.model import Model
 SLOW = 1.25  # times as long for a layer as on the usual rank
 
 
-def rank_slowness(model: Model, found: Measured) -> tuple[float, ...] | None:
+def same_work(job: Job) -> tuple[Hashable, ...]:
+    """Of every rank what the time of a layer depends on: the degrees of its stage, and its kind of device."""
+    stages = (job.strategy.of_stage(coordinate(job.strategy, "pp", rank)) for rank in range(job.strategy.world))
+    return tuple((own.tp, own.microbatch, kind_of(job, rank)) for rank, own in enumerate(stages))
+
+
+def rank_slowness(model: Model, found: Measured, alike: Sequence[Hashable] | None = None) -> tuple[float, ...] | None:
     """How many times as long each rank takes for a layer as the usual one; None if no layer was recorded.
 
-    Layers are compared with others of their kind. The usual rank is the median, of two the faster.
+    Layers are compared with others of their kind, and ranks with those that are ``alike``, if that is given. The usual
+    rank is the median, of two the faster.
     """
-    kinds: list[dict[bool, float]] = []
+    kinds: list[dict[Hashable, float]] = []
     for rank in found.ranks:
-        each: dict[bool, list[float]] = defaultdict(list)
+        each: dict[Hashable, list[float]] = defaultdict(list)
         for layer, seconds in rank.layers.items():
-            each[model.is_moe_layer(layer)].append(seconds)
+            each[model.is_moe_layer(layer), None if alike is None else alike[rank.rank]].append(seconds)
         kinds.append({kind: statistics.fmean(seconds) for kind, seconds in each.items()})
     if not any(kinds):
         return None

@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.cost.memory.device import DeviceMemory, device_memories
+from shardwise.cost.memory.device import DeviceMemory, device_memories, memory_of_rank
 from shardwise.cost.memory.room import room_of
 from shardwise.layout.ranks import rank_at
+from shardwise.layout.views import seen_by
+from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 # -- the request -------------------------------------------------------------------------------------
+
+
+def require_equal_stages(job: Job) -> None:
+    """Raises SpecError where what a rank sends to the next stage depends on that one's degrees."""
+    if job.strategy.has_unlike_stages:
+        problem = "a dry run traces a rank among stages of equal degrees"
+        raise SpecError("strategy.stage_tp" if job.strategy.stage_tp else "strategy.stage_dp", problem,
+                        "`shardwise analyze` prices these, `shardwise verify` runs them")  # fmt: skip
 
 
 def resized(job: Job, world: int) -> Job:
@@ -31,9 +41,17 @@ def resized(job: Job, world: int) -> Job:
 
 
 def fullest_rank(job: Job) -> int:
-    """The first rank of the pipeline stage with the highest planned memory."""
-    fullest = max(device_memories(job), key=lambda memory: memory.total)
-    return rank_at(job.strategy, {"pp": fullest.pipeline_rank})
+    """The first rank of the pipeline stage with the highest planned memory; of unlike replicas, of the fullest."""
+    strategy = job.strategy
+    if strategy.dp_shares is None and mixed_kinds(job.cluster) is None:
+        fullest = max(device_memories(job), key=lambda memory: memory.total)
+        return rank_at(strategy, {"pp": fullest.pipeline_rank})
+    first: dict[tuple[int, Job], int] = {}  # of the ranks that are alike
+    for stage in range(strategy.pp):
+        for replica in range(strategy.data_parallel):
+            rank = rank_at(strategy, {"pp": stage, "dp": replica})
+            first.setdefault((stage, seen_by(job, rank)), rank)
+    return first[max(first, key=lambda one: memory_of_rank(one[1], one[0]).total)]
 
 
 def check_rank(job: Job, rank: int) -> int:

@@ -16,6 +16,7 @@ from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
+from shardwise.layout.views import seen_by
 from shardwise.measure.dryrun.extend import Extension, Key, TracedShape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.memory import StepPlace
 from shardwise.measure.dryrun.result import (
@@ -28,6 +29,7 @@ from shardwise.measure.dryrun.result import (
     TracedCollective,
     check_rank,
     fullest_rank,
+    require_equal_stages,
 )
 from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
 from shardwise.pipeline import ActionKind, build
@@ -143,10 +145,12 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     """
     started = time.perf_counter()
     require_runs(job)
+    require_equal_stages(job)
     if not job.strategy.synchronise.every_step:
         problem = "a trace covers one step, and workers do not synchronise every step"
         raise SpecError("strategy.synchronise", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
+    job = seen_by(job, rank)
     pipeline_rank = coordinate(job.strategy, "pp", rank)
     whole = whole_shape(job, pipeline_rank)
     # A share of weights or gradients that is offloaded is the first parameters: layers differ.
