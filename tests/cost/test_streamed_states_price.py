@@ -87,3 +87,44 @@ def test_the_slots_are_in_the_memory() -> None:
     saved = contents.total * 10  # moments, and masters in two bytes; on the host they have four
     assert here.total - there.total == pytest.approx(saved - slots, rel=1e-3)
     assert there.host == pytest.approx(contents.total * STATES_BYTES)
+
+
+def played_activations(one: Job, seconds_out: float, seconds_back: float) -> float:
+    """Seconds that a step waits, if every layer but the last sends an equal part: the head waits for all, and a layer's
+    backward pass for its own, which comes once the backward pass has reached the last layer."""
+    contents = rank_contents(one, 0)
+    compute, layers = rank_prediction(one, contents).compute, contents.layers
+    in_layers = share_in_layers(one, contents)
+    forward, backward = (each * in_layers / layers for each in (compute.forward, compute.input_gradient + compute.weight_gradient))
+    waited = max(0.0, seconds_out - layers * forward)
+    now = backward
+    for number in range(layers - 1):
+        now = max(now, (number + 1) * seconds_back / (layers - 1)) + backward
+    return waited + now - layers * backward
+
+
+@pytest.mark.parametrize("layers", [2, 4, 12])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1])
+def test_a_step_waits_as_long_as_its_activations_take(batch: int, layers: int, share: float) -> None:
+    one = job(batch, layers, {"activations": share})
+    last = predict(one).last
+    sent = {str(each.payload): each.cost.seconds for each in last.traffics if each.dimension == "offload"}
+    out, back = (next(each for name, each in sent.items() if way in name) for way in ("to host", "from host"))
+    assert last.exposed("offload") == pytest.approx(played_activations(one, out, back), rel=0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_weights_wait_for_what_states_wait_for(layers: int) -> None:
+    """What a backward pass reads again comes while it is in other layers; the last layer's weights stay."""
+    states = job(2, layers, {"optimizer": 1})
+    strategy = {"microbatch": 2, "zero": 3, "offload": {"optimizer": 1, "weights": 1}}
+    weights = Job.from_dict({**states.to_dict(), "strategy": strategy})
+    assert predict(weights).last.exposed("offload") == pytest.approx(predict(states).last.exposed("offload"), rel=0.1)
+    contents = rank_contents(weights, 0)
+    again = [
+        each.size_bytes
+        for each in predict(weights).last.traffics
+        if each.dimension == "offload" and str(each.payload).startswith("weights from host")
+    ]
+    assert again == [pytest.approx(4 * contents.layer_matrices * (1 - 1 / layers))]

@@ -20,6 +20,7 @@ from shardwise.cost.memory.offload import (
     first_elements,
     head_elements,
     last_layer_stays,
+    last_weights_stay,
     moved_share,
     share_on_device,
     update_chunk,
@@ -54,8 +55,8 @@ class OffloadLine:
     """One kind of transfer: its size, how many in a step, its overlap, and its link.
 
     ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. Computation can hide it for
-    ``window_share`` of its pass, which depends on the microbatches; of what has to be there before the head, only
-    ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left. ``both_ways``: as much goes the other
+    ``window_share`` of its pass, which depends on the microbatches; of what has to be there before the head, or in a
+    backward pass comes after it, only ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left. ``both_ways``: as much goes the other
     way at the same time.
     """
 
@@ -71,7 +72,8 @@ class OffloadLine:
     both_ways: bool = False
 
     def window(self, in_layers: Any) -> Any:
-        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers."""
+        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers: about the same share of both
+        passes."""
         return self.window_share if self.of_layers is None else self.window_share * self.of_layers * in_layers
 
     def topology(self, cluster: Cluster, target: Target) -> Topology:
@@ -85,7 +87,7 @@ class OffloadLine:
 
 def state_lines(
     contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any, *,
-    on_device: bool = False, tied: bool = False,
+    on_device: bool = False, tied: bool = False, pp: int = 1,
 ) -> list[OffloadLine]:  # fmt: skip
     """Every possible transfer of weights, gradients and optimizer results.
 
@@ -97,14 +99,15 @@ def state_lines(
     """
     offload, m = sharding.offload, microbatches
     owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
-    weights, again = _gathered_weights(contents, sharding, recipe)
+    weights, again = _gathered_weights(contents, sharding, recipe, pp)
     gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
     if recipe.fp32_shards:
         gradients = owned * 4 * offload.gradients
     gradient, weight, master = _update_elements(sharding, recipe)
     apart = owned * max(0.0, offload.optimizer - offload.weights)  # updated on the host, computed with on the device
     down, up = owned * max(0.0, offload.optimizer - offload.gradients) * gradient, apart * weight
-    hidden = not recipe.fp32_shards
+    own = recipe.fp32_shards
+    hidden = not own
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
     loads = gathers
@@ -125,7 +128,12 @@ def state_lines(
     return [
         *update,
         OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, loads),
-        OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
+        OffloadLine(
+            sent_backward(Role.WEIGHTS_FROM_HOST),
+            again,
+            gathers,
+            of_layers=_before_last(contents.layers) if own else None,
+        ),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
         # Each microbatch is added to the gradients on disk, and all are read for the update.
         OffloadLine(sent_backward(Role.GRADIENTS_FROM_DISK), gradients * (disk and not hidden), m),
@@ -150,7 +158,7 @@ def _device_update(
         kept * minimum(1.0, update_chunk(elements) / maximum(1, elements)),
     )
     shared: dict[str, Any] = {"last_only": True, "link": "cpu", "after_bytes": chunk, "both_ways": True}
-    before_last = 1 - 1 / maximum(1, layers)
+    before_last = _before_last(layers)
     return [
         OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
         OffloadLine(role, during - late, 1, 1 / microbatches, of_layers=before_last, **shared),
@@ -159,9 +167,15 @@ def _device_update(
     ]
 
 
+def _before_last(layers: Any) -> Any:
+    """Share of a pass through all layers before its last one begins, for which the last of them waits."""
+    return 1 - 1 / maximum(1, layers)
+
+
 def how_updated(job: Job) -> dict[str, Any]:
     """What `state_lines` has to know of a job."""
-    return {"on_device": updates_on_device(job, job.strategy.offload), "tied": job.model.tied_embeddings}
+    on_device = updates_on_device(job, job.strategy.offload)
+    return {"on_device": on_device, "tied": job.model.tied_embeddings, "pp": job.strategy.pp}
 
 
 def share_in_layers(job: Job, contents: RankContents) -> float:
@@ -172,18 +186,19 @@ def share_in_layers(job: Job, contents: RankContents) -> float:
     return 1 - float(head / stage_seconds(job, contents).forward)
 
 
-def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
+def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe, pp: int) -> tuple[Any, Any]:
     """Bytes loaded for a forward pass, and for a backward pass, of one microbatch.
 
     This project's engine loads fp32 shards, and for the backward pass only those of the layers: the ends of the network
-    stay gathered, or are not needed.
+    stay gathered, or are not needed, and the last layer may stay too.
     """
     owned, share = owned_parameters(contents, sharding), sharding.offload.weights
     if not recipe.fp32_shards:
         weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * share
         return weights, weights
     layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
-    return owned * 4 * share, layers * 4 * share * (not sharding.gathers_once)
+    most = select(last_weights_stay(pp, sharding), _before_last(contents.layers), 1.0)
+    return owned * 4 * share, layers * 4 * minimum(share, most) * (not sharding.gathers_once)
 
 
 def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:
@@ -201,12 +216,14 @@ def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]
 def activation_lines(job: Job, moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
     """Activations of every microbatch, out in the forward and back in the backward pass.
 
-    Where a loss follows, all have to be out before a head computes it.
+    Where a loss follows, all have to be out before a head computes it. What a layer has sent comes back while the
+    backward pass is in the one after it, and the first layer's so before it gets there.
     """
-    window = 1.0 if last_layer_stays(job) else None
+    stays, layers = last_layer_stays(job), job.model.layers
+    out, back = (1.0, _before_last(layers)) if stays else (None, None)
     return [
-        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches, of_layers=window),
-        OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches),
+        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches, of_layers=out),
+        OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches, of_layers=back),
     ]
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from shardwise.cost.memory.offload import last_weights_stay
+from shardwise.cost.memory.states import sharding_of
 from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
@@ -49,6 +51,7 @@ class Sharded:
         self.in_pipeline = strategy.pp > 1
         self.units: list[Any] = [*(unit.module for unit in units), root]
         self._set_to: tuple[bool, bool, bool] | None = None
+        self._staying = _last_layer(units) if last_weights_stay(strategy.pp, sharding_of(strategy)) else set()
         self.masters: dict[nn.Parameter, Tensor] = {}  # the shards themselves are fp32
         for unit in sorted(units, key=lambda one: not one.expert):  # inner modules first
             self._shard(unit, mesh, precision)
@@ -70,7 +73,7 @@ class Sharded:
             # Only what enters the whole network: inside, tables of angles and the like keep their own format.
             cast_forward_inputs=root,
         )
-        again = not (self.keeps_parameters or unit.at_the_end)
+        again = not (self.keeps_parameters or unit.at_the_end or unit.module in self._staying)
         groups = ("expert_replicate", "expert_shard") if unit.expert else ("replicate", "shard")
         sharded = fully_shard(unit.module, mesh=mesh.sharding(*groups), reshard_after_forward=again, mp_policy=policy)
         # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use a
@@ -155,6 +158,12 @@ def _complete(group: Any) -> None:
             parameter = one.unsharded_param
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _last_layer(units: Sequence[Unit]) -> set[nn.Module]:
+    """With the experts inside it."""
+    layers = [number for number, unit in enumerate(units) if not (unit.expert or unit.at_the_end or unit.by_index)]
+    return {unit.module for unit in units[layers[-1] :] if not unit.at_the_end} if layers else set()
 
 
 def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:

@@ -41,7 +41,7 @@ class OffloadedWeights:
                 one.after[is_backward] = after
             if is_backward and there:
                 for one in there:
-                    one.share = min(1.0, 2 / len(there))  # all in the first half: the ends may not be fetched again
+                    one.share = min(1.0, 2 / len(there))  # all in the first half: the ends are not fetched again
                 last = [module for module in forward if module in self.shards][-1]
                 self.shards[last].in_backward = there
 
@@ -71,20 +71,23 @@ class _Shards:
 
     def unshard(self, async_op: bool = False) -> None:
         is_backward = torch_private.gathers_for_backward(self.group)
-        if not self._will_gather(is_backward):
-            return self._unshard(async_op)  # type: ignore[no-any-return]
-        self.fetch(is_backward)
-        if torch_private.gather_ranks(self.group) > 1:
-            reader = torch_private.gather_stream(self.group, async_op)
-            self._wait(reader)
-            self._unshard(async_op)
-            self.free(reader)
+        if self._will_gather(is_backward):
+            self.fetch(is_backward)
+            self._gather(async_op)
         else:
             self._unshard(async_op)
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
             after.fetch(is_backward)
-        return None
+
+    def _gather(self, async_op: bool) -> None:
+        if torch_private.gather_ranks(self.group) == 1:
+            self._unshard(async_op)
+            return
+        reader = torch_private.gather_stream(self.group, async_op)
+        self._wait(reader)
+        self._unshard(async_op)
+        self.free(reader)
 
     def wait_for_unshard(self) -> None:
         """A rank that shards with no other copies here what others gather."""

@@ -118,12 +118,13 @@ class StreamedUpdate:
 
     def come_ahead(self, share: float) -> None:
         """Has the next ``share`` of the states that there is room for come for the next update, after what is enqueued
-        so far: copies wait for each other, also those of weights that a backward pass needs."""
+        so far, weights that a backward pass needs among it: a copy engine does not keep to the order of two streams."""
         if self._pending is not None:
             return
         room = min(len(self._slots), len(self._chunks))
         if self._streams[0] is not None:
             self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+            self._streams[0].wait_stream(self.stored.store.lanes.stream(out=False))
         for number in range(self._ahead, min(room, self._ahead + math.ceil(share * room))):
             self._arrive(number, sent_ahead=True)
             self._ahead = number + 1
