@@ -95,7 +95,8 @@ def played_activations(one: Job, seconds_out: float, seconds_back: float) -> flo
     contents = rank_contents(one, 0)
     compute, layers = rank_prediction(one, contents).compute, contents.layers
     in_layers = share_in_layers(one, contents)
-    forward, backward = (each * in_layers / layers for each in (compute.forward, compute.input_gradient + compute.weight_gradient))
+    forward = compute.forward * in_layers / layers
+    backward = (compute.input_gradient + compute.weight_gradient) * in_layers / layers
     waited = max(0.0, seconds_out - layers * forward)
     now = backward
     for number in range(layers - 1):

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.tensor import _sharding_prop as sharding_prop
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
@@ -221,6 +222,25 @@ def local_shard(parameter: Any) -> Any:
 def gather_in_background(root: Any) -> None:
     """Without streams only an asynchronous all-gather overlaps with computation."""
     root._set_unshard_async_op(True)
+
+
+def copy_gradients_by_kernels() -> None:
+    """Has a rank that shards with no other copy what it reduces by kernels alone, in all of this process.
+
+    FSDP's own copy sends a table to the GPU first, which waits behind long copies from the host.
+    """
+    fsdp_collectives.foreach_reduce_scatter_copy_in = _copied_by_kernels
+
+
+_fsdp_copy_in = fsdp_collectives.foreach_reduce_scatter_copy_in
+
+
+def _copied_by_kernels(gradients: list[Tensor], into: Tensor, ranks: int) -> None:
+    if ranks > 1:
+        _fsdp_copy_in(gradients, into, ranks)
+    else:
+        parts = into.view(-1).split([one.numel() for one in gradients])
+        foreach_copy_(parts, [one.reshape(-1) for one in gradients])
 
 
 def finish_backward(root: nn.Module) -> None:

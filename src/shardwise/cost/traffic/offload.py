@@ -56,8 +56,8 @@ class OffloadLine:
 
     ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. Computation can hide it for
     ``window_share`` of its pass, which depends on the microbatches; of what has to be there before the head, or in a
-    backward pass comes after it, only ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left. ``both_ways``: as much goes the other
-    way at the same time.
+    backward pass comes after it, only ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left.
+    ``both_ways``: as much goes the other way at the same time.
     """
 
     payload: Payload
@@ -72,8 +72,7 @@ class OffloadLine:
     both_ways: bool = False
 
     def window(self, in_layers: Any) -> Any:
-        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers: about the same share of both
-        passes."""
+        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers (about as much of both)."""
         return self.window_share if self.of_layers is None else self.window_share * self.of_layers * in_layers
 
     def topology(self, cluster: Cluster, target: Target) -> Topology:

@@ -87,6 +87,7 @@ class Sharded:
         """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
         if stored.weights:
             self.weights = OffloadedWeights(*self.passes, stored)
+            torch_private.copy_gradients_by_kernels()
         elif stored.streamed is not None and self.fp8_scales is None:  # which are found from all shards at once
             await_updates(self.units, stored.streamed)
         if stored.gradients:

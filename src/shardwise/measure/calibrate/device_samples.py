@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from shardwise.engine.world import joined
 from shardwise.layout.ranks import local_rank
 from shardwise.measure.calibrate.gpu_figures import CopyFigure, ProductFigure
 from shardwise.measure.calibrate.gpu_samples import GpuSamples, measure_gpu
-from shardwise.measure.calibrate.ranks import Rank, StoreBarrier, seconds_of
+from shardwise.measure.calibrate.ranks import ROUNDS, Rank, StoreBarrier, seconds_of, undisturbed
 from shardwise.measure.calibrate.steps import update_again
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.spec.clusters import cluster_from
@@ -221,11 +223,12 @@ def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterat
 
 
 _COPIED, _LITTLE = 2**26, 2**10  # bytes of a copy
+_MULTIPLIED = 8192  # rows and columns of a product
 _IN_A_ROW = 32  # copies, as offload has many: the start of the first does not count
 
 
 def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
-    """As offload uses it: copies in a row on a stream for each direction."""
+    """As offload uses it: copies in a row on a stream for each direction, while the device multiplies."""
     streams = {out: copy_stream(device) for out in (False, True)}
     hosts, there = (
         {out: torch.ones(_COPIED, dtype=torch.uint8, **where) for out in streams}
@@ -242,12 +245,42 @@ def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
         for out in directions:
             torch.cuda.current_stream(device).wait_stream(streams[out])
 
+    busy = _Busy(device, barrier)
     alone, away, both = (
-        _COPIED * _IN_A_ROW / seconds_of(partial(copy, _COPIED, *directions), device, barrier)
+        _COPIED * _IN_A_ROW / busy.seconds_beside(partial(copy, _COPIED, *directions))
         for directions in ((False,), (True,), (False, True))
     )
     latency = seconds_of(partial(copy, _LITTLE, False), device, barrier) / _IN_A_ROW
     return HostLinkSample(alone, away, both, latency)
+
+
+class _Busy:
+    """A device that multiplies while something else is timed on it."""
+
+    def __init__(self, device: torch.device, barrier: StoreBarrier) -> None:
+        self.device, self.barrier = device, barrier
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        left, right = (torch.randn(_MULTIPLIED, _MULTIPLIED, device=device, dtype=torch.bfloat16) for _ in range(2))
+        self._product = partial(torch.mm, left, right, out=torch.empty_like(left))
+        self._seconds = seconds_of(self._product, device, barrier)
+
+    def seconds_beside(self, call: Callable[[], None]) -> float:
+        """Of one call in an undisturbed round, with products for longer than it takes."""
+        products = math.ceil(2 * seconds_of(call, self.device, self.barrier) / self._seconds)
+        found = []
+        for _ in range(ROUNDS):
+            self.barrier.wait()
+            torch.cuda.synchronize(self.device)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            with torch.cuda.stream(self._stream):
+                for _ in range(products):
+                    self._product()
+            call()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            found.append(begin.elapsed_time(end) / 1e3)
+        return undisturbed(found)
 
 
 def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:
