@@ -67,13 +67,6 @@ def last_layer_stays(job: Job) -> bool:
     return job.stack.is_own and job.strategy.pp == 1 and job.model.layers > 1
 
 
-def last_weights_stay(pp: int, sharding: Sharding) -> Any:
-    """Whether our engine keeps the last layer gathered for its backward pass, which follows at once: what would be read
-    from the host has just been sent there. Where others have shards of it, FSDP frees and gathers it as it does all."""
-    alone = (sharding.shards == 1) & (sharding.expert_shards == 1)
-    return (sharding.offload.weights > 0) & (pp == 1) & alone
-
-
 def moved_share(job: Job, share: float) -> float:
     """Share of a rank's saved activations that leaves the device."""
     return min(share, 1 - 1 / job.model.layers) if last_layer_stays(job) else share

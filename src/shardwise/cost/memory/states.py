@@ -61,6 +61,13 @@ def sharding_of(strategy: Strategy) -> Sharding:
     )
 
 
+def last_weights_stay(pp: int, sharding: Sharding) -> Any:
+    """Whether our engine keeps the last layer gathered for its backward pass, which follows at once: what would be read
+    from the host has just been sent there. Where others have shards of it, FSDP frees and gathers it as it does all."""
+    alone = (sharding.shards == 1) & (sharding.expert_shards == 1)
+    return (sharding.offload.weights > 0) & (pp == 1) & alone
+
+
 def stacked(shardings: Sequence[Sharding]) -> Sharding:
     """Several that communicate equally often and offload alike, as columns along a last axis."""
     import numpy as np

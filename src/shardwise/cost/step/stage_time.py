@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.collectives.arrays import select
+from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import (
     LayerShape,
     Operator,
@@ -18,7 +18,7 @@ from shardwise.cost.compute.operators import (
     share_run_again,
 )
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds
-from shardwise.cost.memory.states import Sharding, owned_parameters
+from shardwise.cost.memory.states import Sharding, last_weights_stay, owned_parameters
 from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import EngineKernels
 from shardwise.spec.job import Job
@@ -210,6 +210,26 @@ def _accumulation_seconds(job: Job, contents: RankContents) -> Any:
     return moved / (job.cluster.device.memory_bandwidth * efficiency.memory)
 
 
+# Bytes of a parameter. A gather reads fp32, writes 16 bits, and copies those. A reduction copies gradients of 16 bits
+# twice, and writes them in fp32. An update writes masters to where they are gathered from.
+_GATHER_BYTES, _REDUCTION_BYTES, _MASTER_BYTES = 6 + 4, 4 + 4 + 6, 8
+
+
+def copied_alone_seconds(job: Job, contents: RankContents, sharding: Sharding) -> tuple[Any, Any]:
+    """FSDP's copies of weights that a GPU has from its host, and of their gradients: of a microbatch, and of a step.
+
+    Of a device that shards with no other, which gathers its last layer once (`last_weights_stay`).
+    """
+    if not (job.stack.is_own and job.run_device == "cuda"):
+        return 0.0, 0.0
+    device, layers = job.cluster.device, contents.layer_matrices + contents.experts
+    rate = device.memory_bandwidth * device.efficiency.memory
+    share = sharding.offload.weights * last_weights_stay(job.strategy.pp, sharding)
+    again = layers * (1 - 1 / maximum(1, contents.layers)) * (not sharding.gathers_once)
+    each = _GATHER_BYTES * (contents.total + again) + _REDUCTION_BYTES * contents.total
+    return share * each / rate, share * _MASTER_BYTES * contents.total / rate
+
+
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
@@ -221,6 +241,9 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     local = owned if sharding.gradients_sharded else contents.total
     moved = 30 * owned + 8 * local + sharding.moved_bytes * contents.total
     seconds = _update_seconds(job, moved, owned) + _accumulation_seconds(job, contents) + step_overhead(job)
+    if sharding.offload.weights:
+        each, once = copied_alone_seconds(job, contents, sharding)
+        seconds = seconds + job.microbatches * each + once
     if job.stack.per_parameter_shards:
         matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
         # One copy into the reduce-scatter buffer, one out of the all-gather's, for every rank's part of every matrix.

@@ -20,13 +20,19 @@ from shardwise.cost.memory.offload import (
     first_elements,
     head_elements,
     last_layer_stays,
-    last_weights_stay,
     moved_share,
     share_on_device,
     update_chunk,
     updates_on_device,
 )
-from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
+from shardwise.cost.memory.states import (
+    Sharding,
+    StateBytes,
+    last_weights_stay,
+    owned_parameters,
+    rank_state_bytes,
+    sharding_of,
+)
 from shardwise.cost.step.stage_time import part_seconds, stage_seconds
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import (

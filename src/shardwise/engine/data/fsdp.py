@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from shardwise.cost.memory.offload import last_weights_stay
-from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.memory.states import last_weights_stay, sharding_of
 from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
@@ -75,10 +74,12 @@ class Sharded:
         )
         again = not (self.keeps_parameters or unit.at_the_end or unit.module in self._staying)
         groups = ("expert_replicate", "expert_shard") if unit.expert else ("replicate", "shard")
-        sharded = fully_shard(unit.module, mesh=mesh.sharding(*groups), reshard_after_forward=again, mp_policy=policy)
-        # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use a
-        # scaling reduction, which gloo does not have.
-        sharded.set_gradient_divide_factor(1.0)
+        ranks = mesh.sharding(*groups)
+        sharded = fully_shard(unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy)
+        if ranks.size() > 1:  # alone, FSDP would divide by the 1
+            # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use
+            # a scaling reduction, which gloo does not have.
+            sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if unit.by_index:
             sharded.set_unshard_in_backward(False)
