@@ -149,7 +149,7 @@ def test_a_failed_recording_leaves_everything_as_it_was(monkeypatch: pytest.Monk
     held = torch.cuda.memory_allocated()
     losses = torch.stack([*before, *(engine.step(one).loss for one in batches[WARM_STEPS:])])
     assert "cannot be recorded" in str(engine.graphs.reason) and torch.cuda.current_stream() == stream
-    assert torch.cuda.memory_allocated() <= held + 4096 * STEPS  # losses and other scalars; a weight has 64 KiB
+    assert torch.cuda.memory_allocated() <= held + 2048 * STEPS  # losses and other scalars
     assert torch.rand(4, device="cuda").unique().numel() == 4
     plain = Engine(job, device="cuda")
     torch.testing.assert_close(losses, torch.stack([plain.step(one).loss for one in batches]), rtol=1e-5, atol=1e-6)
