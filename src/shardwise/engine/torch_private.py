@@ -235,12 +235,12 @@ def copy_gradients_by_kernels() -> None:
 _fsdp_copy_in = fsdp_collectives.foreach_reduce_scatter_copy_in
 
 
-def _copied_by_kernels(gradients: list[Tensor], into: Tensor, ranks: int) -> None:
-    if ranks > 1:
-        _fsdp_copy_in(gradients, into, ranks)
+def _copied_by_kernels(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+    if world_size > 1:
+        _fsdp_copy_in(unsharded_grads, reduce_scatter_input, world_size)
     else:
-        parts = into.view(-1).split([one.numel() for one in gradients])
-        foreach_copy_(parts, [one.reshape(-1) for one in gradients])
+        parts = torch.split(reduce_scatter_input.view(-1), [one.numel() for one in unsharded_grads])
+        foreach_copy_(parts, [one.reshape(-1) for one in unsharded_grads])
 
 
 def finish_backward(root: nn.Module) -> None:
