@@ -22,6 +22,7 @@ from shardwise.planner.candidate import candidate
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.plan import same_strategy
+from shardwise.report.charts.run import measured_words
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
 from shardwise.report.charts.timeline import MOST_PASSES
 from shardwise.report.charts.verdict import JobVerdict, verdict_of
@@ -33,7 +34,7 @@ from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_decimal_bytes
 from shardwise.training.checkpoint.folder import NEWEST, RunFolder, run_folder
-from shardwise.training.metrics.lines import read_lines, summarise
+from shardwise.training.metrics.lines import RunSummary, read_lines, summarise
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison
@@ -50,6 +51,7 @@ class ReportResult(Result):
     sections: tuple[ChartSection, ...]
     notes: tuple[str, ...] = ()
     path: Path | None = None
+    measured: RunSummary | None = None
 
     @cached_property
     def verdict(self) -> JobVerdict:
@@ -67,7 +69,9 @@ class ReportResult(Result):
     def _facts(self) -> list[tuple[str, str]]:
         """What was priced, and the rows of the verdict, as `analyze` prints them."""
         priced = zip(("Job", "Layout", "Batch"), headline(self.assessment.analysis).split("\n"))
-        return [*priced, *((str(name), str(what)) for name, what in verdict_table(self.assessment).rows)]
+        measured = [] if self.measured is None else [("Measured", measured_words(self.measured))]
+        predicted = ((str(name), str(what)) for name, what in verdict_table(self.assessment).rows)
+        return [*priced, *measured, *predicted]
 
     @cached_property
     def page(self) -> Page:
@@ -123,15 +127,19 @@ def write_report(
         over_time=3 * made.microbatches * made.strategy.stages <= MOST_PASSES,
     )
     searched = (
-        _searched(made, time_limit, tell) if search else PlanPictures(why_not="other strategies, without --no-search")
+        _searched(made, time_limit, tell)
+        if search
+        else PlanPictures(why_not="other strategies were not searched for (--no-search)")
     )
     sections = job_sections(found, searched)
     title = f"{made.model.name} on {made.cluster.name}"
+    summary = None
     if folder is not None:
         tell("reading the run")
-        sections = [*run_sections(_pictures(folder), made), *sections]
-        title = f"{folder.path.name}: {title}"
-    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path)
+        pictures = _pictures(folder)
+        sections, summary = [*run_sections(pictures, made), *sections], pictures.summary
+        title = f"{folder.path.resolve().name}: {title}"
+    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path, summary)
     if path is not None:
         write_text(path, result.html, "--output")
     return result

@@ -14,23 +14,18 @@ from shardwise.spec.units import readable_bytes, readable_seconds, readable_shar
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
 
-def topology_tables(found: Sequence[PricedTopology]) -> Iterator[FittedTable | str]:
-    longest = max((one.predicted_seconds or 0.0 for one in found), default=0.0) or 1.0
+def topology_tables(found: Sequence[PricedTopology]) -> Iterator[FittedTable]:
+    longest = max(one.predicted_seconds for one in found)
     title = "The same job on other networks: all devices by the outermost link, or the cluster's hierarchy"
     columns = ("topology", "network", "", "step", "exposed", "fits")
-    yield table(title, columns, [_row(one, longest) for one in found if not one.why_not], numbers_from=3)
-    for one in found:
-        if one.why_not:
-            yield f"{one.topology} is left out: {one.why_not}\n"
-    priced = [one for one in found if one.dimensions is not None]
-    for name in dict.fromkeys(name for one in priced for name in one.dimensions or {}):
-        rows = [_dimension_row(one, (one.dimensions or {})[name]) for one in priced if name in (one.dimensions or {})]
+    yield table(title, columns, [_row(one, longest) for one in found], numbers_from=3)
+    for name in dict.fromkeys(name for one in found for name in one.dimensions):
+        rows = [_dimension_row(one, one.dimensions[name]) for one in found if name in one.dimensions]
         columns = ("topology", "algorithm", "bytes sent", "seconds", "exposed", "memory")
         yield table(f"{DIMENSIONS[name].capitalize()} on each", columns, rows, numbers_from=2, optional=("algorithm",))
 
 
 def _row(one: PricedTopology, longest: float) -> tuple[Cell, ...]:
-    assert one.predicted_seconds is not None and one.exposed_share is not None and one.fit is not None
     step = readable_seconds(one.predicted_seconds)
     share = bar(one.predicted_seconds / longest, 20)
     return one.topology, one.network, share, step, readable_share(one.exposed_share), _FITS[one.fit]
@@ -52,5 +47,5 @@ def topology_rows(found: Sequence[PricedTopology]) -> list[dict[str, Any]]:
             "predicted_seconds": one.predicted_seconds,
         }
         for one in found
-        for name, own in (one.dimensions or {}).items()
+        for name, own in one.dimensions.items()
     ]

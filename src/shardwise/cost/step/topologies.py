@@ -13,7 +13,6 @@ from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.memory.room import Fit
 from shardwise.cost.memory.transient import communication_buffers, message_buffer_bytes
 from shardwise.spec.clusters import port_of_device, squarest
-from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.network import NetworkLevel
@@ -36,15 +35,14 @@ class DimensionOnNetwork:
 
 @dataclass(frozen=True)
 class PricedTopology:
-    """The job on one network; ``why_not`` where its groups have no place on it, and then no figures."""
+    """The job on one network."""
 
     topology: Joined
     network: str
-    predicted_seconds: float | None = None
-    exposed_share: float | None = None
-    fit: Fit | None = None
-    dimensions: dict[str, DimensionOnNetwork] | None = None
-    why_not: str = ""
+    predicted_seconds: float
+    exposed_share: float
+    fit: Fit
+    dimensions: dict[str, DimensionOnNetwork]
 
 
 def compared_topologies(job: Job) -> tuple[PricedTopology, ...]:
@@ -52,13 +50,10 @@ def compared_topologies(job: Job) -> tuple[PricedTopology, ...]:
 
 
 def _priced(job: Job, name: Joined, cluster: Cluster) -> PricedTopology:
-    words = _words(cluster)
-    try:
-        analysis = analyze(replace(job, cluster=cluster))
-    except SpecError as error:  # groups that the network cannot be cut into
-        return PricedTopology(name, words, why_not=str(error))
+    analysis = analyze(replace(job, cluster=cluster))
     found = {one: _dimension(analysis, one) for one in analysis.exposed_by_dimension()}
-    return PricedTopology(name, words, analysis.predicted_seconds, analysis.exposed_share, analysis.fit, found)
+    figures = (analysis.predicted_seconds, analysis.exposed_share, analysis.fit)
+    return PricedTopology(name, _words(cluster), *figures, found)
 
 
 def _dimension(analysis: Analysis, name: str) -> DimensionOnNetwork:

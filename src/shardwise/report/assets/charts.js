@@ -74,8 +74,8 @@ const ShardwiseCharts = (() => {
 
   // -- axes -----------------------------------------------------------------------------------------------------
 
-  // "20.0 GiB" on an axis is "20 GiB".
-  const tickText = (value, unit) => readable(value, unit).replace(/\.0+(?=\D|$)/, "");
+  // "20.0 GiB" on an axis is "20 GiB", and "1.50 s" is "1.5 s".
+  const tickText = (value, unit) => readable(value, unit).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 
   /** A step of 1, 2 or 5 times a unit that people count in, so that about six ticks reach ``most``. */
   function niceStep(most, unit) {
@@ -218,7 +218,7 @@ const ShardwiseCharts = (() => {
       borderColor: tone(one.tone), backgroundColor: tone(one.tone),
       showLine: one.style !== "points", borderDash: one.style === "dashed" ? [6, 5] : [],
       borderWidth: chart.is_stacked ? 0.5 : 2,
-      pointRadius: one.style === "points" ? 5 : one.style === "edge" || one.points.length > 40 || chart.is_stacked ? 0 : 3,
+      pointRadius: one.style === "points" ? 5 : one.style !== "line" || one.points.length > 40 || chart.is_stacked ? 0 : 3,
       pointHitRadius: 8,
       stepped: chart.is_stacked,
       fill: chart.is_stacked ? (i ? "-1" : "origin") : false,
@@ -232,7 +232,7 @@ const ShardwiseCharts = (() => {
     } };
     const x = axis(chart.x, largest(xs), xs), y = axis(chart.y, most, ys);
     const isShare = chart.y.unit === "share";
-    if (chart.is_stacked) x.max = largest(xs);
+    if (!chart.x.is_log && (chart.is_stacked || chart.x.unit === "number")) x.max = largest(xs);
     return {
       height: 360,
       config: {

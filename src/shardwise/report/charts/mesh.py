@@ -35,7 +35,7 @@ def mesh_chart(job: Job) -> MeshChart:
     return MeshChart(
         name="mesh",
         title=f"{strategy.world:,} ranks on {counted(job.cluster.nodes, 'node')} of {per_node}",
-        caption=f"Innermost first: {inner}. A colour is a pipeline rank.{shown}",
+        caption=f"Innermost first: {inner}.{' A colour is a pipeline rank.' * (strategy.pp > 1)}{shown}",
         boxes=boxes,
         legend=tuple(SpanKind(f"pipeline rank {stage}", _tone(stage)) for stage in stages) if strategy.pp > 1 else (),
         table=chart_table(

@@ -65,8 +65,22 @@ def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
         x=ChartAxis("step", "number"),
         y=ChartAxis("tokens in a second", "tokens/s"),
         series=tuple(series),
-        table=_samples({one.name: one.points for one in series[:1]}, "tokens/s"),
+        table=_samples({one.name: one.points for one in series}, "tokens/s"),
     )
+
+
+def measured_words(summary: RunSummary) -> str:
+    """What a run took, in a line."""
+    said = [f"{summary.steps:,} steps"]
+    if summary.step_seconds is not None:
+        said.append(f"{readable_seconds(summary.step_seconds)} a step (median)")
+    if summary.tokens_per_second is not None:
+        said.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.first_loss is not None and summary.last_loss is not None:
+        said.append(f"loss {summary.first_loss:.3f} to {summary.last_loss:.3f}")
+    if summary.memory_bytes is not None:
+        said.append(f"{readable_bytes(summary.memory_bytes)} at most")
+    return ", ".join(said)
 
 
 def _curve(records: Records, name: str) -> tuple[tuple[float, float], ...]:

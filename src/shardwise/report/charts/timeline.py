@@ -12,7 +12,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_seconds, readable_share
 
 MOST_PASSES = 60_000  # that are simulated for a picture: a tenth of a second
-_MOST_DRAWN = 3000
+_MOST_DRAWN = 4200
 _MOST_ROWS = 32
 _TONES: dict[ActionKind, Tone] = {
     ActionKind.F: "blue",
@@ -37,9 +37,10 @@ def timeline_chart(job: Job) -> SpanChart | None:
     used = [kind for kind in ActionKind if any(one.kind is kind for one in timeline.schedule.actions[ranks[0]])]
     kinds = [SpanKind(kind.words, _TONES[kind]) for kind in used]
     spans = [
-        (row, begin - start, end - start, used.index(action.kind), f"{action.kind}{action.microbatch}")
+        (row, _short(begin - start), _short(end - start), used.index(action.kind), f"{action.kind}{action.microbatch}")
         for row, rank in enumerate(ranks)
         for action, begin, end in _first(timeline, rank, each)
+        if end > begin
     ]
     end = timeline.step_seconds(job.stack.step_ends) + prediction.tail_seconds
     if whole:
@@ -59,6 +60,11 @@ def timeline_chart(job: Job) -> SpanChart | None:
             [_row(timeline, rank) for rank in range(timeline.schedule.ranks)],
         ),
     )
+
+
+def _short(seconds: float) -> float:
+    """As finely as any screen shows it: thousands of them are in a file."""
+    return float(f"{seconds:.7g}")
 
 
 def _first(timeline: Timeline, rank: int, most: int) -> Sequence[tuple[Action, float, float]]:
