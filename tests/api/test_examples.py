@@ -17,7 +17,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     names: dict[str, Any] = {}
     for example in EXAMPLES:
         exec(compile(example, str(PAGE), "exec"), names)
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9
 
 
 def test_every_verb_is_on_the_page() -> None:
