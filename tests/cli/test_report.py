@@ -241,6 +241,14 @@ def test_the_data_of_every_picture_is_printed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_comparison_in_pictures(trained: Path) -> None:
+    shown = run("compare", str(trained), "--plot", columns=80)
+    assert shown.status == 0 and max(map(len, shown.out.splitlines())) <= 80
+    told = run_json("compare", str(trained))
+    assert readable(told["parts"]["compute"]["predicted"], "seconds") in shown.out
+    assert "█ predicted   ▒ measured" in shown.out
+
+
 def test_a_run_that_was_not_profiled_says_so(trained: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

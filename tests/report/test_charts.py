@@ -188,6 +188,12 @@ def test_a_plan_is_drawn_as_it_is_told() -> None:
     assert next(iter(column(ranking, "in all").values())) == pytest.approx(told["candidates"][0]["predicted_seconds"])
 
 
+def test_experts_have_their_row_of_the_mesh() -> None:
+    """DeepSeek-V3 on nodes of 8: 64 neighbouring ranks of a stage hold different experts."""
+    rows = {row[0]: row[1:] for row in mesh_chart(job_of("mla-experts")).table.rows}
+    assert rows["expert parallel"] == (64.0, "0, 1, 2, 3, 4, 5, 6, 7, ...", 8.0)
+
+
 def test_a_cluster_too_large_to_draw_is_drawn_in_part() -> None:
     strategy = {"strategy.tp": 8, "strategy.pp": 16, "strategy.stage_layers": "balanced"}
     more = {**strategy, "training.global_batch": 2048, "training.seq": 8192}

@@ -72,6 +72,8 @@ const ShardwiseCharts = (() => {
     return typeof value === "string" ? value : READABLE[unit](value);
   }
 
+  const largest = (numbers) => numbers.reduce((most, one) => Math.max(most, one), 0);
+
   // -- axes -----------------------------------------------------------------------------------------------------
 
   // "20.0 GiB" on an axis is "20 GiB", and "1.50 s" is "1.5 s".
@@ -98,15 +100,17 @@ const ShardwiseCharts = (() => {
   const tone = (name) => css(`--tone-${name}`);
 
   function axis(described, most, values) {
+    // Less than a factor of three has too few round numbers on a logarithmic scale.
+    const isLog = described.is_log && largest(values) >= 3 * Math.min(...values);
     const made = {
-      type: described.is_log ? "logarithmic" : "linear",
+      type: isLog ? "logarithmic" : "linear",
       title: { display: true, text: described.label, color: css("--soft") },
       grid: { color: css("--line") },
       border: { color: css("--line") },
       ticks: { color: css("--soft"), maxRotation: 0, autoSkipPadding: 12,
                callback: (value) => tickText(value, described.unit) },
     };
-    if (described.is_log) {
+    if (isLog) {
       const distinct = [...new Set(values)].sort((a, b) => a - b), last = distinct[distinct.length - 1];
       const named = distinct.length <= 12 && described.unit === "number";
       made.min = named ? distinct[0] : distinct[0] / 1.2;
@@ -163,8 +167,6 @@ const ShardwiseCharts = (() => {
 
   // -- kinds of charts: a height, and what Chart.js draws -------------------------------------------------------
 
-  const largest = (numbers) => numbers.reduce((most, one) => Math.max(most, one), 0);
-
   function bars(chart, width) {
     const totals = chart.categories.map((_, i) => {
       const own = chart.series.map((one) => one.values[i]);
@@ -220,6 +222,7 @@ const ShardwiseCharts = (() => {
       borderWidth: chart.is_stacked ? 0.5 : 2,
       pointRadius: one.style === "points" ? 5 : one.style !== "line" || one.points.length > 40 || chart.is_stacked ? 0 : 3,
       pointHitRadius: 8,
+      ...(chart.is_stacked ? {} : { order: -i }), // what is named last lies on top
       stepped: chart.is_stacked,
       fill: chart.is_stacked ? (i ? "-1" : "origin") : false,
     }));
@@ -232,7 +235,7 @@ const ShardwiseCharts = (() => {
     } };
     const x = axis(chart.x, largest(xs), xs), y = axis(chart.y, most, ys);
     const isShare = chart.y.unit === "share";
-    if (!chart.x.is_log && (chart.is_stacked || chart.x.unit === "number")) x.max = largest(xs);
+    if (x.type === "linear" && (chart.is_stacked || chart.x.unit === "number")) x.max = largest(xs);
     return {
       height: 360,
       config: {
@@ -241,7 +244,7 @@ const ShardwiseCharts = (() => {
         options: options({
           scales: { x, y: { ...y, stacked: chart.is_stacked, beginAtZero: chart.is_stacked || isShare,
                             suggestedMax: isShare ? 1 : limits.length ? most * 1.04 : undefined,
-                            grace: chart.y.is_log || isShare ? 0 : "4%" } },
+                            grace: y.type === "logarithmic" || isShare ? 0 : "4%" } },
           layout: { padding: { right: 14 } },
           plugins: { tooltip },
         }),

@@ -40,7 +40,7 @@ def mesh_chart(job: Job) -> MeshChart:
         legend=tuple(SpanKind(f"pipeline rank {stage}", _tone(stage)) for stage in stages) if strategy.pp > 1 else (),
         table=chart_table(
             {"dimension": "words", "degree": "number", "ranks of rank 0's group": "words", "nodes it spans": "number"},
-            [_row(job, name) for name in used],
+            [_row(job, name) for name in (*used, *(["ep"] if strategy.ep > 1 else []))],
         ),
     )
 

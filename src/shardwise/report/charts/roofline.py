@@ -25,7 +25,7 @@ def roofline_chart(job: Job) -> LineChart:
         title=f"Roofline of {device.name}",
         caption=(
             f"The roof: {readable_rate(bandwidth)} of memory, then {readable_flops(peak)}/s in {data_type}. An "
-            f"operator left of {ridge:,.0f} FLOPs a byte is bound by memory. Forward pass, one layer, one microbatch."
+            f"operator left of {ridge:.3g} FLOPs a byte is bound by memory. Forward pass, one layer, one microbatch."
         ),
         x=ChartAxis("FLOPs for each byte moved", "count", is_log=True),
         y=ChartAxis("FLOPs in a second", "FLOP/s", is_log=True),
