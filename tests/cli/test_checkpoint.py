@@ -184,6 +184,30 @@ def test_mistakes_are_one_line(run_folder: Path, tmp_path: Path) -> None:
     assert not Path(out + "2").exists() and not Path(out + "3").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        (b"model: [tiny\nrun: {", "malformed YAML: "),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+        (b"", "it is no job"),
+        (b"run: {checkpoints: {folder: [1]}}", "run.checkpoints.folder is [1]"),
+    ],
+    ids=repr,
+)
+def test_a_damaged_job_file_of_a_run_is_one_line(tmp_path: Path, text: bytes, how: str) -> None:
+    (tmp_path / "job.yaml").write_bytes(text)
+    small = ("--model", "tiny", "--cluster", "laptop:1", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
+    for verb in (("checkpoint", "inspect", str(tmp_path)), ("train", *small, "--run-folder", str(tmp_path))):
+        result = run(*verb)
+        assert result.status == 2 and result.out == "", result
+        line = result.err.splitlines()[-1]
+        assert line.startswith(f"shardwise: error: {tmp_path}/job.yaml: is damaged: ") and how in line, line
+        assert line.endswith("; remove it; `shardwise train` writes it anew")
+    assert [one.name for one in tmp_path.iterdir()] == ["job.yaml"] and (tmp_path / "job.yaml").read_bytes() == text
+    names_none = run("train", *small, "--run-folder", str(tmp_path / "new"), "--set", "run.checkpoints.folder=s3://")
+    assert names_none.status == 2 and "'s3://' names no bucket; write it like s3://bucket/run" in names_none.err
+
+
 def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The disk says no in the middle of a file, or has too little before it begins."""
     from unittest import mock

@@ -183,13 +183,24 @@ class RunFolder:
             self.copied.write_text(str(step), encoding="utf-8")
 
     def _of_job(self) -> str | None:
-        """Where the job in the folder keeps its checkpoints, if it says so."""
+        """Where the job in the folder keeps its checkpoints, if it says so; raises SpecError if it is damaged."""
         if not self.job.is_file():
             return None
-        found: Any = read_yaml(self.job, "job file")
+        try:
+            found: Any = read_yaml(self.job, "job file")
+        except SpecError as error:
+            raise self._damaged(error.problem) from None
+        if not isinstance(found, dict):
+            raise self._damaged("it is no job")
         for name in ("run", "checkpoints", "folder"):
             found = found.get(name) if isinstance(found, dict) else None
-        return str(found) if found else None
+        if found is not None and not isinstance(found, str):
+            raise self._damaged(f"run.checkpoints.folder is {shown(found)}")
+        return found or None
+
+    def _damaged(self, how: str) -> SpecError:
+        """`train` writes the file, and nothing else says where the checkpoints are."""
+        return SpecError(str(self.job), f"is damaged: {how}", "remove it; `shardwise train` writes it anew")
 
 
 def run_folder(text: str) -> RunFolder:

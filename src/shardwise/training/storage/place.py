@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from shardwise.spec.errors import SpecError, shown
 from shardwise.training.storage.stores import Content, ObjectFacts, ObjectStore, store_of
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -132,7 +133,9 @@ def scheme_of(text: str | PathLike[str]) -> str | None:
 def place_of(text: str | PathLike[str]) -> Place:
     """Where ``text``, a path or a URI, leads."""
     text = str(text)
-    if scheme_of(text) is not None:
+    if (scheme := scheme_of(text)) is not None:
+        if not text.removeprefix(f"{scheme}://").strip("/"):
+            raise SpecError("", f"{shown(text)} names no bucket", f"write it like {scheme}://bucket/run")
         return RemotePlace(text.rstrip("/"))
     return Path(unquote(urlsplit(text).path)) if _URI.match(text) else Path(text)
 
