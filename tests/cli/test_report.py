@@ -215,7 +215,7 @@ def test_a_click_on_a_bar_is_told(page: Page, large: Path) -> None:
 
 def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    done = run("report", "--model", "llama3-8b", "--cluster", "dgx-h100:1", "--no-search", "-o", str(path))
+    done = run("report", "--model", "llama3-8b", "--cluster", "dgx-h100:1", "--tp", "8", "--no-search", "-o", str(path))
     assert done.status == 0
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"(?:src|href)=[\"']?(?:\w+:|/)", text)
@@ -227,7 +227,7 @@ def test_the_file_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_a_job_that_does_not_fit_is_reported(tmp_path: Path) -> None:
     done = run("report", *TOO_LARGE.split(), "-o", str(tmp_path / "report.html"))
-    assert done.status == 0
+    assert done.status == 1
     assert "does not fit (" in done.out and "What would fit" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -272,6 +272,8 @@ def test_a_run_that_was_not_profiled_says_so(trained: Path, tmp_path: Path) -> N
             "--price: has no effect without --tokens",
         ),
         (["a\0b"], "a"),
+        (["--model", "llama3-8b", "--time-limit", "soon"], "--time-limit: 'soon'"),
+        (["--model", "llama3-8b", "--time-limit", "9s", "--no-search"], "--time-limit: '9s' and --no-search"),
     ],
 )
 def test_bad_input_is_one_line(trained: Path, tmp_path: Path, arguments: list[str], line: str) -> None:

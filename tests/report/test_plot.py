@@ -31,11 +31,13 @@ NOTHING = chart_table({"": "words"}, [])
 
 @table("columns", [40, 60, 80, 132])
 def test_no_line_is_longer_than_the_console(columns: int) -> None:
-    shown = run("analyze", *FLAGS.split(), "--plot", "--scaling", "--memory-over-time", columns=columns)
+    more = ("--scaling", "--memory-over-time", "--ranks", "--compare-topologies", "--tokens", "1T")
+    shown = run("analyze", *FLAGS.split(), "--plot", *more, columns=columns)
     assert shown.status == 0 and "\x1b" not in shown.out
     assert max(map(len, shown.out.splitlines())) <= columns
     for title in ("Where the step", "Memory of one device", "Memory over the step", "Pipeline of one step",
-                  "Communication of each", "Which level", "Roofline", "Scaling"):  # fmt: skip
+                  "Communication of each", "Which level", "Roofline", "Scaling", "The same job on",
+                  "16 ranks on 2 nodes", "The whole run"):  # fmt: skip
         assert title in shown.out
 
 

@@ -14,6 +14,7 @@ from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_
 from shardwise.api.inputs import job_from
 from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.planning import plan
+from shardwise.api.quantities import amount, exclusive
 from shardwise.api.results import Result
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.layout.views import is_unlike
@@ -113,6 +114,10 @@ def write_report(
     path = None if output is None else Path(fspath(output))
     if path is not None:
         require_writable(path, "--output")
+    if time_limit is not None:
+        amount(time_limit, "seconds", "--time-limit", "10min")
+        if not search:
+            raise exclusive("--time-limit", time_limit, "--no-search")
     tell = on_progress or (lambda text: None)
     asked = job_arguments(job, keywords)
     folder = _run_of(asked)

@@ -18,7 +18,8 @@ def run(arguments: list[str]) -> int:
         "report",
         "Writes one HTML file that needs nothing else, with a table under every picture: the verdict, the mesh over "
         "nodes, the step and its pipeline, memory of every rank and over time, communication, roofline, other "
-        "strategies, scaling, cost and days. Of a run's folder also loss, throughput, and predicted beside measured.",
+        "strategies, scaling, cost and days. Of a run's folder also loss, throughput, and predicted beside measured. "
+        "The exit status is 1 if the job does not fit.",
         _EXAMPLE,
     )
     add_job_arguments(parser, "job file (YAML), which flags override; or the folder of a run: runs/last is the newest")
@@ -33,4 +34,4 @@ def run(arguments: list[str]) -> int:
     with status("reading", quiet=parsed.json) as on_progress:
         found = write_report(job_arguments(parsed), **keywords(write_report, parsed), on_progress=on_progress)
     show(parsed, lambda: found.page, found.to_dict)
-    return 0
+    return 0 if found.assessment.analysis.fits else 1

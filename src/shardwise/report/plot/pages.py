@@ -10,11 +10,13 @@ from shardwise.planner.advice.assessment import Assessment
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.memory import memory_chart, memory_over_time_chart
+from shardwise.report.charts.mesh import mesh_chart
 from shardwise.report.charts.plan import memory_of_layouts_chart, pareto_chart, ranking_chart
 from shardwise.report.charts.roofline import roofline_chart
 from shardwise.report.charts.run import comparison_chart, memory_comparison_chart
 from shardwise.report.charts.step import communication_chart, levels_chart, step_chart
 from shardwise.report.charts.timeline import timeline_chart
+from shardwise.report.charts.topologies import topologies_chart
 from shardwise.report.charts.verdict import verdict_sentence
 from shardwise.report.charts.whole_run import campaign_chart, scaling_chart
 from shardwise.report.page import Line, Piece, paged
@@ -46,6 +48,10 @@ def _analysis_charts(found: Assessment) -> Iterator[Chart]:
     yield roofline_chart(job)
     if found.scaling is not None and any(found.scaling.values()):
         yield scaling_chart(found.scaling)
+    if found.topologies is not None:
+        yield topologies_chart(found.topologies)
+    if found.ranks is not None:
+        yield mesh_chart(job)
     if found.campaign is not None:
         yield campaign_chart(found.campaign)
 
