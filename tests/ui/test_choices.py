@@ -64,8 +64,17 @@ def test_more_replicas_are_more_nodes() -> None:
     job, _ = job_of(JOB)
     values = {one["value"]: one for one in choices(job)["dp"]}
     assert values[4]["chosen"] and values[4]["set"] == {}
-    assert values[8]["set"] == {"cluster": "dgx-h100:16", "dp": None}
+    assert values[8]["set"] == {"cluster": "dgx-h100:16", "gpus": None, "dp": None}
     assert job_of(changed(JOB, values[8]["set"]))[0].strategy.data_parallel == 8
+
+
+def test_a_part_of_a_node_can_grow_again() -> None:
+    small = {"model": "llama3-8b", "cluster": "dgx-h100:2", "global_batch": 32, "seq": 4096, "tp": 2, "zero": 1}
+    values = {one["value"]: one for one in choices(job_of(small)[0])["dp"]}
+    part = changed(small, values[2]["set"])
+    assert (part["cluster"], part["gpus"]) == ("dgx-h100", 4)
+    again = {one["value"]: one for one in choices(job_of(part)[0])["dp"]}
+    assert again[2]["chosen"] and changed(part, again[8]["set"]) == {**small, "cluster": "dgx-h100:2"}
 
 
 def test_what_is_only_priced_says_so_and_can_be_chosen() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.planner.constraints import OFFLOADS, offload_name
 from shardwise.planner.search.space import INTERLEAVES, MOST_MICROBATCH, MOST_TENSOR, shard_groups
 from shardwise.planner.search.supported import findings_of
-from shardwise.spec.clusters import cluster_short
+from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -115,20 +115,21 @@ def _follows(strategy: Strategy, name: str, value: Any) -> dict[str, Any]:
 
 
 def _replicas(job: Job) -> Iterator[ControlValue]:
-    """More or fewer replicas are more or fewer nodes; the batch stays."""
+    """More or fewer replicas are more or fewer nodes, or a part of one; the batch stays."""
     strategy, cluster = job.strategy, job.cluster
-    present, named = strategy.data_parallel, _named(cluster)
-    if not isinstance(named, str) or strategy.has_unlike_stages:
+    present, preset = strategy.data_parallel, _preset(cluster)
+    if preset is None or strategy.has_unlike_stages:
         return
-    name, width = named.partition(":")[0], cluster.levels[0].width
+    width = preset.levels[0].width
     for value in sorted({present, *(2**power for power in range(24) if present / 8 <= 2**power <= 8 * present)}):
         devices = strategy.world // present * value
         try:
-            grown = _grown(cluster, devices)
+            grown = cluster if value == present else _grown(preset, devices)
         except SpecError as error:
             yield ControlValue(value, str(value), {}, refused=_line(error))
             continue
-        size = {"cluster": f"{name}:{devices // width}"} if devices >= width else {"gpus": devices}
+        whole = {"cluster": f"{preset.name}:{devices // width}", "gpus": None}
+        size = whole if devices >= width else {"cluster": preset.name, "gpus": devices}
         # Not yet checked: the strategy is of the cluster before.
         other = job.unchecked(cluster=grown, strategy=strategy.unchecked(dp=None))
         changes = {} if value == present else {**size, "dp": None}
@@ -139,13 +140,20 @@ def _replicas(job: Job) -> Iterator[ControlValue]:
 
 
 @lru_cache(maxsize=256)
-def _grown(cluster: Cluster, devices: int) -> Cluster:
-    return cluster.with_devices(devices)
+def _grown(preset: Cluster, devices: int) -> Cluster:
+    return preset.with_devices(devices)
 
 
 @lru_cache(maxsize=64)
-def _named(cluster: Cluster) -> Any:
-    return cluster_short(cluster)
+def _preset(cluster: Cluster) -> Cluster | None:
+    """The preset that a cluster is some nodes of, or a part of one; None for a cluster that was written out."""
+    if isinstance(cluster_short(cluster), str):
+        return cluster_from(cluster.name)
+    try:
+        preset = cluster_from(cluster.name)
+        return preset if preset.with_devices(cluster.devices) == cluster else None
+    except SpecError:
+        return None
 
 
 def _schedules(job: Job) -> Iterator[ControlValue]:
@@ -202,10 +210,9 @@ def _choice(
 
 def _with(job: Job, changes: Mapping[str, Any]) -> Job:
     """The job with keywords changed, checked as a whole; one by one the values are right, they come from here."""
-    own = {name: getattr(_USUAL, name) if value is None else value for name, value in changes.items()}
+    named = ((name, value) for name, value in changes.items() if name not in ("cluster", "gpus"))  # the job has these
+    own = {name: getattr(_USUAL, name) if value is None else value for name, value in named}
     training = {name: own.pop(name) for name in ("precision", "optimizer") if name in own}
-    for name in ("cluster", "gpus"):
-        own.pop(name, None)  # the job has them
     if isinstance(own.get("offload"), Mapping):
         own["offload"] = Offload.from_dict(own["offload"])
     strategy = job.strategy.unchecked(**own)

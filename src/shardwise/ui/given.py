@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
@@ -113,7 +115,8 @@ def error_data(error: SpecError) -> dict[str, Any]:
 _FLAGS = (
     "model", "cluster", "tp", "cp", "pp", "dp", "ep", "expert_tp", "zero", "shard_group", "order", "microbatch",
     "schedule", "interleave", "stage_layers", "recompute", "context_method", "dispatch", "stack", "collective",
-    "global_batch", "seq", "precision", "optimizer", "attention", "memory_risk",
+    "global_batch", "batch", "seq", "precision", "optimizer", "attention", "memory_risk",
+    *(one.name for one in fields(JobArguments) if one.name not in ("job", "fields", "overrides", "model", "cluster")),
 )  # fmt: skip
 CONFIG_FILE, CLUSTER_FILE = "config.json", "cluster.yaml"
 
@@ -142,14 +145,8 @@ def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
             value = CONFIG_FILE if name == "model" else CLUSTER_FILE
         if name in _FLAGS and not isinstance(value, Mapping):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [f"--{name.replace('_', '-')}", _quoted(text)]
-        else:
-            (path,) = job_arguments(None, {name: value}).overrides
-            words += ["--set", _quoted(f"{path}={json.dumps(value)}")]
+            words += [f"--{name.replace('_', '-')}", shlex.quote(text)]
+            continue
+        for path, one in job_arguments(None, {name: value}).overrides.items():
+            words += ["--set", shlex.quote(f"{path}={json.dumps(one)}")]
     return " ".join(words)
-
-
-def _quoted(text: str) -> str:
-    import shlex
-
-    return shlex.quote(text)

@@ -271,10 +271,12 @@ const ShardwiseCharts = (() => {
     },
   });
 
-  function spans(chart) {
+  function spans(chart, width) {
+    // Between passes of a pixel or two, edges would be all that is seen.
+    const edge = width / (chart.spans.length / chart.rows.length) > 4 ? 0.6 : 0;
     const own = chart.kinds.map((_, kind) => chart.spans.filter((one) => one[3] === kind));
     const datasets = chart.kinds.map((kind, i) => ({
-      label: kind.name, backgroundColor: tone(kind.tone), borderColor: css("--paper"), borderWidth: 0.6, borderSkipped: false,
+      label: kind.name, backgroundColor: tone(kind.tone), borderColor: css("--paper"), borderWidth: edge, borderSkipped: false,
       grouped: false, barPercentage: 1, categoryPercentage: 0.84,
       data: own[i].map(([row, start, end]) => ({ x: [start, end], y: chart.rows[row] })),
     }));

@@ -35,8 +35,8 @@ export function prepare(known) {
   byId("model").addEventListener("change", (event) => {
     if (event.target.value !== "pasted") change({ model: event.target.value });
   });
-  byId("cluster").addEventListener("change", (event) => change({ cluster: named(event.target.value), dp: null }));
-  typed("size", () => change({ cluster: sized(byId("cluster").value, byId("size").value), dp: null }));
+  byId("cluster").addEventListener("change", (event) => change({ cluster: named(event.target.value), gpus: null, dp: null }));
+  typed("size", () => change({ cluster: sized(byId("cluster").value, byId("size").value), gpus: null, dp: null }));
   typed("global_batch", () => change({ global_batch: number(byId("global_batch").value) }));
   typed("seq", () => change({ seq: number(byId("seq").value) }));
   byId("stack").addEventListener("change", (event) => change({ stack: event.target.value }));

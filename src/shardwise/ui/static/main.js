@@ -16,6 +16,7 @@ function show(data, since) {
   document.body.classList.remove("stale");
   byId("banner").hidden = true;
   clearProblem();
+  byId("advice").classList.add("waiting");
   showVerdict(data);
   showMachine(data.job);
   showChoices(data.controls);

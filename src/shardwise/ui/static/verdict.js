@@ -74,4 +74,5 @@ export function showAdvice(data, apply) {
   place.replaceChildren(el("b", {}, `${data.name}: `), data.words, " ");
   if (data.set) place.append(el("button", { type: "button", class: "link", onclick: () => apply(data.set) }, "Apply"));
   place.hidden = false;
+  place.classList.remove("waiting");
 }
