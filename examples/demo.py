@@ -1,5 +1,5 @@
 """The main job, shown: what `make demo` runs. Plans large jobs, then measures this machine, plans a job for it, trains
-what was planned, and compares."""
+what was planned, compares, and writes a report."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ STEPS = (
     (
         "Where the time of those steps went, beside what was predicted, and why",
         f"compare {FOLDER}",
+    ),
+    (
+        "All of it in pictures, in one file: open it in a browser",
+        f"report {FOLDER} --output {FOLDER}/report.html",
     ),
 )
 
