@@ -10,7 +10,7 @@ test test-all: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-frameworks lint format golden bench image clean
+.PHONY: demo test test-all test-frameworks lint format golden docs bench image clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -41,6 +41,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site that opens from disk: site/index.html.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 golden: $(READY)
 	$(BIN)/python tests/cli/golden.py
 
@@ -66,8 +70,8 @@ bench: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,train,ray,ui]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,train,ray,ui,docs]"
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
