@@ -26,9 +26,9 @@ def build(
     """The schedule ``name`` over ``ranks`` pipeline ranks.
 
     ``chunks`` (stages per rank) is a choice for interleaved only. ``times`` and ``comm_seconds`` decide where zbv,
-    v-half, v-min, zb-1p, zb-2p and zb-auto run weight gradients (default: all passes equal). ``memory_limit``, in
-    microbatch activations, is for zb-auto; ``released_by_input_grad`` is the share of an activation that zb-1p, zb-2p
-    and zb-auto count as free after its input gradient.
+    zb-1p, zb-2p and zb-auto run weight gradients (default: all passes equal). ``memory_limit``, in microbatch
+    activations, is for zb-auto; ``released_by_input_grad`` is the share of an activation that zb-1p, zb-2p and zb-auto
+    count as free after its input gradient.
     """
     _check_count("ranks", ranks)
     _check_count("microbatches", microbatches)

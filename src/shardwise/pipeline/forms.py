@@ -163,8 +163,8 @@ def bubble_is_exact(
 def peak_chunks_in_flight(name: str, ranks: int, microbatches: int, chunks: int | None, rank: int) -> int:
     """Activations of one chunk (stage) and microbatch that ``rank`` holds at its peak.
 
-    Equal to the peak of the built schedule; with times given, zbv, v-half, v-min, zb-1p and zb-2p may hold less,
-    never more. Divide by the chunks per rank for microbatches of the whole rank.
+    Equal to the peak of the built schedule; with times given, zbv, zb-1p and zb-2p may hold less, never more.
+    Divide by the chunks per rank for microbatches of the whole rank.
     """
     if not 0 <= rank < ranks:
         raise SpecError("rank", f"{rank} is not one of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")

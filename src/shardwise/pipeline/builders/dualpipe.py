@@ -138,7 +138,7 @@ def _v_is_exact(case: EqualStages) -> bool:
     return case.is_even and bool(case.m >= 2 * case.p)
 
 
-# Exact for F = I = W and c = 0, else read off the simulator, as are those of `v_shape`.
+# Exact for F = I = W and c = 0, else read off the simulator, as are those of `zbv`.
 FORMS = ClosedForms(
     bubble=_bubble, in_flight=_in_flight, is_exact=lambda case: _v_is_exact(case) and bool(case.m % 2 == 0)
 )

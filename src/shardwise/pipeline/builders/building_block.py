@@ -1,0 +1,233 @@
+"""V-Half and V-Min: one building block per rank, repeated for every microbatch and run as early as memory allows.
+
+Stage r on the way down and stage 2p-1-r on the way back are on one rank, so that every rank has six actions for a
+microbatch. A building block says when they are due if each takes a unit; repeated every six units, blocks never collide
+(Qi et al. 2024, arXiv 2405.15362, section 3).
+
+The blocks alone leave long waits while the pipeline fills and drains. So they are run early:
+
+- While the pipeline fills, a rank runs, of the actions whose inputs have come, the one due first. A forward that
+  overtakes others of its rank leaves memory for them.
+- Once the first microbatch has left a rank, the rank keeps to the order of its blocks, whose waits for each other have
+  slack: any other order that takes six units can be slower with unequal passes or messages.
+- Once the last microbatch has entered a rank, memory is no longer short, and nobody waits for weight gradients: they
+  come last, and else again what is due first.
+
+Nothing deadlocks: of all that is left, the inputs of what is due first have come; and if it is a forward, whatever
+overtook it has left memory for it, and all the weight gradients that free memory before it in the blocks have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.pipeline.forms import ClosedForms, EqualStages, in_round_trips, paced_by_messages
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, one_copy, v_placement
+from shardwise.pipeline.timeline import peak_activations
+from shardwise.spec.schedules import schedule_record
+
+F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
+_UNITS = 6  # of a block, and from one microbatch to the next
+# The six actions of a block. Forwards and input gradients are due in this order.
+_STEPS = ((F, "down"), (F, "back"), (I, "back"), (I, "down"), (W, "back"), (W, "down"))
+_ENTERS, _LEAVES, _WEIGHT_GRADIENTS = 0, 3, (4, 5)
+_NEVER = 1 << 60
+
+Starts: TypeAlias = tuple[int, int, int, int]  # of the first four steps, for the first microbatch
+
+
+def _run_early(
+    name: str,
+    starts: Callable[[int, int], Starts],  # of ranks and rank
+    limit: Callable[[int, int, int], int],  # of ranks, microbatches and rank, in activations of one chunk
+    ranks: int,
+    microbatches: int,
+) -> PipelineSchedule:
+    progress = {kind: [0] * (2 * ranks) for kind in (F, I, W)}
+    all_ranks = [
+        _Rank(rank, ranks, microbatches, starts(ranks, rank), limit(ranks, microbatches, rank), progress)
+        for rank in range(ranks)
+    ]
+    left = ranks * microbatches * len(_STEPS)
+    while left:
+        # What starts in this unit of time is not yet an input of anything else that does.
+        for rank, step in [(one, one.due_first()) for one in all_ranks]:
+            if step is not None:
+                rank.run(step)
+                left -= 1
+    return one_copy(name, microbatches, v_placement(ranks), (rank.made for rank in all_ranks))
+
+
+class _Rank:
+    """One rank: what it has run, when the next of each of its six steps is due, and how many activations it holds.
+
+    ``progress[kind][stage]`` counts the microbatches that have passed, over all ranks; each stage takes them in order.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        microbatches: int,
+        starts: Starts,
+        limit: int,
+        progress: dict[ActionKind, list[int]],
+    ) -> None:
+        stage_of = {"down": rank, "back": 2 * ranks - 1 - rank}
+        self.steps = [(kind, stage_of[way]) for kind, way in _STEPS]
+        self.due = list(_with_weight_gradients(starts))
+        self.microbatches, self.limit, self.progress = microbatches, limit, progress
+        self.held = 0
+        self.made: list[Action] = []
+
+    def due_first(self) -> int | None:
+        """The step to run now, or None if it has to wait."""
+        due = self.due
+        left = sorted((step for step in range(len(due)) if due[step] != _NEVER), key=due.__getitem__)
+        all_entered, one_left = due[_ENTERS] == _NEVER, self.progress[I][self.steps[_LEAVES][1]] > 0
+        if all_entered:
+            left.sort(key=_WEIGHT_GRADIENTS.__contains__)
+        elif one_left:
+            left = left[:1]
+        return next(filter(self._can_run, left), None)
+
+    def _can_run(self, step: int) -> bool:
+        kind, stage = self.steps[step]
+        microbatch = self.progress[kind][stage]
+        if kind is W:
+            return self.progress[I][stage] > microbatch
+        if kind is F:
+            has_input = stage == 0 or self.progress[F][stage - 1] > microbatch
+            return has_input and self.held + 1 + self._overtaken(step) <= self.limit
+        is_last = stage == len(self.progress[I]) - 1
+        return self.progress[F][stage] > microbatch and (is_last or self.progress[I][stage + 1] > microbatch)
+
+    def _overtaken(self, step: int) -> int:
+        """Forwards on the other way that are due before this one and have not run."""
+        other = 1 - step
+        _, stage = self.steps[other]
+        units_earlier = self.due[step] - self.due[other]
+        left = self.microbatches - self.progress[F][stage]
+        return max(0, min(left, -(-units_earlier // _UNITS)))
+
+    def run(self, step: int) -> None:
+        kind, stage = self.steps[step]
+        microbatch = self.progress[kind][stage]
+        self.made.append(Action(kind, stage, microbatch))
+        self.progress[kind][stage] += 1
+        self.due[step] = self.due[step] + _UNITS if microbatch + 1 < self.microbatches else _NEVER
+        if kind is F:
+            self.held += 1
+        elif kind is W:
+            self.held -= 1
+
+
+def _with_weight_gradients(starts: Starts) -> tuple[int, ...]:
+    """All six: weight gradients take the two units left, that of the back the first after its input gradient."""
+    free = {*range(_UNITS)} - {start % _UNITS for start in starts}
+    after_back, after_down = starts[2] + 1, starts[3] + 1
+    wait = min((unit - after_back) % _UNITS for unit in free)
+    (other,) = free - {(after_back + wait) % _UNITS}
+    return *starts, after_back + wait, after_down + (other - after_down) % _UNITS
+
+
+# -- The blocks --------------------------------------------------------------------------------------
+# A microbatch goes down and back, then down and back again as gradients; offsets are the units from a rank to the next.
+# The shift is the least with which no blocks collide. A rank may hold what its blocks hold when everything runs as it
+# is due: of few microbatches, all on the way down and some on the way back.
+
+
+def _half_starts(p: int, rank: int) -> Starts:
+    """Offsets of 2 down and 1 back; the shift is between forwards and backwards."""
+    shift = 0 if p % 2 else 3
+    return 2 * rank, 3 * p - rank - 2, 3 * p + shift + 2 * rank - 1, 6 * p + shift - rank - 2
+
+
+def _half_limit(p: int, m: int, rank: int) -> int:
+    """Half of 1F1B: (p+2)//2 microbatches of two chunks."""
+    return min(2 * m, m + (rank + 1) // 2 + 1, 2 * ((p + 2) // 2))
+
+
+def _min_starts(p: int, rank: int) -> Starts:
+    """Offsets of 1; the shift is between ranks 1 and 2 on both ways down.
+
+    There messages have time; the authors' block has its shift between forwards and backwards, where no message is.
+    """
+    shift = 0 if p % 3 else 2
+    down = rank + shift * (rank >= 2)
+    return down, 2 * p - 1 + shift - rank, 2 * p + shift + down, 4 * p - 1 + 2 * shift - rank
+
+
+def _min_limit(p: int, m: int, rank: int) -> int:
+    """A third of 1F1B: (p+4)//3 microbatches of two chunks, one less on every third rank where p = 2 mod 3."""
+    back = (rank + 1 + (p % 3 != 1)) // 3 + 1
+    return min(2 * m, m + back, 2 * ((p + 4) // 3 - (p % 3 == 2 and rank % 3 == 0)))
+
+
+v_half = partial(_run_early, "v-half", _half_starts, _half_limit)
+v_min = partial(_run_early, "v-min", _min_starts, _min_limit)
+
+
+# -- Closed forms ------------------------------------------------------------------------------------
+# Exact for F = I = W, c = 0 and m >= p, else read off the simulator; short messages are assumed. The first rank is the
+# first to start and the last to end, so that ranks may end a step together or apart.
+
+
+def _half_bubble(case: EqualStages) -> Any:
+    """Half of 1F1B's 6(p-1) units, less 1, and less another 3 where p is even; few microbatches fill less."""
+    p, m, W = case.p, case.m, case.W
+    slower, faster = maximum(case.F, case.I), minimum(case.F, case.I)
+    even = 1 * (p % 2 == 0)
+    filling = 3 * (p - 1) * slower + (p - 1 - 2 * even) * faster - (p + even - 2 * (p == 2)) * minimum(W, faster)
+    unfilled = 2 * (p - 1) * (case.F + case.I) - (2 * m - 1) * W
+    # The busiest chain of passes in a full pipeline: four of the slower and a weight gradient, for every microbatch.
+    slack = W - 2 * (slower - faster) - 2 * case.c
+    waits = maximum(0, m - (p + 2) // 2) * maximum(0.0, -slack) + 6 * (p - 1) * case.c
+    return (p > 1) * (maximum(filling, unfilled) + waits)
+
+
+def _half_pace(case: EqualStages) -> Any:
+    """Of the p + 2 that it holds, p are in flight: read off the simulator."""
+    held = 2 * case.p * (case.F + case.I) + 4 * (case.p - 1) * case.c
+    return paced_by_messages(case, schedule_record("v-half"), in_round_trips(case, case.p, held))
+
+
+def _min_bubble(case: EqualStages) -> Any:
+    """Two thirds of 1F1B's 6(p-1) units, less 1, and less another 2 where 3 divides p."""
+    p, m = case.p, case.m
+    slower, faster = maximum(case.F, case.I), minimum(case.F, case.I)
+    shift = 2 * (p % 3 == 0)
+    held = (p + 4) // 3
+    deferred = (2 * held - 3 + 2 * (p % 3 == 2)) * maximum(0.0, faster - case.W)
+    filling = (4 * p - 5 - shift * (m > 1)) * slower + deferred
+    # The busiest chain in a full pipeline: six passes for every microbatch, and its share of a round trip's messages.
+    of_two = 3 * slower + faster + maximum(2 * faster, slower + case.W)
+    work = 2 * (case.F + case.I + case.W)
+    passes = select(p > 3, 6 * slower, select(p == 3, work, of_two))
+    messages = 12 * (p - 1) / (2 * p + 1 + shift) * case.c
+    per_microbatch = maximum(0.0, passes + messages - work)
+    waits = maximum(0, m - held) * per_microbatch + 6 * (p - 1) * case.c
+    return (p > 1) * (filling + waits)
+
+
+def _in_flight(builder: Callable[[int, int], PipelineSchedule], limit: Callable[[int, int, int], int]) -> Any:
+    """What a rank may hold; with no more microbatches than ranks it may hold less, which is counted."""
+
+    @lru_cache(maxsize=4096)
+    def counted(p: int, m: int) -> tuple[int, ...]:
+        return tuple(map(round, peak_activations(builder(p, m))))
+
+    return lambda p, m, v, r: limit(p, m, r) if m > p else counted(p, m)[r]
+
+
+def _is_exact(case: EqualStages) -> bool:
+    return case.is_even and bool(case.m >= case.p)
+
+
+HALF_FORMS = ClosedForms(
+    bubble=_half_bubble, in_flight=_in_flight(v_half, _half_limit), is_exact=_is_exact, pace=_half_pace
+)
+MIN_FORMS = ClosedForms(bubble=_min_bubble, in_flight=_in_flight(v_min, _min_limit), is_exact=_is_exact)
