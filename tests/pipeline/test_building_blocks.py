@@ -155,8 +155,8 @@ def test_weight_gradients_wait_once_all_microbatches_have_entered(name):
                 assert max(done[needed] for needed in needs(schedule, actions[i + 1])) > starts[i]
 
 
-@table("name", NAMES)
 @pytest.mark.slow
+@table("name", NAMES)
 def test_short_schedules_up_to_44_ranks_are_valid_and_within_their_limit(name):
     _, limit = BLOCKS[name]
     for ranks in range(1, 45):

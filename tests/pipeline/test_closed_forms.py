@@ -96,6 +96,18 @@ def test_skewed_schedules_wait_for_the_first_forward_pass(name, ranks, microbatc
     assert bubble_seconds(name, ranks, microbatches, ends="together") == pytest.approx(ranks - 1)
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+@pytest.mark.parametrize("passes", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8)])
+def test_a_pipeline_that_never_fills_runs_as_priced(name, passes):
+    """No weight gradient waits where there is nothing else to run: at pp 8 zb-h2 took 10 units too long, not 7."""
+    for ranks in range(2, 9):
+        for microbatches in range(1, 2 * ranks - 1):
+            timeline = simulate(build(name, ranks, microbatches), equal_stages(ranks, *passes))
+            for ends in ("apart", "together"):
+                form = bubble_seconds(name, ranks, microbatches, None, *passes, ends=ends)
+                assert form == pytest.approx(timeline.idle_seconds(ends)), (ranks, microbatches, ends)
+
+
 @pytest.mark.parametrize("name", ["zb-h2", "zbv"])
 @pytest.mark.parametrize("passes", [(1.0, 1.2, 0.8), (1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
 @pytest.mark.parametrize("comm", [0.0, 0.02, 0.2])

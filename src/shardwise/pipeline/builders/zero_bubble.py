@@ -148,11 +148,16 @@ class _Messages:
 # -- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------
 # Qi et al. 2023, arXiv 2401.10241, section 2. Rank r keeps ``in_flight`` microbatches between forward and input
 # gradient and lets ``lag`` weight gradients wait, so that every rank holds the same number of activations: H1 (p-r) +
-# r = p, H2 (2(p-r)-1) + 2r = 2p-1.
+# r = p, H2 (2(p-r)-1) + 2r = 2p-1. With fewer microbatches than that, none waits on a rank that has no forward to run
+# instead.
 
 
 def _handcrafted(name: str, h: int, ranks: int, microbatches: int) -> PipelineSchedule:
-    actions = [_split(r, microbatches, in_flight=h * (ranks - r - 1) + 1, lag=h * r) for r in range(ranks)]
+    actions = []
+    for rank in range(ranks):
+        in_flight = h * (ranks - rank - 1) + 1
+        lag = min(h * rank, max(0, microbatches - in_flight))
+        actions.append(_split(rank, microbatches, in_flight, lag))
     return one_copy(name, microbatches, loop_placement(ranks), actions)
 
 
