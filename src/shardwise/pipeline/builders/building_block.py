@@ -48,7 +48,7 @@ def _run_early(
 ) -> PipelineSchedule:
     progress = {kind: [0] * (2 * ranks) for kind in (F, I, W)}
     all_ranks = [
-        _Rank(rank, ranks, microbatches, starts(ranks, rank), limit(ranks, microbatches, rank), progress)
+        _BlockRank(rank, ranks, microbatches, starts(ranks, rank), limit(ranks, microbatches, rank), progress)
         for rank in range(ranks)
     ]
     left = ranks * microbatches * len(_STEPS)
@@ -61,7 +61,7 @@ def _run_early(
     return one_copy(name, microbatches, v_placement(ranks), (rank.made for rank in all_ranks))
 
 
-class _Rank:
+class _BlockRank:
     """One rank: what it has run, when the next of each of its six steps is due, and how many activations it holds.
 
     ``progress[kind][stage]`` counts the microbatches that have passed, over all ranks; each stage takes them in order.
