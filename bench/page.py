@@ -39,8 +39,8 @@ PRESSED = [("tp", 4), ("zero", 3), ("pp", 4), ("tp", 8), ("recompute", "full"), 
 
 
 @contextmanager
-def server() -> Iterator[int]:
-    """The port of `shardwise ui`."""
+def server() -> Iterator[tuple[int, int]]:
+    """The port of `shardwise ui`, and its process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "shardwise", "ui", "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -48,7 +48,7 @@ def server() -> Iterator[int]:
         found = re.search(r":(\d+)/", process.stdout.readline())
         assert found is not None
         try:
-            yield int(found[1])
+            yield int(found[1]), process.pid
         finally:
             process.terminate()
 
@@ -64,6 +64,12 @@ def answer_ms(port: int, job: dict[str, Any]) -> float:
     assert answer.status == 200, answer.status
     connection.close()
     return took * 1e3
+
+
+def cpu_ms(process: int) -> float:
+    """Milliseconds that a process has computed, which other load changes less than the time that passes."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def browser_module() -> Any:
@@ -120,11 +126,12 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, metavar="FOLDER")
     wanted = parser.parse_args()
     good = []
-    with server() as port:
+    with server() as (port, process):
         for name, job in JOBS.items():
-            first = answer_ms(port, job)
+            first, before = answer_ms(port, job), cpu_ms(process)
             times = [answer_ms(port, {**job, "global_batch": job["global_batch"] * one}) for one in BATCHES]
-            words = f"answer, {name} (first {first:.0f}, slowest {max(times):.0f})"
+            computed = (cpu_ms(process) - before) / len(times)
+            words = f"answer, {name} ({computed:.0f} ms of CPU; first {first:.0f}, slowest {max(times):.0f})"
             good.append(report(words, statistics.median(times), "ms", ANSWER_MS))
         with browser_module().Browser() as browser:
             page = browser.page()

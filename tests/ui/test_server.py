@@ -134,7 +134,10 @@ def searching(parent: int) -> list[int]:
     ("what", "headers", "status", "said"),
     [
         ("other host", {"Host": "evil.example"}, 421, "is not this server"),
-        ("other port", {"Host": "127.0.0.1:1"}, 421, "is not this server"),
+        ("name of another", {"Host": "127.0.0.1.evil.example"}, 421, "is not this server"),
+        ("name like ours", {"Host": "localhost.evil.example:80"}, 421, "is not this server"),
+        ("no port", {"Host": "localhost:x"}, 421, "is not this server"),
+        ("page on another port", {"Origin": "http://127.0.0.1:1"}, 403, "may not use this server"),
         ("no host", {"Host": ""}, 421, "is not this server"),
         ("other origin", {"Origin": "http://evil.example"}, 403, "may not use this server"),
         ("null origin", {"Origin": "null"}, 403, "may not use this server"),
@@ -161,6 +164,12 @@ def test_who_may_not_ask_is_refused(served: Served, what: str, headers: dict[str
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
     assert said.encode() in answer and b"predicted" not in answer
     assert served.post("analyze", JOB).status == 200
+
+
+def test_a_port_that_is_forwarded_is_ours(served: Served) -> None:
+    """`ssh -L 9000:127.0.0.1:8765`: the browser names the port that it knows."""
+    reply = served.post("answer", JOB, host="localhost:9000", origin="http://localhost:9000")
+    assert reply.status == 200
 
 
 def test_a_body_of_ten_megabytes_is_not_read(served: Served) -> None:

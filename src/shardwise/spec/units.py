@@ -127,6 +127,8 @@ def readable_seconds(number: float) -> str:
         return _odd(number)
     sign, magnitude = _sign(number), abs(number)
     for (factor, unit, _), (_, _, above) in zip(_TIMES, (*_TIMES[1:], (0.0, "", math.inf))):
+        if magnitude >= above:  # rounding does not bring it back below
+            continue
         text = _three_digits(magnitude / factor)
         if _value(text) * factor < above * (1 - 1e-12):
             return f"{sign}{text}{unit}" if _value(text) else "0 s"
@@ -209,6 +211,8 @@ def _scaled_text(units: _Scale, number: float, *, whole: bool = True) -> str:
         return _odd(number)
     sign, magnitude = _sign(number), abs(number)
     for (factor, unit), (above, _) in zip(units, (*units[1:], (math.inf, ""))):
+        if magnitude >= above:  # rounding does not bring it back below
+            continue
         text = f"{magnitude:,.0f}" if whole and factor == 1 else _three_digits(magnitude / factor)
         if _value(text) * factor < above:
             return f"{sign}{text}{unit}" if _value(text) else f"0{units[0][1]}"

@@ -49,8 +49,8 @@ ANSWERS: dict[str, Answer] = {
 }
 
 
-def page_app(port: int) -> App:
-    """The application, for a server that listens on ``port`` of loopback."""
+def page_app() -> App:
+    """The application, for a server on loopback."""
     routes = [
         Route("/", _page),
         Route("/assets/{name}", _file),
@@ -59,7 +59,7 @@ def page_app(port: int) -> App:
         *(Route(f"/api/{name}", _posted(one), methods=["POST"]) for name, one in ANSWERS.items()),
     ]
     handlers: dict[Any, Any] = {404: _not_found, 405: _not_found, Exception: _failed}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers))
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ is posted must be JSON, which a form of another page cannot send (https://fetch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# Any port: it may be forwarded from another machine. Whoever made a name of his own resolve to loopback has that name.
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 # Popups: Perfetto's window is spoken to after it has been opened.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -48,11 +50,10 @@ class Refusal:
 
 
 class Guard:
-    """Passes on what comes from our own address; ``port`` is the one that we listen on."""
+    """Passes on what is asked of loopback by our own page, or by a program."""
 
-    def __init__(self, app: App, port: int) -> None:
+    def __init__(self, app: App) -> None:
         self.app = app
-        self.hosts = frozenset(f"{host}:{port}" for host in LOOPBACK) | (frozenset(LOOPBACK) if port == 80 else set())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,24 +75,25 @@ class Guard:
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
         host = headers.get("host", [])
-        if len(host) != 1 or host[0].lower() not in self.hosts:
+        if len(host) != 1 or not _LOOPBACK.fullmatch(host[0]):
             problem = f"{shown(', '.join(host))} is not this server"
             return Refusal(421, "host", problem, "use the address that it printed")
         origins = headers.get("origin", [])
         if any(one.lower() != f"http://{host[0].lower()}" for one in origins):
             return Refusal(403, "origin", f"{shown(', '.join(origins))} may not use this server", "open its own page")
-        return self._refused_body(scope["method"], headers)
+        return _refused_body(scope["method"], headers)
 
-    def _refused_body(self, method: str, headers: dict[str, list[str]]) -> Refusal | None:
-        if method != "POST":
-            return None
-        kind = headers.get("content-type", [""])[0].partition(";")[0].strip().lower()
-        if kind != "application/json":
-            return Refusal(415, "content-type", f"{shown(kind)} is not JSON", "send application/json")
-        length = headers.get("content-length", ["0"])[0]
-        if not length.isdigit() or int(length[:12]) > MOST_BYTES:
-            return too_large(length)
+
+def _refused_body(method: str, headers: dict[str, list[str]]) -> Refusal | None:
+    if method != "POST":
         return None
+    kind = headers.get("content-type", [""])[0].partition(";")[0].strip().lower()
+    if kind != "application/json":
+        return Refusal(415, "content-type", f"{shown(kind)} is not JSON", "send application/json")
+    length = headers.get("content-length", ["0"])[0]
+    if not length.isdigit() or int(length[:12]) > MOST_BYTES:
+        return too_large(length)
+    return None
 
 
 def too_large(length: object) -> Refusal:

@@ -10,7 +10,6 @@ from shardwise.spec.errors import SpecError
 from shardwise.ui.app import page_app
 
 HOST = "127.0.0.1"
-PORT = 8765
 
 
 def bound(port: int) -> socket.socket:
@@ -30,9 +29,8 @@ def serve(listening: socket.socket, ready: Callable[[], None]) -> None:
     """Answers until it is interrupted; ``ready`` is called when it does."""
     import uvicorn
 
-    port = listening.getsockname()[1]
     config = uvicorn.Config(
-        page_app(port),
+        page_app(),
         log_level="warning",
         access_log=False,
         lifespan="off",
