@@ -21,8 +21,9 @@ PAGES = [
     "docs/labs/README*.md",  # those of the labs are checked where the labs run
 ]  # fmt: skip
 
-# Search the largest published trainings and a dozen more, trace a model of eight billion parameters, score all runs.
-SLOW = ["docs/cases.md", "docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
+# Train on several layouts, search the largest published trainings and a dozen more, trace a model of eight billion
+# parameters, score all runs.
+SLOW = ["docs/answers.md", "docs/cases.md", "docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
 
 
 @cache
@@ -39,6 +40,12 @@ def refresh() -> ModuleType:
 def test_the_accuracy_page_is_what_the_tables_give() -> None:
     run = subprocess.run([sys.executable, "docs/make_accuracy.py", "--check"], cwd=ROOT, check=False)
     assert run.returncode == 0, "run `python docs/make_accuracy.py` and look at what changed"
+
+
+@pytest.mark.slow
+def test_the_cases_are_what_the_planner_says() -> None:
+    run = subprocess.run([sys.executable, "docs/make_cases.py", "--check"], cwd=ROOT, check=False)
+    assert run.returncode == 0, "run `python docs/make_cases.py` and look at what changed"
 
 
 @pytest.mark.parametrize("pages", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PAGES])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -50,6 +51,8 @@ def test_a_lab_holds_and_notices_every_contradiction(lab: Lab) -> None:
         assert counted.planted(number).contradictions == (finding.planted(),), finding
         assert status(lab, counted.planted(number)) == 1
     assert [one for one in report.planted().findings if one.holds] == []
+    for name, text in report.files.items():
+        assert name.endswith("-trace.json") and len(json.loads(text)["traceEvents"]) > 10
     commands = {f"shardwise lab {lab.name} --short": printed(lab, report)}
     assert refresh().main(["--check", f"docs/labs/{lab.name}*.md"], commands.__getitem__) == 0
 
@@ -83,7 +86,9 @@ def test_the_command_runs_a_lab_and_fails_on_a_wrong_theory(tmp_path: Path) -> N
     assert right.status == 0 and '"holds": true' in right.out
     wrong = run("lab", "primitives", "--short", "--contradict", "--out", str(tmp_path), columns=80)
     assert wrong.status == 1 and "CONTRADICTED" in wrong.out
-    assert wrong.err.startswith("shardwise: lab primitives: 27 findings of 27 contradict the theory, the first: ")
+    note, told = wrong.err.splitlines()
+    assert note == f"note: written to {tmp_path}: nothing: this lab draws in the terminal alone"
+    assert told.startswith("shardwise: lab primitives: 27 findings of 27 contradict the theory, the first: ")
 
 
 def test_labs_are_listed_and_a_wrong_name_is_refused(tmp_path: Path) -> None:

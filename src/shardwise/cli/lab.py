@@ -76,6 +76,8 @@ def report_on(parsed: Namespace, lab: Lab, found: LabReport) -> int:
     if parsed.out is not None:
         for name, text in found.files.items():
             write_text(Path(parsed.out) / name, text, "--out")
+        written = ", ".join(found.files) or "nothing: this lab draws in the terminal alone"
+        print(f"note: written to {parsed.out}: {written}", file=sys.stderr)
     wrong = found.contradictions
     if wrong:
         told = f"{counted(len(wrong), 'finding')} of {len(found.findings)} contradict the theory"
