@@ -19,9 +19,10 @@ import pytest
 
 from cli.running import run
 from shardwise.cli.lab import report_on
+from shardwise.labs import slow_links
 from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.page import lab_page
-from shardwise.labs.registry import LABS, Lab, own_setup
+from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
 from test_docs import refresh
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,16 @@ def test_a_lab_holds_and_notices_every_contradiction(lab: Lab) -> None:
     assert [one for one in report.planted().findings if one.holds] == []
     for name, text in report.files.items():
         assert name.endswith("-trace.json") and len(json.loads(text)["traceEvents"]) > 10
+    commands = {f"shardwise lab {lab.name} --short": printed(lab, report)}
+    assert refresh().main(["--check", f"docs/labs/{lab.name}*.md"], commands.__getitem__) == 0
+
+
+def test_without_root_a_lab_says_so_and_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_links, "why_not", lambda: "emulate: needs root")
+    lab = lab_named("all-reduce")
+    report = found(lab)
+    assert "emulate: needs root" in printed(lab, report)
+    assert report.findings and not report.contradictions and not any(one.timed for one in report.findings)
     commands = {f"shardwise lab {lab.name} --short": printed(lab, report)}
     assert refresh().main(["--check", f"docs/labs/{lab.name}*.md"], commands.__getitem__) == 0
 

@@ -21,6 +21,7 @@ from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_seconds, readable_share
 
@@ -53,33 +54,41 @@ def run(setup: LabSetup) -> LabReport:
 
 
 def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]:
+    setup.on_progress("one process, for the part of a step that no rank can share")
+    alone = {batch: _least_step(_steps(setup, pool, 1, batch, None)) for batch in (1, BATCH)}
+    each = max(0.0, alone[BATCH] - alone[1]) / (BATCH - 1)
+    serial = max(0.0, alone[1] - each)  # Amdahl's: the optimizer, and what else a step does once
     found: list[ScaledRun] = []
-    first: float | None = None
     for ranks in SIZES:
         setup.on_progress(f"{kind} scaling, {ranks} of {max(SIZES)} processes")
         sequences = BATCH if kind == "strong" else BATCH * ranks
-        strategy = {"dp": ranks, "microbatch": 1, "bucket": "1GB", "collective": "ring" if ranks > 1 else "auto"}
         cluster = _cluster(ranks) if slow and ranks > 1 else None
-        job = lab_job(strategy, batch=sequences, seq=16, cluster=cluster, **MODEL)
-        results = run_engine(pool, EngineRun(job, steps=2 if setup.short else 6, counts=False, pace=PACE))
-        seconds = _least_step(results)
-        first = seconds if first is None else first
-        share = sequences / ranks / BATCH  # of the microbatches that one rank had
-        gradients = 4.0 * parameter_count(job.model)
-        predicted = first * share + (_sum_seconds(cluster, gradients) if cluster is not None else 0.0)
-        found.append(ScaledRun(ranks, predicted, seconds, results[0].losses[-1]))
+        results = _steps(setup, pool, ranks, sequences, cluster)
+        summed = _sum_seconds(cluster) if cluster is not None else 0.0
+        predicted = each * sequences / ranks + serial + summed
+        found.append(ScaledRun(ranks, predicted, _least_step(results), results[0].losses[-1]))
     return found
+
+
+def _steps(setup: LabSetup, pool: Pool, ranks: int, sequences: int, cluster: Cluster | None) -> list[RankResult]:
+    strategy = {"dp": ranks, "microbatch": 1, "bucket": "1GB", "collective": "ring" if ranks > 1 else "auto"}
+    job = lab_job(strategy, batch=sequences, seq=16, cluster=cluster, **MODEL)
+    return run_engine(pool, EngineRun(job, steps=2 if setup.short else 5, counts=False, pace=PACE))
 
 
 def _cluster(ranks: int) -> Cluster:
     return described(Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY))
 
 
-def _sum_seconds(cluster: Cluster, size: float) -> float:
-    """An all-reduce by the ring that the engine is told to use."""
-    topology = network(cluster)
+def _sum_seconds(cluster: Cluster) -> float:
+    """An all-reduce of all gradients by the ring that the engine is told to use."""
+    topology, size = network(cluster), 4.0 * parameter_count(_model())
     schedule = build_schedule(CollectiveKind.ALL_REDUCE, topology, "ring", size)
     return simulated_seconds(schedule, topology, size)
+
+
+def _model() -> Model:
+    return lab_job({"dp": 1}, batch=1, seq=16, **MODEL).model
 
 
 def _least_step(ranks: Sequence[RankResult]) -> float:
@@ -102,7 +111,7 @@ def _findings(kind: str, runs: Sequence[ScaledRun]) -> Iterator[LabFinding]:
             )  # fmt: skip
         yield LabFinding(
             f"{kind}, {other.ranks} ranks: step", other.predicted_seconds, other.measured_seconds, TOLERANCE,
-            "step: one rank's time for its share of the batch, and the ring all-reduce of all gradients on this link",
+            "step: a sequence's time for each of a rank's, what a step does once, and the ring all-reduce on this link",
             unit="seconds", timed=True,
         )  # fmt: skip
         yield LabFinding(
