@@ -19,7 +19,7 @@ import pytest
 
 from cli.running import run
 from shardwise.cli.lab import report_on
-from shardwise.labs import slow_links
+from shardwise.labs import parameter_server, slow_links
 from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.page import lab_page
 from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
@@ -41,9 +41,29 @@ def printed(lab: Lab, report: LabReport) -> str:
         return "\n".join(line.rstrip() for line in lab_page(lab, report).text().strip("\n").splitlines())
 
 
-@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
+def on_ray(lab: Lab) -> bool:
+    return lab.name == "parameter-server"
+
+
+# Starting a Ray takes longer than all other labs together.
+ALL = [pytest.param(lab, marks=[pytest.mark.slow] * on_ray(lab), id=lab.name) for lab in LABS]
+
+
+@pytest.mark.parametrize("lab", ALL)
 def test_a_lab_holds_and_notices_every_contradiction(lab: Lab) -> None:
+    check(lab, found(lab))
+
+
+def test_without_ray_the_servers_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_server, "is_installed", lambda name: False)
+    lab = next(filter(on_ray, LABS))
     report = found(lab)
+    assert "pip install 'shardwise[ray]'" in printed(lab, report)
+    check(lab, report)
+
+
+def check(lab: Lab, report: LabReport) -> None:
+    """It holds, every planted contradiction is noticed, and its pages show what it prints."""
     # Tests share cores with each other: what a clock has said is judged by the command alone.
     counted = replace(report, findings=tuple(one for one in report.findings if not one.timed))
     assert not counted.contradictions, "\n".join(map(str, counted.contradictions))
