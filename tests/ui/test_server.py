@@ -97,7 +97,8 @@ def test_exports_and_the_trace_are_those_of_the_commands(served: Served) -> None
     assert exported == run_json("export", *FLAGS, "--tp", "8", "--pp", "2", "--zero", "1", "--to", "megatron")
     events = served.post("trace", JOB).data["traceEvents"]
     assert any(one["name"] == "optimizer" for one in events)
-    assert served.post("trace", {**JOB, "global_batch": 512000}).line.startswith("trace: ")
+    refused = served.post("trace", {**JOB, "global_batch": 512000}).line
+    assert refused.startswith("trace: ") and refused.endswith("give a smaller global_batch")
 
 
 def test_published_runs_name_their_source(served: Served) -> None:

@@ -49,10 +49,11 @@ def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return verb(*arguments, **keywords)
         except SpecError as error:
-            raise type(error)(*map(_in_keywords, (error.field, error.problem, error.remedy))) from None
+            raise type(error)(*map(in_keywords, (error.field, error.problem, error.remedy))) from None
 
     return called
 
 
-def _in_keywords(text: str) -> str:
+def in_keywords(text: str) -> str:
+    """A message that names keywords where the command line has flags."""
     return _FLAG.sub(lambda flag: _OTHER_NAMES.get(flag[1], flag[1].replace("-", "_")), text)

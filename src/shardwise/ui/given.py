@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
+from shardwise.api import in_keywords
 from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.interop.huggingface import model_from_hf_config
@@ -104,9 +105,9 @@ def _check_reference(value: Any, kind: str | None, path: str) -> None:
 
 
 def error_data(error: SpecError) -> dict[str, Any]:
-    """The one line of an error, and the field beside which it belongs."""
-    parts = {"field": error.field, "problem": error.problem, "remedy": error.remedy}
-    return {"error": {**parts, "text": str(error)}}
+    """The one line of an error, naming keywords, and the field beside which it belongs."""
+    told = SpecError(*map(in_keywords, (error.field, error.problem, error.remedy)))
+    return {"error": {**vars(told), "text": str(told)}}
 
 
 # -- the same job as keywords, as a link and as a command --------------------------------------------------------
