@@ -1,7 +1,7 @@
 // The controls: what is picked or typed, and the values of the layout as chips, the impossible ones with their reason.
 
 import { byId, count, el } from "./dom.js";
-import { change, state } from "./state.js";
+import { change } from "./state.js";
 
 const LAYOUT = {
   tp: "Tensor parallel",
@@ -191,5 +191,3 @@ export function clearProblem() {
   for (const line of document.querySelectorAll(".controls .problem")) line.hidden = true;
   for (const place of document.querySelectorAll(".wrong")) place.classList.remove("wrong");
 }
-
-export const isPasted = () => typeof state().model !== "string";

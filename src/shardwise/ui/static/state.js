@@ -48,7 +48,7 @@ export function take(otherwise) {
   for (const follower of followers) follower(keywords);
 }
 
-export function written(job) {
+function written(job) {
   return Object.entries(job)
     .map(([name, value]) => {
       const text = typeof value === "string" ? value : JSON.stringify(value);
@@ -57,7 +57,7 @@ export function written(job) {
     .join("&");
 }
 
-export function read(text) {
+function read(text) {
   const job = {};
   for (const part of text.split("&")) {
     const [name, ...rest] = part.split("=");
