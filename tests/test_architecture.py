@@ -242,7 +242,9 @@ def test_one_job_is_priced_without_numpy() -> None:
 
 
 def test_a_quick_command_needs_neither_torch_nor_ray() -> None:
-    found = asked_for(*commands("list collectives", "explain all-reduce", "explain zero", "explain tp", "--help"))
+    found = asked_for(
+        *commands("list collectives", "explain all-reduce", "explain zero", "explain tp", "lab", "--help")
+    )
     assert {code: names for code, names in found.items() if names - {"numpy"}} == {}
 
 

@@ -40,6 +40,7 @@ VERBS = {
     "explain activations": "explain activations --model mixtral-8x7b",
     **{f"list {what}": f"list {what} --sources" for what in ("models", "devices", "links", "clusters", "stacks")},
     "list collectives": "list collectives",
+    "lab": "lab",
     "validate bubbles": f"validate {ROOT}/validation/pipeline_bubble.csv",
     "validate collectives": f"validate {ROOT}/validation/collectives.csv",
 }  # fmt: skip
