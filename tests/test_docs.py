@@ -48,6 +48,12 @@ def test_the_cases_are_what_the_planner_says() -> None:
     assert run.returncode == 0, "run `python docs/make_cases.py` and look at what changed"
 
 
+@pytest.mark.slow
+def test_the_page_of_imported_configurations_is_what_they_give() -> None:
+    run = subprocess.run([sys.executable, "docs/make_imports.py", "--check"], cwd=ROOT, check=False)
+    assert run.returncode == 0, "run `python docs/make_imports.py` and look at what changed"
+
+
 @pytest.mark.parametrize("pages", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PAGES])
 def test_every_printed_example_is_what_its_command_prints(pages: str) -> None:
     try:

@@ -89,8 +89,9 @@ def framework_of(path: Path | str) -> str | None:
         try:
             settings = one.format.parse(text, str(path), one.names)
         except SpecError:
-            # A DeepSpeed file that does not parse should be reported as one.
-            if any(f'"{key.partition(".")[0]}"' in text for key in one.signature) and one is not COLOSSALAI:
+            # A DeepSpeed file or a command line that does not parse should be reported as one.
+            words = (key if key.startswith("--") else f'"{key.partition(".")[0]}"' for key in one.signature)
+            if any(word in text for word in words) and one is not COLOSSALAI:
                 return one.name
             continue
         if any(key in settings for key in one.signature):

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from shardwise.interop.frameworks import megatron_model, training_values
-from shardwise.interop.frameworks.documents import COMMAND, Settings
+from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import with_schedule
+from shardwise.interop.frameworks.megatron_files import ARGUMENTS
 from shardwise.interop.frameworks.target import Imported, Option, Reading, Target, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -109,6 +110,8 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     layers = fields.get("model.layers") or (reading.model.layers if reading.model else None)
     if fields["strategy.tp"] == 1:
         fields["strategy.sequence_parallel"] = True  # without effect: our default
+    if "model.layers" in fields and "model.moe.experts" not in fields:
+        fields.pop("strategy.expert_tp", None)  # without effect too
     if reading.value("--batch-size") is not None or reading.value("--model-parallel-size") is not None:
         raise SpecError("--batch-size", "and --model-parallel-size belong to old versions", "use --micro-batch-size")
     fields["training.precision"] = _read_precision(reading)
@@ -121,7 +124,9 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.order"] = ("tp", "cp", "pp", "dp")
     fields["strategy.overlap.cp"] = fields["strategy.context_method"] == "ring"
     dispatcher = reading.choice("--moe-token-dispatcher-type", {"allgather": "", "alltoall": "", "flex": "flex"})
-    if reading.flag("--moe-enable-deepep") and dispatcher == "flex":
+    # The flexible dispatcher's backends all send a token once to a node; before there was a choice DeepEP was switched.
+    backend = reading.choice("--moe-flex-dispatcher-backend", ("deepep", "hybridep"))
+    if (reading.flag("--moe-enable-deepep") or backend is not None) and dispatcher == "flex":
         fields["strategy.dispatch"] = "deduplicated"
     if layers and (offloaded := reading.integer("--cpu-offloading-num-layers", 0)):
         fields["strategy.offload.activations"] = offloaded / layers
@@ -200,6 +205,10 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any], layers: int | None)
         fields["strategy.stage_layers"] = counts
     elif (first or last) and layers and chunks == 1:
         fields["strategy.stage_layers"] = _uneven_ends(layers, stages, first, last)
+    embedding, loss = (reading.flag(f"--account-for-{what}-in-pipeline-split") for what in ("embedding", "loss"))
+    if (embedding or loss) and layers and layout is None and stages * chunks > 1:
+        counts = (layers + embedding + loss) // (stages * chunks)
+        fields["strategy.stage_layers"] = (counts - embedding, *(counts,) * (stages * chunks - 2), counts - loss)
     if chunks > 1 and stages > 1:
         fields.update({"strategy.schedule": "interleaved", "strategy.interleave": chunks})
         fields["strategy.overlap.pp"] = not reading.flag("--no-overlap-p2p-communication")
@@ -228,7 +237,7 @@ def _uneven_ends(layers: int, stages: int, first: int | None, last: int | None) 
 
 def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     micro, ranks = fields.get("strategy.microbatch"), reading.data_ranks(fields)
-    batch = reading.count("--global-batch-size")
+    batch = reading.count("--global-batch-size", _last_batch(reading))
     if batch is None and micro is not None and ranks is not None:
         batch = micro * ranks  # Megatron's own default
     if batch is not None:
@@ -241,6 +250,20 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     elif steps is not None:
         fields["run.steps"] = steps
     training_values.read_megatron(reading, fields, steps or (-(-samples // batch) if samples and batch else None))
+
+
+def _last_batch(reading: Reading) -> int | None:
+    """The last and largest batch of a schedule such as ``0:384 200B:768``."""
+    key = "--step-batch-size-schedule"
+    steps = reading.value(key)
+    if steps is None:
+        return None
+    words = steps.split() if isinstance(steps, str) else list(steps)
+    batch = words[-1].rpartition(":")[2] if words else ""
+    if not batch.isdigit() or int(batch) < 1:
+        raise SpecError(key, f"{shown(steps)} is not understood", "write it like 0:384 200B:768")
+    reading.notes.append(f"{key}: priced at its last batch, {batch} sequences")
+    return int(batch)
 
 
 _CONTEXT = {"p2p": "ring", "allgather": "all-gather", "a2a": "ulysses"}
@@ -368,7 +391,7 @@ def _notes(job: Job) -> list[str]:
 MEGATRON = Target(
     name="megatron",
     title="Megatron-LM",
-    format=COMMAND,
+    format=ARGUMENTS,
     signature=("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--global-batch-size"),
     carries_model=True,
     options=(

@@ -190,8 +190,30 @@ def _pattern(model: Model) -> str | None:
     return "+".join(part for part, used in zip(parts, (moe.dense_layers, rounds, rest)) if used)
 
 
+# Options of models, and of training, that a job does not describe.
+_NOT_DESCRIBED = {
+    "--hybrid-layer-pattern": "state-space layers",
+    "--hybrid-override-pattern": "state-space layers",
+    "--is-hybrid-model": "state-space layers",
+    "--experimental-attention-variant": "an attention that is not softmax over all keys or a window",
+    "--linear-attention-freq": "linear attention",
+    "--decoder-num-layers": "an encoder and a decoder",
+    "--heterogeneous-layers-config-path": "layers that differ from each other",
+    "--moe-latent-size": "experts of latent features",
+    "--export-te-mcore-model": "distillation, with a teacher beside the model",
+    "--fine-grained-activation-offloading": "activations moved to the host by module",
+}
+
+
+def _refuse_other_models(reading: Reading) -> None:
+    for option, what in _NOT_DESCRIBED.items():
+        if reading.has(option):
+            raise SpecError(option, f"asks for {what}, which is not priced here", "leave it out for a run without")
+
+
 def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     """Adds ``model.*`` if the arguments describe a model, which --num-layers shows."""
+    _refuse_other_models(reading)
     layers = reading.count("--num-layers", reading.count("--encoder-num-layers"))
     if layers is None:
         return

@@ -207,7 +207,7 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     quantized = {name: scaled if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
     fields["training.precision"] = next(iter(quantized.values()), mixed)
     reading.used.add("training.mixed_precision_reduce")
-    reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"})
+    fields["training.optimizer"] = reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"}, "adamw")
     training_values.read_torchtitan(reading, fields)
     fields["training.attention"] = "flash"
     mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")

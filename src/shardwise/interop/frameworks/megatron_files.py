@@ -1,0 +1,76 @@
+"""Megatron-LM's arguments in a file: a command line or script, or the ``model_config.yaml`` of its functional tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.interop.frameworks.documents import COMMAND, Format, Names, Settings
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import parse_yaml
+
+_ARGUMENTS, _MODE = "MODEL_ARGS", "MODE"
+# What Megatron-LM's scripts run that is no training of a decoder-only model, by what their name contains.
+_OTHER_SCRIPTS = {
+    "inference": "generates text and trains nothing",
+    "train_rl": "generates text between its steps, which is not priced",
+    "bert": "trains an encoder (BERT)",
+    "t5": "trains an encoder and a decoder (T5)",
+    "mamba": "trains a model with state-space layers",
+    "hybrid": "trains a model with state-space layers",
+    "vlm": "trains a model that reads pictures too",
+    "mimo": "trains a model that reads pictures too",
+    "vision": "trains a model of pictures",
+    "retro": "trains a model that looks texts up (Retro)",
+    "ict": "trains an encoder for retrieval (ICT)",
+    "nemo": "is a configuration of NeMo, whose models are named elsewhere",
+    "convert": "converts a checkpoint and trains nothing",
+}
+_OTHER_MODES = {"inference": _OTHER_SCRIPTS["inference"], "rl": _OTHER_SCRIPTS["train_rl"]}
+_REMEDY = "only runs of pretrain_gpt.py are read"
+
+
+def _parse(text: str, what: str, names: Names) -> Settings:
+    if re.search(rf"^{_ARGUMENTS}:", text, re.MULTILINE):
+        return COMMAND.parse(_command_of(parse_yaml(text, what), what), what, names)
+    script = _script(text)
+    for part, reason in _OTHER_SCRIPTS.items():
+        if part in re.split(r"[^a-z0-9]+", script.lower()) or part == script.removesuffix(".py"):
+            raise SpecError(script, reason, _REMEDY)
+    return COMMAND.parse(text, what, names)
+
+
+def _script(text: str) -> str:
+    """The name of the last Python script on a command line, "" if there is none."""
+    found = re.findall(r"(?:^|[\s/])([A-Za-z]\w*\.py)(?=\s|\\|$)", text)
+    return found[-1] if found else ""
+
+
+def _command_of(tree: Any, what: str) -> str:
+    """The command line that Megatron-LM's runner makes of a test (``shell_test_utils/_run_training.sh``)."""
+    arguments = tree.get(_ARGUMENTS) if isinstance(tree, Mapping) else None
+    if not isinstance(arguments, Mapping) or not arguments:
+        raise SpecError(_ARGUMENTS, f"{shown(arguments)} should be a mapping of options", f"give a whole {what}")
+    mode = tree.get(_MODE)
+    if mode in _OTHER_MODES:
+        raise SpecError(f"{_MODE} {mode}", _OTHER_MODES[mode], _REMEDY)
+    if any(str(name).startswith("trainer.") for name in arguments):
+        raise SpecError(_ARGUMENTS, _OTHER_SCRIPTS["nemo"], _REMEDY)
+    return "\n".join(
+        shlex.join([str(name), *argument_words(value)]) for name, value in arguments.items() if value is not False
+    )
+
+
+def argument_words(value: object) -> list[str]:
+    """A value as words of the command line: none for a switch, several for a list."""
+    if value is True or value in (None, ""):
+        return []
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    listed = re.fullmatch(r"\[([^]]+)\]", str(value).strip())
+    return re.split(r"[\s,]+", listed[1].strip()) if listed else [str(value)]
+
+
+ARGUMENTS = Format((*COMMAND.suffixes, ".yaml", ".yml"), _parse, COMMAND.render)
