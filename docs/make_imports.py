@@ -233,10 +233,11 @@ degrees allow.
 Verified: the layout, with fewer and narrower layers of the same kind on at most four CPU processes, without dropout
 and with what this engine overlaps, equals one process
 (`python docs/make_imports.py --verify`): the worst relative deviation of loss, gradients and weights after {steps}
-steps. The most frequent kinds of layout were run first; where the column is empty it is one device, or was not run.
-The same for one file:
+steps. One test of a kind of layout ran for all of that kind, the most frequent kinds first; where the column is empty
+it is one device, or was not run. The same for one file:
 
-    shardwise verify case.toml --gpus 8 --shrink --max-processes 4 --steps {steps}
+    shardwise verify model_config.yaml --gpus 8 --shrink --max-processes 4 --steps {steps} \\
+        --set training.dropout=false --set strategy.overlap.dp=true
 """
 
 
