@@ -35,7 +35,7 @@ def test_what_is_lacking_is_named_with_the_strategy_that_any_lists() -> None:
     found = planned(request(9))
     missing = not_run(found)
     assert missing is not None
-    assert missing.lacks == "muon with zero-2"
+    assert missing.lacks == "muon with zero-3"
     listed = planned(replace(request(9), any_priced=True))
     assert missing.best.job in [row.best.job for row in listed.rows]
     same = next(one for one in listed.candidates if one.job == missing.best.job)
@@ -63,5 +63,5 @@ def test_the_command_says_it_in_one_line() -> None:
     result = run(*command.split(), *narrow.split())
     assert result.status == 0
     said = " ".join(result.out.split())
-    assert "Not run by this project's engine: muon with zero-2. It would give 310,9" in said
+    assert "Not run by this project's engine: muon with zero-3. It would give 324,0" in said
     assert "--any shows it." in said
