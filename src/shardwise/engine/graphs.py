@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.torch_private import foreach_copy_, new_graph_pool, profiler_enabled, recording
+from shardwise.engine.torch_private import (
+    foreach_copy_,
+    free_matmul_workspaces,
+    new_graph_pool,
+    profiler_enabled,
+    recording,
+)
 from shardwise.engine.trainer import StepResult
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -101,6 +107,7 @@ class StepGraphs:
                 forget()
                 problem = f"the step cannot be recorded: {_first_problem(error)}"
         gc.collect()  # what the failed step has made is in the frames of its error, and those are in cycles
+        free_matmul_workspaces()  # that of the stream on which it was recorded
         self._give_up(problem)
         return None
 

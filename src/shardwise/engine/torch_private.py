@@ -270,6 +270,12 @@ def gather_stream(group: Any, async_op: bool) -> Any:
 # stays in use, and the generator of random numbers in the state of being recorded.
 
 
+def free_matmul_workspaces() -> None:
+    """Of every stream; the next matmul there has a new one. Nothing in a build of PyTorch for CPUs."""
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def new_graph_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
