@@ -214,7 +214,7 @@ class Planned:
     """A published training beside what the planner finds for the same software."""
 
     case: CaseRun
-    published: Candidate | None  # as laid out, or completed; None where not even that can be priced
+    published: Candidate | None  # its layout, completed where the source is silent; None if it cannot be priced
     best: Candidate
     why_not: WhyNot
     plan: str  # the simplest of those within noise of the fastest, in words

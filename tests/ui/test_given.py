@@ -95,7 +95,7 @@ def test_a_pasted_config_is_the_model(opened: list[str]) -> None:
         (b"", "is not JSON"),
         (b"{", "is not JSON"),
         (b"[1]", "is not an object"),
-        (b'{"tp": NaN}', "NaN is no number"),
+        (b'{"tp": NaN}', "NaN is not a JSON number"),
         (b'{"tp": 1e999}', None),
         (b'{"tp": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b'{"a":' * 60 + b"1" + b"}" * 60, "levels deep"),

@@ -39,7 +39,7 @@ class LabFinding:
 
     @property
     def holds(self) -> bool:
-        """False for anything that is no number."""
+        """False if either is NaN."""
         room = self.tolerance * abs(self.expected)
         above, below = self.measured >= self.expected - room, self.measured <= self.expected + room
         if self.relation is Relation.AT_LEAST:

@@ -172,10 +172,10 @@ def _findings(sequence: bool, ranks: Sequence[ComparedMlp]) -> Iterator[LabFindi
     states = 4 * BATCH * SEQ * HIDDEN
     theory = {"all_gather": 3 * states, "reduce_scatter": 2 * states} if sequence else {"all_reduce": 2 * states}
     for kind, size in theory.items():
-        for who in ("by hand", "the engine"):
-            sent = ranks[0].by_hand if who == "by hand" else ranks[0].engine
+        for written in ("by hand", "the engine"):
+            sent = ranks[0].by_hand if written == "by hand" else ranks[0].engine
             yield LabFinding(
-                f"{name}, {who}: {kind.replace('_', '-')}", size, sent.get(kind, 0), 0,
+                f"{name}, {written}: {kind.replace('_', '-')}", size, sent.get(kind, 0), 0,
                 "bytes of one MLP: an all-reduce in each pass (Shoeybi et al. 2019, section 3); with sequence "
                 "parallelism a gather and a scatter in each, and the inputs gathered again for the weight gradients "
                 "(Korthikanti et al. 2022, section 4.2.2)", unit="bytes",

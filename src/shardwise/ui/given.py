@@ -39,7 +39,7 @@ def document(body: bytes) -> Mapping[str, Any]:
 
 
 def _not_json(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _depth(data: Any) -> int:
