@@ -34,7 +34,7 @@ class OperatorPoint:
 
     @property
     def rate(self) -> float:
-        """FLOPs in a second, as predicted."""
+        """FLOP/s, as predicted."""
         return self.flops / self.seconds
 
 

@@ -1,4 +1,4 @@
-"""The operators of a layer under the roof of their device: FLOPs for each byte moved against FLOPs in a second."""
+"""The operators of a layer under the roof of their device: FLOPs per byte moved against FLOP/s."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def roofline_chart(job: Job) -> LineChart:
             f"The roof: {readable_rate(bandwidth)} of memory, then {readable_flops(peak)}/s in {data_type}. An "
             f"operator left of {ridge:.3g} FLOPs a byte is bound by memory. Forward pass, one layer, one microbatch."
         ),
-        x=ChartAxis("FLOPs for each byte moved", "count", is_log=True),
-        y=ChartAxis("FLOPs in a second", "FLOP/s", is_log=True),
+        x=ChartAxis("FLOPs per byte moved", "count", is_log=True),
+        y=ChartAxis("FLOP/s", "FLOP/s", is_log=True),
         series=(
             LineSeries("the device's roof", roof, "grey", "edge"),
             *(
