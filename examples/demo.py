@@ -60,6 +60,11 @@ STEPS = (
         f"report {FOLDER} --output {FOLDER}/report.html",
     ),
 )
+NEXT = f"""Next:
+  open {FOLDER}/report.html in a browser
+  . .venv/bin/activate       # `shardwise` is in this environment
+  shardwise plan --model llama3-70b --cluster dgx-h100:8 --global-batch 512 --seq 8192    # 64 H100
+  shardwise ui               # the same on a page with controls"""
 
 
 def run() -> int:
@@ -73,7 +78,9 @@ def run() -> int:
         if status != expected_status(command):
             print(f"\nended with status {status}", flush=True)
             return status or 1
-    return check()
+    status = check()
+    print(f"\n{NEXT}")
+    return status
 
 
 def expected_status(command: str) -> int:

@@ -32,3 +32,11 @@ def test_the_demo_has_steps_that_are_only_priced() -> None:
 def test_a_step_ends_as_the_demo_expects(command: str) -> None:
     result = run(*command.split())
     assert result.status == demo().expected_status(command), result.err
+
+
+def test_what_the_demo_proposes_next_works() -> None:
+    proposed = [line.split("#")[0].split() for line in demo().NEXT.splitlines() if "shardwise " in line.split("#")[0]]
+    assert [words[1] for words in proposed] == ["plan", "ui"]
+    planned = run(*proposed[0][1:], "--output", "-")
+    assert planned.status == 0 and "64 × h100-sxm" in planned.out, planned.err
+    assert run("ui", "--help").status == 0

@@ -68,7 +68,7 @@ def test_the_parts_of_a_step_add_up(
     assert {name for one in found.sent for name in one.dimensions} == communicates and found.mismatch is None
     for one in found.sent:
         if one.dimensions in (("dp",), ("tp",)):  # of cp are messages, which gloo does not record
-            assert one.recorded == pytest.approx(one.planned, rel=0.01)
+            assert one.recorded == pytest.approx(one.planned, rel=0.01) and not one.unrecorded
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
-from shardwise.measure.compare.flights import mismatch
+from shardwise.measure.compare.flights import mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.compare.stragglers import (
     MeasuredLink,
@@ -251,6 +251,18 @@ def test_a_rank_that_does_something_else_is_named() -> None:
     for other, said in ((("all_reduce", 60), "60 B"), (("all_to_all", 64), "all_to_all")):
         found = mismatch([recorded(0, *same), recorded(1, other, same[1])])
         assert found is not None and found.startswith("Rank 1's collective 1 with 0, 1") and said in found
+
+
+def test_sums_that_went_as_messages_are_not_compared_with_the_record() -> None:
+    """Of a step with two sums, by the backend or by a schedule of ours, whose messages gloo does not record."""
+    job, both = job_of(2, dp=2), (0, 1)
+    loss, gradients = "dp: sum over the batch 4 B", "dp: all-reduce of gradients 4000 B"
+    ranges = (("step 7", 0.0, 9.0), (loss, 1.0, 2.0), (gradients, 3.0, 4.0))
+    recorded = record(0, *ranges, dp=both, replicate=both)
+    for starts, unrecorded in (((1.5, 3.5), ()), ((1.5,), ("all-reduce of gradients",))):
+        flights = tuple(Flight("all_reduce", both, 4, start) for start in starts)
+        (found,) = sent_bytes(job, replace(recorded, flights=flights), steps=1)
+        assert (found.dimensions, found.unrecorded) == (("dp",), unrecorded)
 
 
 # -- names -------------------------------------------------------------------------------------------

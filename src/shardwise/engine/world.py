@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,12 @@ def store_at(address: str, port: int, rank: int, world: int, seconds: float = 30
     return store  # type: ignore[no-any-return]
 
 
+def expect_slow_matmuls() -> None:
+    """Lets matmuls in 16 bits run on a CPU that has none: PyTorch takes BLAS then, and warns with the frames of a
+    C++ exception in every process."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
+
+
 @contextmanager
 def joined(
     rank: int, world: int, meeting: str | Store, *, device: str = "cpu", seconds: float = 120, on_cpu: str = "gloo"
@@ -33,6 +40,7 @@ def joined(
 
     There is always a CPU backend, ``on_cpu``, next to NCCL on GPUs, for checkpoints and small agreements.
     """
+    expect_slow_matmuls()
     store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else on_cpu
     if device == "cuda":

@@ -143,9 +143,9 @@ def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
         setup.on_progress("ZeRO-3 over a slow link, with and without prefetch")
         job = lab_job({"dp": 2, "zero": 3, "microbatch": 1}, batch=2, seq=32, cluster=described(SLOW), **MODEL)
         request = EngineRun(job, steps=2 if setup.short else 6, counts=False, pace=PACE)
-        seconds = {
-            units: _least_step(run_engine(pool, replace(request, prefetch=units))) for units in (0, 1)
-        }  # fmt: skip
+        rounds = 1 if setup.short else 3  # in turns: what else the machine does meets both
+        tried = [(units, run_engine(pool, replace(request, prefetch=units))) for _ in range(rounds) for units in (0, 1)]
+        seconds = [min(_least_step(ranks) for units, ranks in tried if units == ahead) for ahead in (0, 1)]
     gathers = [one for one in analyze(job).dimension_traffics("dp") if one.kind is CollectiveKind.ALL_GATHER]
     hidden = sum(one.count * float(one.cost.seconds) * (1 - one.unhideable) for one in gathers)
     saved = seconds[0] - seconds[1]

@@ -50,6 +50,7 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
                 "collectives": one.collectives,
                 "planned_bytes": one.planned,
                 "recorded_bytes": one.recorded,
+                "unrecorded": list(one.unrecorded),
             }
             for one in found.sent
         },
@@ -87,12 +88,19 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
     if found.memory:
         cells = [(one.name, *map(readable_bytes, (one.predicted, one.measured)), _ratio(one)) for one in found.memory]
         yield table("Memory", ("", "predicted", "measured", "measured / predicted"), cells)
-    if found.sent:
+    whole_records = [one for one in found.sent if not one.unrecorded]
+    if whole_records:
         cells = [
             (", ".join(one.dimensions), f"{one.collectives:,.0f}", *map(readable_bytes, (one.planned, one.recorded)))
-            for one in found.sent
+            for one in whole_records
         ]
         yield table("Sent in a step, by the backend's own record", _SENT_COLUMNS, cells)
+    for one in found.sent:
+        if one.unrecorded:
+            yield (
+                f"Sent as messages, which the backend does not record: {', '.join(one.unrecorded)} "
+                f"({', '.join(one.dimensions)})."
+            )
     if len(found.found.ranks) > 1:
         yield _ranks(found)
     if found.differences:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +28,14 @@ _DIMENSION = (
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Of one rank in a step, without what the backend does not record (gloo: messages)."""
+    """Of one rank in a step. ``unrecorded`` names what the engine began and the backend did not record: on gloo
+    messages, also those of a collective that runs as a schedule of its own. ``recorded`` is without them."""
 
     dimensions: tuple[str, ...]  # several where they have the same ranks
     collectives: float
     planned: float
     recorded: float
+    unrecorded: tuple[str, ...] = ()
 
 
 def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...]:
@@ -50,8 +52,15 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
         if dimensions:
             counts[dimensions] += 1
             recorded[dimensions] += _bytes_sent(one, _named(one, begun))
+    missing = _unrecorded(record, begun)
     return tuple(
-        SentBytes(names, counts[names] / steps, sum(planned[name] for name in names), recorded[names] / steps)
+        SentBytes(
+            names,
+            counts[names] / steps,
+            sum(planned[name] for name in names),
+            recorded[names] / steps,
+            tuple(what for dimension, what in missing if dimension in names),
+        )
         for names in counts
     )
 
@@ -73,6 +82,13 @@ def mismatch(records: Sequence[RankRecord]) -> str | None:
 
 def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
     return [one for one in record.flights if one.members == members]
+
+
+def _unrecorded(record: RankRecord, begun: Sequence[NamedRange]) -> list[tuple[str, str]]:
+    """Dimension and name of what began while the backend recorded nothing, each once."""
+    starts = sorted(one.start for one in record.flights)
+    labels = (label_of(one.name) for one in begun if bisect_left(starts, one.start) == bisect_right(starts, one.end))
+    return list(dict.fromkeys((label.dimension, label.what) for label in labels))
 
 
 def _named(one: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
