@@ -64,8 +64,8 @@ def planning_job(
 ) -> tuple[Job, list[str]]:
     """The job whose strategy is to be found, and what was assumed about it.
 
-    Its strategy has only what no search varies (`NOT_SEARCHED`, and the overlap of tp). A ``framework`` sets the stack and the precision
-    unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
+    Its strategy has only what no search varies (`NOT_SEARCHED`, and the overlap of tp). A ``framework`` sets the stack
+    and the precision unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
     """
     fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
