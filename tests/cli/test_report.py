@@ -15,6 +15,7 @@ from cli.running import error_line, run, run_json
 from measure.slowed import profiled_job, run_profiled
 from shardwise.report.charts.chart import readable
 from shardwise.spec.job import Job
+from shardwise.training.metrics.events import ENDED, STARTED, EventLog
 from training.runs import write_shards
 
 FILE = "examples/llama3-405b-16384-h100.yaml"
@@ -256,6 +257,23 @@ def test_a_run_that_was_not_profiled_says_so(trained: Path, tmp_path: Path) -> N
     done = run("report", str(bare), "--no-search", "-o", str(tmp_path / "report.html"))
     assert done.status == 0
     assert "no step was profiled" in done.out and "metrics.jsonl has no step" in done.out
+
+
+def test_a_run_that_failed_half_way_says_so(trained: Path, tmp_path: Path) -> None:
+    """What it had recorded until then is drawn."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "job.yaml").write_bytes((trained / "job.yaml").read_bytes())
+    lines = (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (broken / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20], encoding="utf-8")  # killed in a line
+    events = EventLog(broken / "events.jsonl")
+    events.write(STARTED, 0)
+    events.write(ENDED, 0, "rank 1 ran out of memory", status=1)
+    told = run_json("report", str(broken), "--no-search", "-o", str(tmp_path / "report.html"))
+    steps = Job.from_yaml((trained / "job.yaml").read_text(encoding="utf-8")).run.steps
+    assert (told["run"]["state"], told["run"]["step"], told["run"]["why"]) == ("failed", 2, "rank 1 ran out of memory")
+    assert len(told["charts"]["loss"]["series"][0]["points"]) == 2
+    assert f"failed, step 2 of {steps}: rank 1 ran out of memory" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -81,3 +81,12 @@ def test_what_is_only_priced_says_so_and_can_be_chosen() -> None:
     job, _ = job_of(JOB)
     one = next(one for one in choices(job)["schedule"] if one["value"] == "dualpipe")
     assert "two copies" in one["priced_only"] and "refused" not in one
+
+
+def test_stages_that_layers_do_not_divide_into_are_balanced() -> None:
+    """94 layers on 4 ranks: what choosing it sets makes it possible."""
+    given = {"model": "qwen3-235b-a22b", "cluster": "dgx-h100:32", "ep": 8, "global_batch": 1024, "seq": 4096}
+    values = {one["value"]: one for one in choices(job_of(given)[0])["pp"]}
+    assert values[2]["set"] == {"pp": 2, "dp": None}
+    assert values[4]["set"] == {"pp": 4, "dp": None, "stage_layers": "balanced"}
+    assert job_of(changed(given, values[4]["set"]))[0].strategy.pp == 4

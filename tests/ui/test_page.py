@@ -156,6 +156,9 @@ def test_by_keyboard_alone(page: Page) -> None:
     assert page.evaluate("document.activeElement.dataset.value") == "4", "the focus stays where it was"
     page.press("End", 35)
     assert "does not divide" in page.evaluate("document.querySelector('#field-tp .reason').textContent")
+    assert page.evaluate("document.getElementById(document.activeElement.getAttribute('aria-describedby')).textContent")
+    page.press("Escape", 27)
+    assert page.evaluate("document.querySelector('#field-tp .reason').textContent") == ""
     page.press("Tab", 9)
     assert page.evaluate("document.activeElement.closest('.field').dataset.field") == "pp"
 
@@ -228,6 +231,34 @@ def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) ->
     one.call("Page.close")
 
 
+def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
+    """Another model, for which the layout is impossible: the search and the reset are of what is on the page."""
+    model = "document.querySelector('#model')"
+    noted = "window.fetch = (...told) => { asked.push(told); return real(...told); }"
+    page.evaluate(f"window.asked = []; const real = fetch; {noted}; 0")
+    changed(page, lambda: page.evaluate(f"{model}.value = 'gpt2'; {model}.dispatchEvent(new Event('change'))"))
+    assert page.evaluate("document.body.classList.contains('stale')"), "12 heads do not divide by 8"
+    page.click("#find")
+    sent = json.loads(page.wait_for("asked.find(([to]) => to === '/api/plan')?.[1].body"))
+    kept = {name: value for name, value in FIRST.items() if name not in ("tp", "pp", "zero")}
+    assert sent == {**kept, "model": "gpt2", "pareto": "memory"}
+    page.click("#search .heading button")
+    page.wait_for("document.querySelector('#search .status').textContent === 'Cancelled.'")
+    changed(page, lambda: page.click("#plain"))
+    assert state(page) == {**kept, "model": "gpt2"}
+    page.problems[:] = [one for one in page.problems if "422" not in one]
+
+
+def test_what_no_control_shows_is_shown_and_can_be_left_out(page: Page) -> None:
+    other = {**FIRST, "stage_layers": "balanced", "cluster": "dgx-h100:4+dgx-h100:4"}
+    changed(page, lambda: page.evaluate(f"import('/assets/state.js').then(it => it.replace({json.dumps(other)})); 0"))
+    assert page.evaluate("document.querySelector('#cluster').selectedOptions[0].textContent") == other["cluster"]
+    assert page.evaluate("document.querySelector('#others .chip').textContent") == "stage_layers balanced ×"
+    changed(page, lambda: page.click("#others .chip"))
+    assert state(page) == {**FIRST, "cluster": other["cluster"]}
+    assert page.evaluate("document.querySelector('#others').hidden")
+
+
 # -- links, comparison, search, downloads -----------------------------------------------------------------------
 
 
@@ -279,6 +310,11 @@ def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
     page.evaluate("document.querySelector('#pareto').scrollIntoView()")
     page.wait_for("!!document.querySelector('#pareto canvas')")
     picture(page, "search")
+    page.evaluate("document.querySelector('#pareto > details').open = true")
+    page.wait_for("!!document.querySelector('#pareto tbody button')")
+    row = "row => [row.cells[0].textContent, row.querySelector('button').ariaLabel]"
+    rows = page.evaluate(f"[...document.querySelectorAll('#pareto tbody tr')].map({row})")
+    assert all(label == f"Use {words}" for words, label in rows)
     words = page.evaluate("document.querySelectorAll('.found tbody th')[1].firstChild.textContent")
     changed(page, lambda: page.click(".found tbody tr:nth-child(2) button"))
     assert answer(state(page))["job"]["words"] == words

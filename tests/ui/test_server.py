@@ -82,6 +82,19 @@ def test_a_plan_is_that_of_the_function_and_shows_its_progress(served: Served) -
     assert served.post("plan", narrow).data["job"]["strategy"]["zero"] == 1
 
 
+def test_several_kinds_of_nodes_are_searched(served: Served) -> None:
+    """As `plan` does; each of its layouts is a job, with the kinds in its own order."""
+    asked = {"model": "gpt2", "cluster": "workstation-4090+workstation-3090", "global_batch": 16, "seq": 1024,
+             "tp": 1, "microbatch": 1, "schedule": "1f1b", "recompute": "none"}  # fmt: skip
+    found = served.post("plan", asked).data
+    kept = {name: asked[name] for name in ("model", "global_batch", "seq")}
+    best = found["candidates"][0]
+    job = {**kept, "cluster": best["cluster"], **best["strategy"]}
+    assert served.post("answer", job).data["verdict"]["predicted_seconds"] == best["predicted_seconds"]
+    refused = served.post("plan", {**asked, "pareto": "memory"}).line
+    assert refused == "pareto: is not answered for several kinds of nodes; leave it out"
+
+
 def test_two_layouts_side_by_side(served: Served) -> None:
     data = served.post("compare", {"a": JOB, "b": {**JOB, "tp": 4}}).data
     assert data["changed"] == {"tp": 4, "dp": 8}

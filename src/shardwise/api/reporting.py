@@ -17,6 +17,7 @@ from shardwise.api.planning import plan
 from shardwise.api.quantities import amount, exclusive
 from shardwise.api.results import Result
 from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.launch.observe.state import RunObserver, RunState, as_data
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.planner.candidate import candidate
@@ -29,6 +30,7 @@ from shardwise.report.charts.timeline import MOST_PASSES
 from shardwise.report.charts.verdict import JobVerdict, verdict_of
 from shardwise.report.html import report_html
 from shardwise.report.page import Line, Page
+from shardwise.report.status import state_words
 from shardwise.report.verdict import verdict_table
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
@@ -45,7 +47,10 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReportResult(Result):
-    """The pictures of a job or a run; ``path`` is where they were written, if they were."""
+    """The pictures of a job or a run; ``path`` is where they were written, if they were.
+
+    ``measured`` is what a run recorded, ``state`` how it ended, where that was recorded.
+    """
 
     title: str
     assessment: Assessment
@@ -53,6 +58,7 @@ class ReportResult(Result):
     notes: tuple[str, ...] = ()
     path: Path | None = None
     measured: RunSummary | None = None
+    state: RunState | None = None
 
     @cached_property
     def verdict(self) -> JobVerdict:
@@ -70,7 +76,8 @@ class ReportResult(Result):
     def _facts(self) -> list[tuple[str, str]]:
         """What was priced, and the rows of the verdict, as `analyze` prints them."""
         priced = zip(("Job", "Layout", "Batch"), headline(self.assessment.analysis).split("\n"))
-        measured = [] if self.measured is None else [("Measured", measured_words(self.measured))]
+        ended = [] if self.state is None else [("Run", _end_words(self.state))]
+        measured = [] if self.measured is None else [*ended, ("Measured", measured_words(self.measured))]
         predicted = ((str(name), str(what)) for name, what in verdict_table(self.assessment).rows)
         return [*priced, *measured, *predicted]
 
@@ -88,6 +95,7 @@ class ReportResult(Result):
             "charts": {one.name: one.to_dict() for one in self.charts},
             "not_drawn": [note for section in self.sections for note in section.notes],
             "notes": list(self.notes),
+            "run": None if self.state is None else as_data(self.state),
             "path": None if self.path is None else str(self.path),
         }
 
@@ -138,16 +146,23 @@ def write_report(
     )
     sections = job_sections(found, searched)
     title = f"{made.model.name} on {made.cluster.name}"
-    summary = None
+    summary = state = None
     if folder is not None:
         tell("reading the run")
         pictures = _pictures(folder)
         sections, summary = [*run_sections(pictures, made), *sections], pictures.summary
+        state = RunObserver(folder).state() if folder.events.is_file() else None
         title = f"{folder.path.resolve().name}: {title}"
-    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path, summary)
+    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path, summary, state)
     if path is not None:
         write_text(path, result.html, "--output")
     return result
+
+
+def _end_words(found: RunState) -> str:
+    """How the run ended, or goes on, and why."""
+    restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
+    return f"{state_words(found)}{restarts}{f': {found.why}' if found.why else ''}"
 
 
 def _run_of(asked: JobArguments) -> RunFolder | None:

@@ -103,7 +103,9 @@ def mixed_data(plan: MixedPlan) -> dict[str, Any]:
 def _step_data(step: MixedStep) -> dict[str, Any]:
     return {
         "strategy": step.arrangement.strategy.to_dict(),
+        "words": strategy_words(step.arrangement.strategy),
         "order": list(step.arrangement.kinds),
+        "cluster": step.arrangement.ordered.to_dict(),
         **_speed_data(step),
         "kinds": [
             {

@@ -25,15 +25,19 @@ _MOST_RANKS = 16
 
 def status_line(found: RunState) -> str:
     """The same in one line, as the progress of `train` has it."""
-    steps = "" if found.steps is None else f" of {found.steps:,}"
     words = figures_in_words(found.figures, found.steps or found.step) if found.figures.step_seconds is not None else ()
-    return ", ".join((f"{found.state}, step {found.step:,}{steps}", *words))
+    return ", ".join((state_words(found), *words))
+
+
+def state_words(found: RunState) -> str:
+    """ "failed, step 12 of 40"."""
+    steps = "" if found.steps is None else f" of {found.steps:,}"
+    return f"{found.state}, step {found.step:,}{steps}"
 
 
 @paged
 def status_page(found: RunState) -> Iterator[Piece | str]:
-    steps = "" if found.steps is None else f" of {found.steps:,}"
-    yield Line(f"{found.folder}: {found.state}, step {found.step:,}{steps}", "bold")
+    yield Line(f"{found.folder}: {state_words(found)}", "bold")
     if found.steps:
         share = found.step / found.steps
         yield table("", ("", ""), [(readable_share(share), Bar(share))], numbers_from=2)

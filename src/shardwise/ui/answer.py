@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
-from shardwise.api.inputs import NOT_SEARCHED
 from shardwise.cost.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
@@ -23,13 +21,11 @@ from shardwise.report.console import picked
 from shardwise.report.verdict import advice_row, floor_row, verdict_rows
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_share
 from shardwise.ui.choices import choices
 from shardwise.ui.given import command, job_of, keywords_of
 
 Data = dict[str, Any]
-_VARIED = {one.name for one in fields(Strategy)} - set(NOT_SEARCHED)  # by a search
 
 
 def answer(given: Mapping[str, Any]) -> Data:
@@ -52,7 +48,6 @@ def answer(given: Mapping[str, Any]) -> Data:
         },
         "notes": [*notes, *analysis.notes],
         "controls": choices(job),
-        "searched": {name: value for name, value in given.items() if name not in _VARIED},
         "command": command(given),
         "yaml": job.to_yaml(),
     }
@@ -102,7 +97,8 @@ def _fitting(job: Job) -> Data:
     """What would fit, as far as that is known without a search, which has a button of its own."""
     other = nearest_fit(job)
     if other is None:
-        return {"name": "What would fit", "words": "nothing that is a few changes away: search for it", "set": None}
+        words = "nothing that is a few changes away"
+        return {"name": "What would fit", "words": words, "set": None, "search": True}
     words = f"{strategy_words(other.strategy)}: that needs {readable_bytes(peak_memory(other).total)}"
     return {"name": "What would fit", "words": words, "set": changes_to(job, other)}
 
@@ -148,6 +144,7 @@ def _near_data(one: NearRun) -> Data:
         "reported_from": run.reported_from,
         "assumed": list(run.row.assumed),
         **picked(one, "seconds", "mfu", "tokens_per_second_per_device", "distance"),
+        "differs": list(one.differs),
         "error": error,
         "error_words": "" if error is None else f"{'+' if error > 0 else ''}{readable_share(error)}",
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
+from shardwise.api.inputs import NOT_SEARCHED
 from shardwise.interop.frameworks import TARGETS
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_count
 
 # The job of a page that is opened without one: the question of the README.
@@ -21,13 +24,14 @@ FIRST: dict[str, Any] = {
 
 @cache
 def catalogue() -> dict[str, Any]:
-    """Presets by kind, and the job to begin with."""
+    """Presets by kind, the job to begin with, and which of its keywords a search varies."""
     return {
         "models": [_model(name) for name in presets.names("model")],
         "clusters": [_cluster(name) for name in presets.names("cluster")],
         "stacks": presets.names("stack"),
         "frameworks": list(TARGETS),
         "first": FIRST,
+        "varied": [one.name for one in fields(Strategy) if one.name not in NOT_SEARCHED],
     }
 
 

@@ -87,7 +87,18 @@ def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
 def _tried(job: Job, name: str, values: Iterable[Any]) -> Iterator[ControlValue]:
     """Values of one field of the strategy; data parallelism takes the devices that are left."""
     for value in values:
-        yield _choice(job, name, value, {name: value, **_follows(job.strategy, name, value)}, _label(name, value))
+        changes = {name: value, **_follows(job.strategy, name, value)}
+        offered = _staged if name in ("pp", "interleave") else _choice
+        yield offered(job, name, value, changes, _label(name, value))
+
+
+def _staged(job: Job, name: str, value: Any, changes: Mapping[str, Any], label: str) -> ControlValue:
+    """As many stages as layers divide into, or unequal ones."""
+    even = _choice(job, name, value, changes, label)
+    if not even.refused or job.strategy.stage_layers != _USUAL.stage_layers:
+        return even
+    balanced = _choice(job, name, value, {**changes, "stage_layers": "balanced"}, label)
+    return even if balanced.refused else balanced
 
 
 def _label(name: str, value: Any) -> str:
@@ -162,7 +173,7 @@ def _schedules(job: Job) -> Iterator[ControlValue]:
     for name in job_schedules():
         chunks = max(2, job.strategy.interleave) if schedule_record(name).chooses_chunks else None
         changes = {"schedule": None if name == PLAIN else name, "interleave": chunks}
-        yield _choice(job, "schedule", name, changes, name)
+        yield _staged(job, "schedule", name, changes, name)
 
 
 def _interleaves(job: Job) -> Iterator[ControlValue]:

@@ -16,15 +16,16 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.api.planning import plan
+from shardwise.api.planning import plan, plan_mixed
 from shardwise.report.charts.plan import pareto_chart
 from shardwise.report.plan import plan_data
 from shardwise.spec.clusters import parse_mixed
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError
 from shardwise.ui.given import arguments_from, document, error_data
 
-# Options of `plan` besides the job; others wait for long, or read files.
-OPTIONS = ("exclude", "max_memory", "min_global_batch", "any_priced", "framework", "pareto", "why_not")
+# Options of `plan` besides the job; others wait for long, or read files. Those that all clusters have come first.
+OF_MIXED = ("exclude", "max_memory", "min_global_batch", "any_priced")
+OPTIONS = (*OF_MIXED, "framework", "pareto", "why_not")
 _EVERY_SECONDS = 0.1  # between two lines of progress
 _TICK_SECONDS = 0.5
 TICK: dict[str, Any] = {"event": "tick", "data": None}
@@ -34,11 +35,12 @@ _LONGEST_LINE = 64 * 2**20
 
 def plan_request(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The job and the options of a search, checked as far as that is quick."""
-    cluster = given.get("cluster")
     arguments = arguments_from({name: value for name, value in given.items() if name not in OPTIONS})
-    if parse_mixed(cluster) is not None:
-        raise SpecError("cluster", f"{shown(cluster)} has several kinds of nodes", "`shardwise plan` searches those")
-    return arguments, {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    if parse_mixed(given.get("cluster")) is not None:
+        for name in options.keys() - set(OF_MIXED):
+            raise SpecError(name, "is not answered for several kinds of nodes", "leave it out")
+    return arguments, options
 
 
 # -- in the process of the search --------------------------------------------------------------------------------
@@ -54,7 +56,12 @@ def main() -> int:
             _write("progress", {"words": words})
 
     try:
-        arguments, options = plan_request(document(sys.stdin.buffer.read()))
+        given = document(sys.stdin.buffer.read())
+        arguments, options = plan_request(given)
+        if parse_mixed(given.get("cluster")) is not None:
+            progress("searching over several kinds of nodes: a minute at most")
+            _write("result", plan_mixed(arguments, **options).to_dict())
+            return 0
         found = plan(arguments, **options, on_progress=progress).answer
         if found.memory_front is not None:
             _write("picture", pareto_chart(found.plan, found.memory_front).to_dict())

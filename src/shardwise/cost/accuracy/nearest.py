@@ -30,12 +30,13 @@ class NearRun:
     """A published run with a step time, how far it is from the job, and what its time says.
 
     ``mfu`` counts causal attention once, as ours does, whatever the source counts. ``error`` is that of our prediction
-    of this run with its source left out of the fit; None where no fit knows it.
+    of this run with its source left out of the fit; None where no fit knows it. ``differs`` names what sets it apart.
     """
 
     run: PublishedRun
     distance: float
     seconds: float
+    differs: tuple[str, ...]
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -59,7 +60,7 @@ def nearest_runs(job: Job, most: int = 5) -> list[NearRun]:
     for run, own_sizes, own_degrees in _timed_runs():
         assert run.reported_seconds is not None
         apart = _doublings(sizes, own_sizes) + OF_A_DEGREE * _doublings(degrees, own_degrees) + _unlike(job, run.job)
-        one = NearRun(run, apart, run.reported_seconds)
+        one = NearRun(run, apart, run.reported_seconds, _differences(job, run.job))
         found[run.source.name, run.model_name, run.device, own_sizes, own_degrees] = one
     return sorted(found.values(), key=lambda one: one.distance)[:most]
 
@@ -76,6 +77,17 @@ def _sizes(job: Job) -> tuple[float, ...]:
 def _degrees(job: Job) -> tuple[float, ...]:
     strategy = job.strategy
     return strategy.tp, strategy.cp, strategy.pp, strategy.ep
+
+
+def _differences(job: Job, other: Job) -> tuple[str, ...]:
+    """How many times the sizes of the job a run has, where that is not about as many; what else it is."""
+    names = ("active parameters", "devices", "tokens a sequence")
+    factors = (theirs / mine for mine, theirs in zip(_sizes(job), _sizes(other)))
+    sizes = [f"{factor:.2g} × the {name}" for name, factor in zip(names, factors) if not 0.8 < factor < 1.25]
+    kinds = [("device", job.cluster.device.name, other.cluster.device.name)]
+    kinds += [("kind of model", kind_of(job.model), kind_of(other.model))]
+    kinds += [("format", job.training.recipe.compute, other.training.recipe.compute)]
+    return (*sizes, *(f"another {name}" for name, mine, theirs in kinds if mine != theirs))
 
 
 def _unlike(one: Job, other: Job) -> float:

@@ -158,16 +158,14 @@ def _device_update(
     ahead = share_on_device(elements, minimum(first, elements))
     during = kept * (1 - ahead)
     late = minimum(during, kept * head)
-    role, chunk = (
-        sent_forward(Role.STATES_FROM_HOST),
-        kept * minimum(1.0, update_chunk(elements) / maximum(1, elements)),
-    )
+    chunk = kept * minimum(1.0, update_chunk(elements) / maximum(1, elements))
+    layers_states, head_states = sent_forward(Role.STATES_FROM_HOST), sent_forward(Role.HEAD_STATES_FROM_HOST)
     shared: dict[str, Any] = {"last_only": True, "link": "cpu", "after_bytes": chunk, "both_ways": True}
     before_last = _before_last(layers)
     return [
-        OffloadLine(sent_backward(Role.STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
-        OffloadLine(role, during - late, 1, 1 / microbatches, of_layers=before_last, **shared),
-        OffloadLine(role, late, 1, 1 / microbatches, of_layers=1.0, **shared),
+        OffloadLine(sent_backward(Role.FIRST_STATES_FROM_HOST), kept * ahead, 1, link="cpu"),
+        OffloadLine(layers_states, during - late, 1, 1 / microbatches, of_layers=before_last, **shared),
+        OffloadLine(head_states, late, 1, 1 / microbatches, of_layers=1.0, **shared),
         OffloadLine(sent_forward(Role.STATES_TO_HOST), kept, 1, _NEVER_AWAITED, link="cpu", both_ways=True),
     ]
 

@@ -91,7 +91,9 @@ class Role(Enum):
     WEIGHTS_TO_HOST = "weights to host, for the update"
     WEIGHTS_FROM_HOST = "weights from host"
     UPDATED_WEIGHTS_FROM_HOST = "updated weights from host"
+    FIRST_STATES_FROM_HOST = "first states from host, ahead of the update"
     STATES_FROM_HOST = "states from host, for the update"
+    HEAD_STATES_FROM_HOST = "states of the head from host, for the update"
     STATES_TO_HOST = "updated states to host"
     STATES_FROM_DISK = "states from disk"
     STATES_TO_DISK = "states to disk"
@@ -109,7 +111,9 @@ _NAME_NO_PASS = frozenset(
         Role.GRADIENTS_FROM_DISK,
         Role.WEIGHTS_TO_HOST,
         Role.UPDATED_WEIGHTS_FROM_HOST,
+        Role.FIRST_STATES_FROM_HOST,
         Role.STATES_FROM_HOST,
+        Role.HEAD_STATES_FROM_HOST,
         Role.STATES_TO_HOST,
         Role.STATES_FROM_DISK,
         Role.STATES_TO_DISK,

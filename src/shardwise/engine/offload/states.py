@@ -218,7 +218,8 @@ class StoredStates:
 
     def copy_in(self, chunk: StateChunk, here: Mapping[str, Tensor], *, sent_ahead: bool) -> None:
         """Copies the chunk's states to the device; ``sent_ahead``: for the update after the next backward pass."""
-        payload = (sent_backward if sent_ahead else sent_forward)(Role.STATES_FROM_HOST)
+        ahead, later = sent_backward(Role.FIRST_STATES_FROM_HOST), sent_forward(Role.STATES_FROM_HOST)
+        payload = ahead if sent_ahead else later
         for name, tensor in here.items():
             tensor.copy_(self._in_memory(name, chunk), non_blocking=True)
             self.store.lanes.moved[payload] += tensor.nbytes

@@ -59,16 +59,19 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
     """One line for every kind of transfer between the device and its host that either knows of."""
     lines = step_traffic(job, rank_contents(job, pipeline_rank))
     moved = ((one.payload, one.count * one.size_bytes) for one in lines if one.dimension == "offload")
-    planned, found = (_ahead_or_not(each) for each in (moved, traced.items()))
+    planned, found = (_states_together(each) for each in (moved, traced.items()))
     compared = _lines(planned, found, lambda payload: f"offload {payload.words}")
     return [one for one in compared if one.planned or one.traced]
 
 
-def _ahead_or_not(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
+_STATES = {Role.FIRST_STATES_FROM_HOST, Role.STATES_FROM_HOST, Role.HEAD_STATES_FROM_HOST}
+
+
+def _states_together(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
     """States that come ahead of their update with those that come for it: how many depends on where chunks end."""
     found: dict[Payload, float] = {}
     for payload, size in moved:
-        kind = sent_forward(payload.role) if payload.role is Role.STATES_FROM_HOST else payload
+        kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in _STATES else payload
         found[kind] = found.get(kind, 0.0) + size
     return found
 

@@ -208,16 +208,23 @@ class MeshChart(Chart):
     legend: tuple[SpanKind, ...]
 
 
-def stacked_table(
-    first: str, axis: ChartAxis, categories: Sequence[str], series: Sequence[BarSeries], *, total: str = ""
-) -> ChartTable:
-    """A row for each category, a column for each series, and their sum if it has a name."""
-    columns: dict[str, ChartUnit] = {first: "words", **{one.name: axis.unit for one in series}}
-    rows: list[list[Value]] = [
-        [name, *(one.values[number] for one in series)] for number, name in enumerate(categories)
-    ]
+def stacked_bars(
+    rows: str, axis: ChartAxis, categories: Sequence[str], series: Sequence[BarSeries], *, total: str = "", **chart: Any
+) -> BarChart:
+    """Series one behind the other, with their table: a row for each category, named ``rows``, a column for each series,
+    and their sum if it has a name. ``chart`` is the rest of a BarChart."""
+    columns: dict[str, ChartUnit] = {rows: "words", **{one.name: axis.unit for one in series}}
     if total:
         columns[total] = axis.unit
-        for number, row in enumerate(rows):
-            row.append(sum(one.values[number] for one in series))
-    return chart_table(columns, rows)
+    figures: list[list[Value]] = []
+    for number, name in enumerate(categories):
+        values = [one.values[number] for one in series]
+        figures.append([name, *values, *([sum(values)] if total else [])])
+    return BarChart(
+        axis=axis,
+        categories=tuple(categories),
+        series=tuple(series),
+        is_stacked=True,
+        table=chart_table(columns, figures),
+        **chart,
+    )

@@ -18,7 +18,7 @@ from shardwise.report.charts.chart import (
     LineSeries,
     Tone,
     chart_table,
-    stacked_table,
+    stacked_bars,
 )
 from shardwise.report.memory_timeline import sampled
 from shardwise.report.part_names import MEMORY_PARTS
@@ -59,21 +59,19 @@ def memory_chart(analysis: Analysis) -> BarChart:
         )
         for part in parts
     )
-    axis = ChartAxis("bytes of one device", "bytes")
-    categories = tuple(rank_words(analysis, held) for held in memories)
     limits = [ChartLimit("usable memory of a device", room.usable_bytes)]
     if room.margin_bytes:
         limits.append(ChartLimit("what plans fill", room.planned_bytes))
-    return BarChart(
+    return stacked_bars(
+        "pipeline rank",
+        ChartAxis("bytes of one device", "bytes"),
+        [rank_words(analysis, held) for held in memories],
+        series,
+        total="in all",
         name="memory",
         title="Memory of one device",
         caption=f"{memory_words(analysis)}.",
-        axis=axis,
-        categories=categories,
-        series=series,
-        is_stacked=True,
         limits=tuple(limits),
-        table=stacked_table("pipeline rank", axis, categories, series, total="in all"),
     )
 
 

@@ -17,7 +17,7 @@ from shardwise.report.charts.chart import (
     Tone,
     Value,
     chart_table,
-    stacked_table,
+    stacked_bars,
 )
 from shardwise.report.part_names import PLAN_WORDS
 from shardwise.spec.job import Job
@@ -79,38 +79,35 @@ def ranking_chart(found: Plan, top: int = 8) -> BarChart:
     """Where the step of the best layouts goes; a bar for each."""
     best = [row.best for row in found.rows[:top]]
     parts = [part for part in PARTS if any(one.parts[part] > 0 for one in best)]
-    axis = ChartAxis("predicted step", "seconds")
-    categories = tuple(f"{number}. {strategy_words(one.job.strategy)}" for number, one in enumerate(best, 1))
-    series = tuple(BarSeries(PLAN_WORDS[part], tuple(one.parts[part] for one in best), _TONES[part]) for part in parts)
-    return BarChart(
+    return stacked_bars(
+        "layout",
+        ChartAxis("predicted step", "seconds"),
+        _numbered(best),
+        [BarSeries(PLAN_WORDS[part], tuple(one.parts[part] for one in best), _TONES[part]) for part in parts],
+        total="in all",
         name="ranking",
         title="Where the step of the best layouts goes",
         caption=f"Ranked: the simplest of those within noise ({found.noise.share:.1%}) of the fastest first.",
-        axis=axis,
-        categories=categories,
-        series=series,
-        is_stacked=True,
-        table=stacked_table("layout", axis, categories, series, total="in all"),
     )
 
 
 def memory_of_layouts_chart(found: Plan, top: int = 8) -> BarChart:
     """What the fullest device of the best layouts holds, against what plans may fill."""
     best, room = [row.best for row in found.rows[:top]], found.request.room
-    axis = ChartAxis("memory of the fullest device", "bytes")
-    categories = tuple(f"{number}. {strategy_words(one.job.strategy)}" for number, one in enumerate(best, 1))
-    series = (BarSeries("memory", tuple(one.memory.total for one in best), "blue"),)
-    return BarChart(
+    return stacked_bars(
+        "layout",
+        ChartAxis("memory of the fullest device", "bytes"),
+        _numbered(best),
+        [BarSeries("memory", tuple(one.memory.total for one in best), "blue")],
         name="ranking-memory",
         title="Memory of the best layouts",
         caption="Of the fullest device of each.",
-        axis=axis,
-        categories=categories,
-        series=series,
-        is_stacked=False,
         limits=(ChartLimit("usable memory of a device", room.usable_bytes),),
-        table=stacked_table("layout", axis, categories, series),
     )
+
+
+def _numbered(candidates: Iterable[Candidate]) -> list[str]:
+    return [f"{number}. {words}" for number, words in enumerate(_labels(candidates), 1)]
 
 
 def same_strategy(found: Plan, job: Job) -> Candidate | None:

@@ -17,7 +17,7 @@ from shardwise.report.charts.chart import (
 )
 from shardwise.report.part_names import MEASURED_WORDS
 from shardwise.spec.job import Job
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.spec.units import counted, readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison
@@ -71,7 +71,7 @@ def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
 
 def measured_words(summary: RunSummary) -> str:
     """What a run took, in a line."""
-    said = [f"{summary.steps:,} steps"]
+    said = [counted(summary.steps, "step")]
     if summary.step_seconds is not None:
         said.append(f"{readable_seconds(summary.step_seconds)} a step (median)")
     if summary.tokens_per_second is not None:

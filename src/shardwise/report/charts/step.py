@@ -11,7 +11,7 @@ from shardwise.report.charts.chart import (
     ChartAxis,
     Tone,
     chart_table,
-    stacked_table,
+    stacked_bars,
 )
 from shardwise.report.part_names import DIMENSIONS, STEP_WORDS
 from shardwise.spec.units import counted, readable_seconds, readable_share
@@ -107,24 +107,21 @@ def levels_chart(analysis: Analysis) -> BarChart:
     names = _sending(analysis)
     busy = {name: analysis.level_use(name) for name in names}
     levels = list(dict.fromkeys(level for own in busy.values() for level in own))
-    axis = ChartAxis("seconds that links are busy", "seconds")
-    categories = tuple(DIMENSIONS[name] for name in names)
-    series = tuple(
+    series = [
         BarSeries(level, tuple(busy[name].get(level, (0.0, 0.0))[0] for name in names), TONES[number % len(TONES)])
         for number, level in enumerate(levels)
-    )
-    return BarChart(
+    ]
+    return stacked_bars(
+        "dimension",
+        ChartAxis("seconds that links are busy", "seconds"),
+        [DIMENSIONS[name] for name in names],
+        series,
         name="levels",
         title="Which level of the network it keeps busy",
         caption=(
             f"{counted(len(levels), 'network level')}, innermost first: how long the busiest link of each moves bytes, "
             "without latencies."
         ),
-        axis=axis,
-        categories=categories,
-        series=series,
-        is_stacked=True,
-        table=stacked_table("dimension", axis, categories, series),
     )
 
 

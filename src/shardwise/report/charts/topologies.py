@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.cost.step.topologies import PricedTopology
-from shardwise.report.charts.chart import BarChart, BarSeries, ChartAxis, Tone, stacked_table
+from shardwise.report.charts.chart import BarChart, BarSeries, ChartAxis, Tone, stacked_bars
 from shardwise.report.part_names import DIMENSIONS
 
 _TONES: dict[str, Tone] = {
@@ -29,18 +29,16 @@ def topologies_chart(found: Sequence[PricedTopology]) -> BarChart:
         BarSeries("computation and all else", others, "navy"),
         *(BarSeries(f"{DIMENSIONS[name]}, exposed", seconds, _TONES[name]) for name, seconds in exposed.items()),
     )
-    axis = ChartAxis("predicted step", "seconds")
-    categories = tuple(one.topology for one in found)
     fastest = min(found, key=lambda one: one.predicted_seconds)
-    return BarChart(
+    return stacked_bars(
+        "topology",
+        ChartAxis("predicted step", "seconds"),
+        [one.topology for one in found],
+        series,
+        total="in all",
         name="topologies",
         title="The same job on other networks",
         caption=(
             f"The fastest: {fastest.topology}, {fastest.network}. Flat ones join all devices by the outermost link."
         ),
-        axis=axis,
-        categories=categories,
-        series=series,
-        is_stacked=True,
-        table=stacked_table("topology", axis, categories, series, total="in all"),
     )

@@ -97,7 +97,7 @@ def explain_activations(job: Job) -> Explanation:
         result=(
             ("nothing recomputed", size(total)),
             (
-                "selective recompute (attention)",
+                f"selective recompute ({', '.join(job.selective_operators)})",
                 size(layer_activation_bytes(job, moe=moe, recompute="selective")),
             ),
             ("full recompute", size(layer_activation_bytes(job, moe=moe, recompute="full"))),

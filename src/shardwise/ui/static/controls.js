@@ -23,6 +23,7 @@ const MORE = {
   shard_group: "ZeRO shards over",
   offload: "Offload",
 };
+const SHOWN = new Set([...Object.keys(LAYOUT), ...Object.keys(MORE), "model", "cluster", "gpus", "global_batch", "seq", "stack"]);
 let catalogue;
 
 /** Fills the lists, and listens to what is typed. */
@@ -35,11 +36,14 @@ export function prepare(known) {
   byId("model").addEventListener("change", (event) => {
     if (event.target.value !== "pasted") change({ model: event.target.value });
   });
-  byId("cluster").addEventListener("change", (event) => change({ cluster: named(event.target.value), gpus: null, dp: null }));
+  byId("cluster").addEventListener("change", (event) => {
+    if (event.target.value !== "own") change({ cluster: named(event.target.value), gpus: null, dp: null });
+  });
   typed("size", () => change({ cluster: sized(byId("cluster").value, byId("size").value), gpus: null, dp: null }));
   typed("global_batch", () => change({ global_batch: number(byId("global_batch").value) }));
   typed("seq", () => change({ seq: number(byId("seq").value) }));
   byId("stack").addEventListener("change", (event) => change({ stack: event.target.value }));
+  byId("plain").addEventListener("click", () => change(Object.fromEntries(known.varied.map((name) => [name, null]))));
   for (const [place, fields] of [["layout-chips", LAYOUT], ["more-chips", MORE]]) {
     byId(place).append(...Object.entries(fields).map(([name, words]) => group(name, words)));
   }
@@ -77,13 +81,36 @@ export function showJob(job) {
   model.value = pasted ? "pasted" : job.model;
   const known = catalogue.models.find((one) => one.name === job.model);
   byId("model-words").textContent = known ? known.words : "";
-  const cluster = typeof job.cluster === "string" ? job.cluster : "";
-  const [name, size = ""] = cluster.split(":");
-  byId("cluster").value = name;
-  quietly("size", size);
+  showCluster(job.cluster);
   quietly("global_batch", job.global_batch ?? "");
   quietly("seq", job.seq ?? "");
   byId("stack").value = typeof job.stack === "string" ? job.stack : "shardwise";
+  showOthers(job);
+}
+
+/** A preset with its size; or what was written out, or has several kinds of nodes, as a value of its own. */
+function showCluster(cluster) {
+  const list = byId("cluster");
+  const own = cluster !== undefined && (typeof cluster !== "string" || cluster.includes("+"));
+  list.querySelector("[value=own]")?.remove();
+  if (own) list.append(el("option", { value: "own" }, typeof cluster === "string" ? cluster : cluster.kinds?.join(" + ") ?? cluster.name ?? "own cluster"));
+  const [name, size = ""] = own ? ["own"] : (cluster ?? "").split(":");
+  list.value = name;
+  byId("size").disabled = own;
+  quietly("size", size);
+}
+
+/** What the job has set and no control shows, to be seen and to be left out again. */
+function showOthers(job) {
+  const names = Object.keys(job).filter((name) => !SHOWN.has(name));
+  byId("others").hidden = names.length === 0;
+  byId("others").querySelector(".chips").replaceChildren(
+    ...names.map((name) => {
+      const value = typeof job[name] === "string" ? job[name] : JSON.stringify(job[name]);
+      const words = `${name} ${value.length > 40 ? `${value.slice(0, 40)}…` : value}`;
+      return el("button", { type: "button", class: "chip", "aria-label": `Leave out ${words}`, onclick: () => change({ [name]: null }) }, words, el("span", { class: "cross", "aria-hidden": "true" }, " ×"));
+    }),
+  );
 }
 
 /** Does not take the text from under somebody who is typing. */
@@ -105,7 +132,7 @@ function group(name, words) {
     { class: "field", "data-field": name, id: `field-${name}`, hidden: true },
     el("span", { class: "label", id }, words),
     el("div", { class: "chips", role: "radiogroup", "aria-labelledby": id, onkeydown: moved }),
-    el("p", { class: "reason", "aria-live": "polite" }),
+    el("p", { class: "reason", id: `reason-${name}`, "aria-live": "polite" }),
     el("p", { class: "problem", hidden: true }),
   );
 }
@@ -138,7 +165,7 @@ function chip(field, one) {
       "aria-disabled": refused ? "true" : null,
       "data-value": String(one.value),
       tabindex: "-1",
-      title: one.refused || one.priced_only || null,
+      "aria-describedby": refused || one.priced_only ? `reason-${field.dataset.field}` : null,
       onclick: () => (refused ? say(field, one) : change(one.set)),
       onfocus: () => say(field, one),
       onmouseenter: () => say(field, one),
@@ -159,8 +186,9 @@ function say(field, one) {
 
 const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
-/** Arrow keys move between the values, also to impossible ones to read why; Space and Enter choose. */
+/** Arrow keys move between the values, also to impossible ones to read why; Space and Enter choose; Escape hides it. */
 function moved(event) {
+  if (event.key === "Escape") say(event.currentTarget.closest(".field"), null);
   const chips = [...event.currentTarget.children];
   const at = chips.indexOf(document.activeElement);
   const to = event.key === "Home" ? 0 : event.key === "End" ? chips.length - 1 : at + (STEPS[event.key] ?? NaN);

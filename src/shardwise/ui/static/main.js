@@ -13,7 +13,7 @@ const known = await catalogue();
 let advising;
 
 function show(data, since) {
-  document.body.classList.remove("stale");
+  document.body.classList.remove("stale", "unpriced");
   byId("banner").hidden = true;
   clearProblem();
   byId("advice").classList.add("waiting");
@@ -34,6 +34,7 @@ function show(data, since) {
 
 function fail(error) {
   document.body.classList.add("stale");
+  if (document.body.classList.contains("unpriced")) byId("sentence").textContent = "This job has no price: change it, reset its layout, or find the best";
   byId("advice").hidden = true;
   const placed = error.field !== undefined && showProblem(error);
   byId("banner").textContent = error.message;

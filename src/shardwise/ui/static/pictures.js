@@ -24,6 +24,13 @@ function whenNear(plot, drawing) {
   else waiting.set(plot, now);
 }
 
+function ended(table, atRow) {
+  if (!atRow) return table;
+  table.tHead.rows[0].append(el("td"));
+  [...table.tBodies[0].rows].forEach((row, number) => row.append(el("td", {}, atRow(number))));
+  return table;
+}
+
 /** A card for one chart; `beside` stands between the chart and its table. */
 export function card(id, title, ...beside) {
   const heading = el("h2", {}, title);
@@ -35,8 +42,8 @@ export function card(id, title, ...beside) {
   const place = el("section", { class: "card", id }, heading, caption, plot, ...beside, table);
   return {
     place,
-    /** Draws a chart, or hides the card where there is none. */
-    draw(chart, onPick) {
+    /** Draws a chart, or hides the card where there is none; ``atRow(number)`` is what ends each row of its table. */
+    draw(chart, onPick, atRow) {
       place.hidden = !chart;
       if (!chart) {
         waiting.delete(plot);
@@ -46,8 +53,9 @@ export function card(id, title, ...beside) {
       heading.textContent = chart.title;
       caption.textContent = chart.caption;
       whenNear(plot, () => ShardwiseCharts.draw(plot, chart, onPick));
-      if (table.open) rows.replaceChildren(ShardwiseCharts.table(chart));
-      table.ontoggle = () => table.open && rows.replaceChildren(ShardwiseCharts.table(chart));
+      const fill = () => rows.replaceChildren(ended(ShardwiseCharts.table(chart), atRow));
+      if (table.open) fill();
+      table.ontoggle = () => table.open && fill();
     },
     /** Says why there is no chart. */
     say(words) {

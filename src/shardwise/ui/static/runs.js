@@ -36,7 +36,7 @@ function row(one, own) {
     "tr",
     { class: own ? "own" : null },
     el("th", { scope: "row" }, own ? "This job, predicted" : one.model, small(own ? one.model : `${one.source}, ${one.locator}`)),
-    el("td", {}, one.machine, small(`${one.layout}${batch}`)),
+    el("td", {}, one.machine, small(`${one.layout}${batch}`), own || !one.differs.length ? null : el("small", { class: "differs" }, one.differs.join(", "))),
     cell(2, seconds(one.seconds), own ? null : small(one.reported_from)),
     cell(3, share(one.mfu)),
     cell(4, count(one.tokens_per_second_per_device)),

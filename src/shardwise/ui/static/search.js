@@ -3,7 +3,7 @@
 import { byId, bytes, count, el, seconds, share } from "./dom.js";
 import { card } from "./pictures.js";
 import { Refused } from "./server.js";
-import { replace } from "./state.js";
+import { replace, state } from "./state.js";
 
 const TOP = 8;
 
@@ -13,10 +13,11 @@ const meter = el("div", { class: "meter", hidden: true }, el("i"));
 const found = el("div", { class: "found" });
 const pareto = card("pareto", "Time against memory");
 let running = null;
-let kept = {}; // what of the job a search does not vary: everything else of the layout is its answer
+let varied = []; // keywords of the layout, which are the answer of a search
 
 export const search = {
-  prepare() {
+  prepare(known) {
+    varied = known.varied;
     byId("find").addEventListener("click", () => {
       byId("search").scrollIntoView();
       if (!running) start();
@@ -31,11 +32,10 @@ export const search = {
       found,
     );
   },
-  show: (data) => { kept = data.searched; },
 };
 
 async function start() {
-  const job = kept;
+  const job = without(varied, state());
   running = new AbortController();
   button.textContent = "Cancel";
   meter.hidden = false;
@@ -46,7 +46,7 @@ async function start() {
     const answer = await fetch("/api/plan", {
       method: "POST",
       headers: { "content-type": "application/json", accept: "text/event-stream" },
-      body: JSON.stringify({ ...job, pareto: "memory" }),
+      body: JSON.stringify(isMixed(job.cluster) ? job : { ...job, pareto: "memory" }),
       signal: running.signal,
     });
     if (!answer.ok) throw new Refused((await answer.json()).error);
@@ -61,6 +61,8 @@ async function start() {
 }
 
 const stop = () => running?.abort();
+const isMixed = (cluster) => (typeof cluster === "string" ? cluster.includes("+") : Boolean(cluster?.kinds));
+const without = (names, job) => Object.fromEntries(Object.entries(job).filter(([name]) => !names.includes(name)));
 
 /** Reads server-sent events from a stream. */
 async function listen(stream, job, since) {
@@ -77,7 +79,8 @@ async function listen(stream, job, since) {
       if (event[1] === "progress") status.textContent = `${data.words} · ${Math.round((performance.now() - since) / 1000)} s`;
       else if (event[1] === "picture") picture = data;
       else if (event[1] === "refused") throw new Refused(data.error);
-      else draw(data, picture, job);
+      else if (data.ranking) draw(data, picture, job);
+      else drawMixed(data, job);
     }
   }
 }
@@ -87,33 +90,61 @@ function draw(plan, picture, job) {
   status.textContent = `${count(result.priced)} strategies priced: ${count(result.fitting)} run and fit, ${count(result.too_large)} do not fit, ${count(result.unsupported)} are not run.`;
   const rows = ranking.slice(0, TOP).map((row) => ({ ...row, ...layouts.find((one) => one.words === row.words) }));
   const body = el("tbody", {}, ...rows.map((one) => layoutRow(one, rows[0], job)));
-  const names = ["", "Layout", "Step", "Time", "MFU", "Memory", "Fits", ""];
   found.replaceChildren(
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...names.map((name, index) => el("th", { class: index > 1 && index < 7 ? "number" : null, scope: "col" }, name)))), body)),
+    listed(["", "Layout", "Step", "Time", "MFU", "Memory", "Fits", ""], body),
     el("p", { class: "why" }, el("b", {}, "Why 1 wins. "), explanation.sentence),
     pareto.place,
   );
   // The series of the picture: all that were simulated, the front, the first.
   const points = [plan.candidates, plan.pareto, [plan.candidates[0]]];
-  pareto.draw(picture, (series, index) => use(points[series][index], job));
+  pareto.draw(picture, (series, index) => use(points[series][index], job), (row) => useButton(plan.pareto[row], job));
+}
+
+/** A plan over several kinds of nodes: a layout says also in which order the kinds follow each other. */
+function drawMixed(plan, job) {
+  const [first] = plan.candidates;
+  status.textContent = `${count(plan.strategies)} strategies tried${plan.was_stopped ? ", stopped after a minute" : ""}.`;
+  const rows = plan.candidates.slice(0, TOP).map((one, index) =>
+    el(
+      "tr",
+      { class: index ? null : "own" },
+      el("td", {}, String(index + 1)),
+      el("th", { scope: "row" }, one.words, el("small", {}, one.kinds.map((kind) => `${kind.cluster}: ${kind.layers.reduce((sum, more) => sum + more, 0)} layers`).join(", "))),
+      cell(seconds(one.predicted_seconds)),
+      cell(index ? signed(one.predicted_seconds / first.predicted_seconds - 1) : ""),
+      cell(share(one.mfu)),
+      el("td", {}, useButton(one, { ...job, cluster: one.cluster })),
+    ));
+  const gain = plan.gain === null ? "No kind holds the model alone." : `${plan.gain.toFixed(2)} times as fast as the better kind alone.`;
+  found.replaceChildren(listed(["", "Layout", "Step", "Time", "MFU", ""], el("tbody", {}, ...rows)), el("p", { class: "why" }, gain));
+}
+
+const cell = (text) => el("td", { class: "number" }, text);
+const signed = (part) => `${part >= 0 ? "+" : "−"}${share(Math.abs(part))}`;
+
+function listed(names, body) {
+  const head = names.map((name, index) => el("th", { class: index > 1 && index < names.length - 1 ? "number" : null, scope: "col" }, name));
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), body));
 }
 
 function layoutRow(one, first, job) {
   const slower = one.predicted_seconds / one.tokens_per_step / (first.predicted_seconds / first.tokens_per_step) - 1;
-  const cell = (text) => el("td", { class: "number" }, text);
   return el(
     "tr",
     { class: one.rank === 1 ? "own" : null },
     el("td", {}, String(one.rank)),
     el("th", { scope: "row" }, one.words, one.group === "within noise" ? null : el("small", {}, "slower than noise")),
     cell(seconds(one.predicted_seconds)),
-    cell(one === first ? "" : `${slower >= 0 ? "+" : "−"}${share(Math.abs(slower))}`),
+    cell(one === first ? "" : signed(slower)),
     cell(share(one.mfu)),
     cell(bytes(one.memory.total_bytes)),
     cell(share(one.fit_probability, 0)),
-    el("td", {}, el("button", { type: "button", class: "quiet small", onclick: () => use(one, job) }, "Use")),
+    el("td", {}, useButton(one, job)),
   );
 }
+
+const useButton = (one, job) =>
+  el("button", { type: "button", class: "quiet small", "aria-label": `Use ${one.words}`, onclick: () => use(one, job) }, "Use");
 
 /** Puts a layout of the search on the page. */
 function use(one, job) {

@@ -73,6 +73,7 @@ export function showAdvice(data, apply) {
   const place = byId("advice");
   place.replaceChildren(el("b", {}, `${data.name}: `), data.words, " ");
   if (data.set) place.append(el("button", { type: "button", class: "link", onclick: () => apply(data.set) }, "Apply"));
+  else if (data.search) place.append(el("button", { type: "button", class: "link", onclick: () => byId("find").click() }, "Search"));
   place.hidden = false;
   place.classList.remove("waiting");
 }
