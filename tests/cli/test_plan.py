@@ -113,9 +113,21 @@ def test_a_search_that_is_stopped_at_once_has_an_answer(model: str) -> None:
 
 
 def test_what_a_plan_has_from_its_stack_is_noted(tmp_path: Path) -> None:
-    result = planned(tmp_path, "--dispatch", "deduplicated", "--set", "strategy.overlap.tp=true")
+    result = planned(tmp_path, "--dispatch", "deduplicated", "--set", "strategy.overlap.pp=true")
     assert "note: strategy.dispatch is ignored" in result.out
-    assert "note: strategy.overlap.tp is ignored" in result.out
+    assert "note: strategy.overlap.pp is ignored" in result.out
+
+
+def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
+    """`analyze` proposes it for a plan without; the job file has it, and a search from that file too."""
+    command = "plan --model llama3-70b --cluster dgx-h100:8 --global-batch 64 --tp 8 --pp 1 --cp 1 --json --output"
+    plain = json.loads(run(*command.split(), "-").out)["layouts"][0]["predicted_seconds"]
+    path = str(tmp_path / "job.yaml")
+    asked = run(*command.split(), path, "--set", "strategy.overlap.tp=true")
+    found = json.loads(asked.out)["layouts"][0]["predicted_seconds"]
+    assert found < plain and "overlap:\n    tp: true" in Path(path).read_text()
+    again = run("plan", path, "--tp", "8", "--pp", "1", "--cp", "1", "--json", "--output", "-")
+    assert json.loads(again.out)["layouts"][0]["predicted_seconds"] == pytest.approx(found)
 
 
 @pytest.mark.parametrize(

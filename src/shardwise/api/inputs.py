@@ -64,8 +64,8 @@ def planning_job(
 ) -> tuple[Job, list[str]]:
     """The job whose strategy is to be found, and what was assumed about it.
 
-    Its strategy has only what no search varies (`NOT_SEARCHED`). A ``framework`` sets the stack and the precision
-    unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
+    Its strategy has only what no search varies (`NOT_SEARCHED`, and the overlap of tp). A ``framework`` sets the stack
+    and the precision unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
     """
     fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
@@ -74,6 +74,8 @@ def planning_job(
     Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # checks unused fields too
     notes += _not_taken(arguments)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
+    if "tp" in _part(given, "overlap"):
+        fields["strategy"]["overlap"] = {"tp": given["overlap"]["tp"]}
     training = _part(fields, "training")
     batch = training.pop("global_batch", None)
     model: Model = fields["model"]
@@ -99,7 +101,8 @@ def planning_job(
 
 def _not_taken(arguments: JobArguments) -> list[str]:
     """Notes on strategy flags that a plan ignores because the stack decides."""
-    paths = (path for path in arguments.overrides if path.startswith(("strategy.overlap", "strategy.dispatch")))
+    ignored = ("strategy.overlap", "strategy.dispatch")
+    paths = (path for path in arguments.overrides if path.startswith(ignored) and path != "strategy.overlap.tp")
     return [f"{path} is ignored: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
 

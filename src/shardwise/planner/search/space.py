@@ -185,10 +185,11 @@ def model_divides(job: Job, strategy: Strategy) -> bool:
 
 
 def plain_strategy(job: Job) -> Strategy:
-    """What all strategies of a search share: the stack's overlap and dispatch, and what no search varies."""
+    """What all strategies of a search share: the stack's overlap (that of tp: the job's) and dispatch, and what no
+    search varies."""
     return Strategy(
         stage_layers="balanced",
-        overlap=replace(job.stack.overlap, ep=False),
+        overlap=replace(job.stack.overlap, ep=False, tp=job.strategy.overlap.tp),
         dispatch=job.stack.dispatch,
         recompute_operators=job.strategy.recompute_operators,
         collective=job.strategy.collective,
