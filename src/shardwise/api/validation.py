@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.api.results import Result, Rows
 from shardwise.cost.accuracy import bubbles, collectives, runs
 from shardwise.cost.accuracy.bubbles import ScoredBubble, score_bubbles
 from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
-from shardwise.cost.accuracy.scored import ScoredRuns, score_runs
+from shardwise.cost.accuracy.runs import PublishedRun, measured_run
+from shardwise.cost.accuracy.scored import NotScored, ScoredRuns, score_runs, scored
 from shardwise.cost.accuracy.scores import ErrorSummary, summarize_errors
-from shardwise.cost.accuracy.table import FOLDER, TRAINING_RUNS, columns_of, table_path
+from shardwise.cost.accuracy.table import FOLDER, SCORED, TRAINING_RUNS, columns_of, table_path
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.step.prediction import predict
+from shardwise.interop.jobs import read_job
 from shardwise.report.page import Page
 from shardwise.report.validation import errors_data, errors_page, runs_data, runs_page
 from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.metrics.lines import read_lines, summarise
 
 Kind = Literal["runs", "bubbles", "collectives"]
 _COLUMNS: dict[Kind, Any] = {"runs": runs.COLUMNS, "bubbles": bubbles.COLUMNS, "collectives": collectives.COLUMNS}
@@ -65,14 +72,17 @@ class ErrorScores(Result):
 def validate(table: str | PathLike[str] | None = None) -> RunScores | ErrorScores:
     """Scores the cost model on a table: one of the package's (`SCORED`), or a CSV in the layout of one of them.
 
-    Without a table, on all published training runs of the package.
+    Or on runs of one's own: the folder of a run, or one that has such folders anywhere inside. Without a table, on all
+    published training runs of the package.
     """
     if table is None:
-        return _runs(TRAINING_RUNS)
+        return _scores(score_runs(TRAINING_RUNS))
+    if _is_folder(fspath(table)):
+        return _scores(scored(*_own_runs(Path(table))))
     path = str(table_path(fspath(table)))
     kind = _kind(path)
     if kind == "runs":
-        return _runs((path,))
+        return _scores(score_runs((path,)))
     if kind == "collectives":
         reduced = tuple(score_all_reduces(path))
         return ErrorScores(kind, reduced, _summary((row.machine, row.error) for row in reduced))
@@ -80,8 +90,40 @@ def validate(table: str | PathLike[str] | None = None) -> RunScores | ErrorScore
     return ErrorScores(kind, idle, _summary((row.schedule, row.error) for row in idle))
 
 
-def _runs(tables: Iterable[str]) -> RunScores:
-    found = score_runs(tables)
+def _is_folder(named: str) -> bool:
+    try:
+        return named not in SCORED and Path(named).is_dir()
+    except (OSError, ValueError):
+        return False  # whoever reads it says why it is no path
+
+
+def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
+    """Runs that `train` or a callback recorded, by their folders; an error if none has a step to score."""
+    folders = [root] if (root / "job.yaml").is_file() else sorted(one.parent for one in root.rglob("job.yaml"))
+    runs: list[PublishedRun] = []
+    refused: list[NotScored] = []
+    for folder in folders:
+        name = str(root) if folder == root else folder.relative_to(root).as_posix()
+        try:
+            runs.append(_own_run(name, RunFolder(folder)))
+        except SpecError as error:
+            refused.append(NotScored(name, str(error)))
+    if not runs:
+        problem = refused[0].reason if refused else "has no run's folder in it"
+        raise SpecError(str(root), problem, "name the folder of a run, such as runs/demo")
+    return runs, refused
+
+
+def _own_run(name: str, folder: RunFolder) -> PublishedRun:
+    """The job as it is priced today, beside the medians of the run's steps."""
+    job, found = read_job(folder.job), summarise(read_lines(folder.metrics))
+    if found.step_seconds is None:
+        raise SpecError(name, "has no measured step", "train it first")
+    predict(job), peak_memory(job)
+    return measured_run(name, job, found.step_seconds, found.memory_bytes)
+
+
+def _scores(found: ScoredRuns) -> RunScores:
     return RunScores(**{one.name: getattr(found, one.name) for one in fields(found)})
 
 

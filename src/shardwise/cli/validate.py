@@ -1,4 +1,4 @@
-"""`shardwise validate`: score the cost model on a table of published or measured runs."""
+"""`shardwise validate`: score the cost model on a table of published runs, or on runs of one's own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _DEFAULT = " and ".join(TRAINING_RUNS)
 def run(arguments: list[str]) -> int:
     parser = Parser(
         "validate",
-        "Scores the cost model on a table of training runs, of collectives, or of pipeline bubbles.",
-        "shardwise validate\nshardwise validate collectives\nshardwise validate my_runs.csv",
+        "Scores the cost model on a table of training runs, collectives or pipeline bubbles, or on your own runs.",
+        "shardwise validate\nshardwise validate collectives\nshardwise validate my_runs.csv\nshardwise validate runs",
     )
-    names = f"{', '.join(SCORED)} (which come with the package), or a CSV in the layout of one; default: {_DEFAULT}"
+    names = f"{', '.join(SCORED)} (which come with the package), a CSV in the layout of one, or a folder of runs"
+    names += f"; default: {_DEFAULT}"
     parser.add_argument("table", nargs="?", help=names)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

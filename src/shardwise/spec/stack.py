@@ -51,8 +51,9 @@ class Stack(Spec):
     ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
     that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
     once for both passes and sums copies of shards after the last microbatch. ``masters`` of whole bf16 weights are fp32
-    numbers, or the "rest": their lower halves, of which the weights are the upper ones. ``message_buffers`` of a
-    pipeline: one for each direction, or for each microbatch too, with all outputs of the stage beside them.
+    numbers, or the "rest": their lower halves, of which the weights are the upper ones; with "none" the optimizer
+    updates the 16-bit weights themselves, by gradients of their format. ``message_buffers`` of a pipeline: one for each
+    direction, or for each microbatch too, with all outputs of the stage beside them.
     ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the
     device) say what PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side
     share the moves of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine
@@ -86,7 +87,7 @@ class Stack(Spec):
     dummy_gradients: bool = False
     late_gradients: bool = False
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
-    masters: Literal["fp32", "rest"] = "fp32"
+    masters: Literal["fp32", "rest", "none"] = "fp32"
     gradients: Literal["kept", "made"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
@@ -121,6 +122,8 @@ class Stack(Spec):
     def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
         recipe = replace(recipe, wide_experts=not self.fp8_experts)
+        if self.masters == "none" and recipe.master:
+            return replace(recipe, gradient=recipe.weight, master=0)
         if self.sharded_parameters == "fp32" and recipe.master:
             return replace(recipe, weight=4, copies=0, gradient=4, master=0)
         if self.sharded_parameters == "fp32 shards":

@@ -163,6 +163,14 @@ def run_from_row(row: TableRow) -> PublishedRun:
         raise error.under(f"row {row.text('row_id')}") from None
 
 
+def measured_run(name: str, job: Job, step_seconds: float | None, memory_bytes: float | None) -> PublishedRun:
+    """A run of one's own: its job is known, and nothing of it assumed; memory is that of its tensors."""
+    known = {"model": job.model.name, "vocab": str(job.model.vocab), "gpu": job.cluster.device.name}
+    cells = {"row_id": name, "source": "measured", **known}
+    source = Source("measured", "", job.stack.name, "the job of the run")
+    return PublishedRun(TableRow(cells), source, job, step_seconds, "measured steps", memory_bytes, "allocated")
+
+
 def _job(row: TableRow, source: Source) -> Job:
     stack = stack_from(source.stack)
     variants = [variant for variant in source.variants if variant.applies(row)]

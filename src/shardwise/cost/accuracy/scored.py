@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.cost.accuracy.choices import ChoiceSummary, LayoutChoice, choice_summary, choices
@@ -58,7 +58,11 @@ class ScoredRuns:
 
 def score_runs(tables: Iterable[str]) -> ScoredRuns:
     """The runs of tables, by name or path."""
-    published, not_scored = published_runs(tables)
+    return scored(*published_runs(tables))
+
+
+def scored(published: Sequence[PublishedRun], not_scored: Sequence[NotScored] = ()) -> ScoredRuns:
+    """Runs that can be priced."""
     scores = [score(one, predicted_range(one)) for one in published]
     counted = [one for one in scores if not one.set_aside]
     chosen = choices(published, {one.row_id: one.predicted_seconds for one in scores})

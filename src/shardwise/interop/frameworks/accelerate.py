@@ -19,7 +19,9 @@ from shardwise.spec.job import Job
 
 _FSDP, _DEEPSPEED, _MESH = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-_MODES = {"MULTI_GPU": "MULTI_GPU", "NO": "MULTI_GPU", "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
+_MODES = {
+    "MULTI_GPU": "MULTI_GPU", "MULTI_CPU": "MULTI_GPU", "NO": "MULTI_GPU", "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED",
+}  # fmt: skip
 
 
 def mode_for(job: Job) -> str:

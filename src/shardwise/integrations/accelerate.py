@@ -1,0 +1,175 @@
+"""A bare Accelerate loop, watched; and the layout of an `Accelerator`, as its configuration file would say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_settings
+from shardwise.integrations.module import NotPriced
+from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
+from shardwise.integrations.watch import RunWatch
+from shardwise.spec.errors import SpecError
+from shardwise.spec.installation import require_packages
+
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+
+
+class ShardwiseWatch:
+    """Prices the run of an `Accelerator` before its first step, and measures it beside the prediction.
+
+    Made after `prepare`, by every process; used as a context, with a `step()` after every batch::
+
+        with ShardwiseWatch(accelerator, model, optimizer, loader, seq=1024, cluster="dgx-h100:1") as watch:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...
+                watch.step()
+
+    ``steps`` is the number of optimizer steps, if it is known; ``first_step`` those done before, when a run is resumed.
+    The rest is as in `WatchOptions`; figures go to the accelerator's trackers.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        *,
+        seq: int | None = None,
+        cluster: Any = None,
+        described: Any = None,
+        folder: str | PathLike[str] | None = None,
+        on_misfit: OnMisfit = "warn",
+        steps: int | None = None,
+        first_step: int = 0,
+    ) -> None:
+        require_packages("shardwise.integrations.accelerate", "accelerate")
+        options = WatchOptions(seq=seq, cluster=cluster, model=described, folder=folder, on_misfit=on_misfit)
+        if not hasattr(accelerator, "sync_gradients"):
+            raise SpecError("accelerator", f"{type(accelerator).__name__} is no Accelerator", "give the one of the run")
+        self.accelerator = accelerator
+        self._step = first_step
+        accumulation = int(accelerator.gradient_accumulation_steps)
+        root = accelerator.project_dir or "."
+        self.watch = RunWatch(
+            FrameworkRun(
+                framework="Accelerate",
+                module=model,
+                optimizer=optimizer,
+                loader=loader,
+                settings=(),
+                layout=lambda: layout_of(accelerator.state, loader, None, accumulation),
+                ranks=Ranks.here(accelerator.num_processes, accelerator.device),
+                is_main=accelerator.is_main_process,
+                folder=options.folder_in(root),
+                first_step=first_step,
+                steps=steps,
+            ),
+            options,
+        )
+        self.watch.step_begins()
+
+    def step(self, loss: float | None = None) -> None:
+        """After a batch; it counts where the gradients were synchronised and the optimizer has made its step."""
+        if not self.accelerator.sync_gradients:
+            return
+        self._step += 1
+        self.watch.step_ends(self._step, loss)
+        if figures := self.watch.figures():
+            self.accelerator.log(figures, step=self._step)
+        self.watch.step_begins()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is no part of a step: ``with watch.aside(): evaluate()``."""
+        self.watch.interrupted()
+        try:
+            yield
+        finally:
+            self.watch.resumed()
+
+    def finish(self) -> None:
+        """Writes what is left, and prints predicted beside measured."""
+        self.watch.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.watch.finish(failed="" if kind is None else f"{kind.__name__}: {error}")
+
+
+# -- the layout --------------------------------------------------------------------------------------------------------
+
+
+def layout_of(state: Any, loader: Any, rows: int | None, accumulation: int) -> RunLayout:
+    """What the state of an `Accelerator` says, in the words of Accelerate's configuration file, or of DeepSpeed's.
+
+    ``rows`` of a rank's batch, where the loader does not say them.
+    """
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    mesh = _mesh(getattr(state, "parallelism_config", None))
+    others = mesh["tp_size"] * mesh["cp_size"] * mesh["sp_size"]
+    rows = rows_of_a_rank(loader, state.num_processes // others) or rows
+    if kind == "DEEPSPEED":
+        config = dict(state.deepspeed_plugin.deepspeed_config)
+        if mesh["sp_size"] > 1:
+            config["sequence_parallel_size"] = mesh["sp_size"]
+        return RunLayout("deepspeed", deepspeed_settings(config, rows, accumulation), rows, accumulation, {})
+    settings: dict[str, Any] = {
+        "distributed_type": kind,
+        "mixed_precision": str(state.mixed_precision),
+        "num_processes": int(state.num_processes),
+    }
+    stack: dict[str, Any] = {}
+    if kind == "FSDP":
+        settings |= fsdp_settings(state.fsdp_plugin)
+    if max(mesh.values()) > 1:
+        if kind != "FSDP":  # tensor parallelism alone: nothing is sharded over the ranks that are left
+            settings |= {"distributed_type": "FSDP", FSDP + "version": 2}
+        settings |= {MESH + name: mesh[name] for name in _SIZES if name != "sp_size"}
+        settings |= _rotation(state.parallelism_config, mesh["cp_size"])
+    return RunLayout("accelerate", settings, rows, accumulation, stack)
+
+
+def _mesh(config: Any) -> dict[str, int]:
+    return {name: int(getattr(config, name, None) or 1) for name in _SIZES}
+
+
+def _rotation(config: Any, size: int) -> dict[str, Any]:
+    method = getattr(getattr(config, "cp_handler", None), "cp_comm_strategy", None)
+    return {MESH + "cp_comm_strategy": str(method)} if size > 1 and method else {}
+
+
+def fsdp_settings(plugin: Any) -> dict[str, Any]:
+    """Accelerate's FSDP plugin, of either version."""
+    offload = plugin.cpu_offload
+    settings: dict[str, Any] = {
+        FSDP + "version": int(plugin.fsdp_version),
+        # FSDP1 has a class whose field says it, FSDP2 a policy whose class does.
+        FSDP + "offload_params": bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")),
+        FSDP + "activation_checkpointing": bool(plugin.activation_checkpointing),
+        FSDP + "activation_checkpointing_offload": bool(getattr(plugin, "activation_checkpointing_offload", False)),
+    }
+    if plugin.fsdp_version == 1:
+        chosen = plugin.sharding_strategy or plugin.reshard_after_forward
+        settings[FSDP + "sharding_strategy"] = getattr(chosen, "name", None) or str(chosen)
+    else:
+        settings[FSDP + "reshard_after_forward"] = bool(plugin.reshard_after_forward)
+    return settings
+
+
+def rows_of_a_rank(loader: Any, data_ranks: int) -> int | None:
+    """Rows of a batch that one data-parallel rank gets from a loader that Accelerate has prepared; None if unknown."""
+    try:
+        total = int(loader.total_batch_size)
+    except (AttributeError, TypeError):
+        return None
+    if data_ranks < 1 or total % data_ranks:
+        raise NotPriced("batch", f"{total:,} rows are not divided evenly over {data_ranks:,} ranks", "make them equal")
+    return total // data_ranks

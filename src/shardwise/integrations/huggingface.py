@@ -1,0 +1,122 @@
+"""A `transformers.Trainer`, watched by a callback: priced before its first step, measured beside the prediction."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any, Self
+
+from shardwise.integrations.accelerate import layout_of
+from shardwise.integrations.layout import Ranks, RunLayout
+from shardwise.integrations.module import NotPriced
+from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
+from shardwise.integrations.watch import RunWatch
+from shardwise.spec.installation import require_packages
+
+require_packages("shardwise.integrations.huggingface", "transformers", "accelerate")
+
+from transformers import TrainerCallback  # noqa: E402 (says what is missing first)
+
+
+class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
+    """Prices what a `Trainer` is about to run, and measures it beside the prediction::
+
+        ShardwiseCallback(seq=1024, cluster="dgx-h100:1").attach(trainer)
+
+    `attach` puts it before the trainer's loggers, which then record the figures too. Given as ``callbacks=[...]`` it
+    comes after them: figures go to ``trainer_state.json``, the console and the run's own folder.
+
+    ``seq`` are the tokens of a padded example (default: ``max_length`` of the arguments, or the examples where all have
+    one length); ``cluster`` the machine (default: the GPUs that are here); ``model`` a description of a network that
+    has no Hugging Face config; ``folder`` where the run is recorded (default: ``shardwise`` in the output folder).
+    ``on_misfit="stop"`` begins no run that is not known to fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq: int | None = None,
+        cluster: Any = None,
+        model: Any = None,
+        folder: str | PathLike[str] | None = None,
+        on_misfit: OnMisfit = "warn",
+    ) -> None:
+        self.options = WatchOptions(seq=seq, cluster=cluster, model=model, folder=folder, on_misfit=on_misfit)
+        self.watch: RunWatch | None = None
+
+    def attach(self, trainer: Any) -> Self:
+        """Adds it to a trainer, before those callbacks that write logs."""
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self.watch is not None:  # a run that began again, with a smaller batch
+            self.watch.finish(failed="it began again")
+            self.watch = None
+        loader = objects.get("train_dataloader")
+        self.watch = RunWatch(
+            FrameworkRun(
+                framework="Hugging Face Trainer",
+                module=objects["model"],
+                optimizer=objects.get("optimizer"),
+                loader=loader,
+                settings=(args,),
+                layout=lambda: _layout(args, state, loader),
+                ranks=Ranks.here(args.world_size, args.device),
+                is_main=state.is_world_process_zero,
+                folder=self.options.folder_in(args.output_dir),
+                first_step=state.global_step,
+                steps=state.max_steps,
+            ),
+            self.options,
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch is not None:
+            self.watch.step_begins()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch is not None:
+            self.watch.step_ends(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if self.watch is None or logs is None or not state.is_world_process_zero:
+            return
+        if isinstance(loss := logs.get("loss"), (int, float)):
+            self.watch.note_loss(float(loss))
+        figures = self.watch.figures()
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._interrupted()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._interrupted()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._interrupted()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch is not None:
+            self.watch.finish()
+            self.watch = None
+
+    def _interrupted(self) -> None:
+        if self.watch is not None:
+            self.watch.interrupted()
+
+
+def _layout(args: Any, state: Any, loader: Any) -> RunLayout:
+    from accelerate.state import AcceleratorState
+
+    if args.n_gpu > 1:
+        problem = f"nn.DataParallel over {args.n_gpu} GPUs of one process is not priced"
+        raise NotPriced("layout", problem, "start one process per GPU: torchrun --nproc-per-node")
+    rows = state.train_batch_size or args.train_batch_size
+    found = layout_of(AcceleratorState(), loader, rows, args.gradient_accumulation_steps)
+    notes = []
+    if getattr(args, "use_liger_kernel", False):
+        notes.append("Liger's kernels are not priced: those of transformers are")
+    return RunLayout(found.framework, found.settings, found.microbatch, found.accumulation, found.stack, tuple(notes))

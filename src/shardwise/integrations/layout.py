@@ -1,0 +1,172 @@
+"""The layout that a framework will run, in the words of its own configuration file, and the job that this makes.
+
+The settings are read by the same table that reads the file (`interop/frameworks`): there is no second parser.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.api.given import JobArguments
+from shardwise.api.inputs import job_from
+from shardwise.integrations.module import ModuleFacts, NotPriced, Sequences, optimizer_of
+from shardwise.interop.frameworks import Imported, target
+from shardwise.interop.frameworks.documents import flatten
+from shardwise.measure.step import cluster_name_here
+from shardwise.spec.clusters import cluster_from, job_cluster_from
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.stack import Stack, stack_from
+
+FSDP, MESH = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+_CLUSTER = "give cluster=, a preset such as dgx-h100:1 or what `shardwise calibrate` has measured here (cluster.yaml)"
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Who splits the work, and how: ``settings`` are those of a configuration file of ``framework``, flat.
+
+    ``stack`` are fields in which the software differs from what that framework usually is. ``microbatch`` are the rows
+    of a batch that one rank computes at once, ``accumulation`` how many of those make a step.
+    """
+
+    framework: str
+    settings: Mapping[str, Any]
+    microbatch: int | None
+    accumulation: int
+    stack: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of the run: how many there are, how many on each host, and on what they compute."""
+
+    world: int
+    per_host: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, world: int, device: torch.device) -> Ranks:
+        """As torchrun and its like tell it; without them all ranks are on this host."""
+        per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return cls(world, int(per_host) if per_host.isdigit() and int(per_host) else world, device)
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.world // self.per_host)
+
+
+def deepspeed_settings(config: Mapping[str, Any], microbatch: int | None, accumulation: int) -> dict[str, Any]:
+    """DeepSpeed's configuration with the batch of this run; what the trainer still leaves open is left out."""
+    settings = {name: value for name, value in flatten(config, "DeepSpeed configuration").items() if value != "auto"}
+    settings.pop("train_batch_size", None)  # follows from the two below, and from the ranks
+    settings["gradient_accumulation_steps"] = accumulation
+    if microbatch is not None:
+        settings["train_micro_batch_size_per_gpu"] = microbatch
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
+    """The devices of the run: as many of the cluster that is given, or of this machine's kind, as there are ranks."""
+    if given is None:
+        if ranks.device.type != "cuda":
+            raise SpecError("cluster", "is not given, and PyTorch trains on a CPU here", _CLUSTER)
+        try:
+            whole = cluster_from(f"{cluster_name_here('cuda')}:{ranks.hosts}")
+        except SpecError as error:
+            raise SpecError("cluster", error.problem, _CLUSTER) from None
+    else:
+        whole = job_cluster_from(given)
+    if whole.devices == ranks.world:
+        return whole, []
+    if whole.devices < ranks.world:
+        problem = f"{whole.name} has {whole.devices:,} devices, the run has {ranks.world:,} processes"
+        raise SpecError("cluster", problem, f"name as many nodes as there are: {whole.name}:{ranks.hosts}")
+    part = whole.with_devices(ranks.world) if ranks.hosts == 1 else whole.with_node_devices(ranks.per_host)
+    if part.devices != ranks.world:
+        problem = f"{whole.name} has {whole.devices:,} devices, the run has {ranks.world:,} processes"
+        raise SpecError("cluster", problem, "give cluster= of the nodes that the run uses")
+    return part, [] if given is None else [f"{ranks.world:,} of the {whole.devices:,} devices of {whole.name} are used"]
+
+
+def job_of(
+    layout: RunLayout, facts: ModuleFacts, sequences: Sequences, optimizer: Any, cluster: Cluster
+) -> tuple[Job, list[str]]:
+    """The job that a framework will run, and notes on what of it is not used or had to be assumed.
+
+    Raises NotPriced where the framework runs what a job does not describe.
+    """
+    try:
+        imported = _imported(layout, facts, cluster)
+        fields = {**imported.fields, **_precision(layout, facts, imported), **_of_module(facts, sequences)}
+        fields["strategy.microbatch"] = layout.microbatch or imported.fields.get("strategy.microbatch", 1)
+        ranks = cluster.devices // _other_degrees(fields)
+        fields["training.global_batch"] = fields["strategy.microbatch"] * layout.accumulation * ranks
+        if "training.optimizer" not in imported.fields or layout.framework != "deepspeed":
+            narrow = stack_from(fields["stack"]).masters == "none"
+            fields["training.optimizer"] = optimizer_of(optimizer, narrow=narrow)
+        tree = replace(imported, fields=fields).nested()
+        job, notes = job_from(JobArguments(fields={**tree, "model": facts.model, "cluster": cluster}))
+    except NotPriced:
+        raise
+    except SpecError as error:
+        raise NotPriced(error.field, error.problem, error.remedy) from None
+    unused = [f"{setting} is not priced" for setting in imported.unused]
+    return job, [*layout.notes, *facts.notes, *imported.notes, *unused, *notes]
+
+
+def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Imported:
+    one = target(layout.framework)
+    text = one.format.render(dict(layout.settings), one.names)
+    # The first reading finds the degrees, which with the devices give the data-parallel one.
+    degrees = one.read(text, facts.model).fields
+    others = _other_degrees(degrees)
+    if cluster.devices % others:
+        problem = f"{cluster.devices:,} processes are no multiple of tp · cp · pp = {others:,}"
+        raise NotPriced("strategy", problem, "correct the sizes of the parallel dimensions")
+    return one.read(text, facts.model, cluster, {"strategy.dp": cluster.devices // others})
+
+
+def _other_degrees(fields: Mapping[str, Any]) -> int:
+    """Ranks that compute on the same sequences."""
+    return math.prod(int(fields.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
+
+
+def _of_module(facts: ModuleFacts, sequences: Sequences) -> dict[str, Any]:
+    fields = {
+        "training.seq": sequences.seq,
+        "training.attention": facts.attention,
+        "training.dropout": facts.dropout,
+    }
+    return {**fields, **({"strategy.recompute": "full"} if facts.recomputed else {})}
+
+
+def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dict[str, Any]:
+    """The stack, and the precision where the weights themselves decide it.
+
+    DeepSpeed keeps fp32 masters of what it trains in 16 bits. Elsewhere mixed precision computes in 16 bits with fp32
+    weights, and 16-bit weights are updated as they are: they have no masters.
+    """
+    stack: Stack = stack_from(str(imported.fields["stack"]))
+    changes: dict[str, Any] = dict(layout.stack)
+    if facts.attention == "unfused":
+        changes["attention"] = "unfused"
+    if facts.compiled:
+        changes["elementwise"] = "compiled"
+    precision: dict[str, Any] = {}
+    if facts.weights != "float32" and stack.name != "deepspeed":
+        computed = "bf16" if facts.weights == "bfloat16" else "fp16"
+        changes |= {"masters": "none", "sharded_parameters": "16-bit", "gradient_reduce": "bf16"}
+        precision = {"training.precision": computed}
+    if not changes:
+        return {**precision, "stack": stack.name}
+    changed = replace(stack, name=f"{stack.name}-changed", **changes)
+    return {**precision, "stack": {name: value for name, value in changed.to_dict().items() if name != "source"}}

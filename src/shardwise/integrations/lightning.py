@@ -1,0 +1,191 @@
+"""A Lightning `Trainer`, watched by a callback: priced before its first step, measured beside the prediction."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_settings
+from shardwise.integrations.module import NotPriced
+from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
+from shardwise.integrations.watch import RunWatch
+from shardwise.spec.installation import is_installed, require_packages
+
+# The same framework under two names: that one is used which the program has imported.
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+# What Lightning calls a precision: what is computed in, beside fp32 weights; those that are "true" the weights say.
+_MIXED = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "bf16-true": "no", "16-true": "no"}
+_PLAIN = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+def _callback_class() -> Any:
+    known = [name for name in _NAMES if name in sys.modules]
+    known += [name for name in _NAMES if is_installed(name.partition(".")[0])]
+    if not known:
+        require_packages("shardwise.integrations.lightning", "lightning")
+    return importlib.import_module(known[0]).Callback
+
+
+class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
+    """Prices what a Lightning `Trainer` is about to run, and measures it beside the prediction::
+
+        Trainer(callbacks=[ShardwiseMonitor(seq=1024, cluster="dgx-h100:1")], ...)
+
+    ``seq`` are the tokens of a padded example (default: the examples, where all have one length); ``cluster`` the
+    machine (default: the GPUs that are here); ``model`` a description of a network that has no Hugging Face config;
+    ``folder`` where the run is recorded (default: ``shardwise`` in the log folder of the trainer).
+    ``on_misfit="stop"`` begins no run that is not known to fit. Figures go to the trainer's loggers.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq: int | None = None,
+        cluster: Any = None,
+        model: Any = None,
+        folder: str | PathLike[str] | None = None,
+        on_misfit: OnMisfit = "warn",
+    ) -> None:
+        super().__init__()
+        self.options = WatchOptions(seq=seq, cluster=cluster, model=model, folder=folder, on_misfit=on_misfit)
+        self.watch: RunWatch | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loader, root = trainer.train_dataloader, trainer.log_dir or trainer.default_root_dir
+        self._step, steps = trainer.global_step, trainer.estimated_stepping_batches
+        self.watch = RunWatch(
+            FrameworkRun(
+                framework="Lightning",
+                module=pl_module,
+                optimizer=trainer.optimizers[0] if len(trainer.optimizers) == 1 else None,
+                loader=loader,
+                settings=(getattr(pl_module, "hparams", None),),
+                layout=lambda: strategy_layout(trainer, pl_module, loader),
+                ranks=Ranks.here(trainer.world_size, trainer.strategy.root_device),
+                is_main=trainer.is_global_zero,
+                folder=self.options.folder_in(root),
+                first_step=self._step,
+                steps=int(steps) if math.isfinite(steps) else None,
+            ),
+            self.options,
+        )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch is not None and self._between:
+            self.watch.step_begins()
+            self._between = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch is None or trainer.global_step == self._step:
+            return
+        self._step, self._between = trainer.global_step, True
+        self.watch.step_ends(self._step)
+        if figures := self.watch.figures():
+            self.log_dict(figures, on_step=True, on_epoch=False, rank_zero_only=True)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._interrupted()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._interrupted()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._interrupted()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._interrupted()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._finish("")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._finish(f"{type(exception).__name__}: {exception}")
+
+    _between = True  # steps: the next batch is the first of one
+
+    def _interrupted(self) -> None:
+        if self.watch is not None:
+            self.watch.interrupted()
+
+    def _finish(self, failed: str) -> None:
+        if self.watch is not None:
+            self.watch.finish(failed=failed)
+            self.watch = None
+
+
+# -- the layout --------------------------------------------------------------------------------------------------------
+
+
+def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
+    """What a Lightning strategy runs, in the words of Accelerate's configuration file, or of DeepSpeed's."""
+    strategy, accumulation = trainer.strategy, int(trainer.accumulate_grad_batches)
+    names = [one.__name__ for one in type(strategy).__mro__]
+    rows = _rows(loader)
+    if "DeepSpeedStrategy" in names:
+        settings = deepspeed_settings(strategy.config, rows, accumulation)
+        return RunLayout("deepspeed", settings, rows, accumulation, {})
+    settings = {"mixed_precision": _mixed(str(trainer.precision)), "num_processes": int(trainer.world_size)}
+    if "FSDPStrategy" in names:
+        # Lightning reduces gradients in the format that it computes in (FSDPPrecision.mixed_precision_config).
+        stack: Mapping[str, Any] = {"gradient_reduce": "bf16"} if settings["mixed_precision"] != "no" else {}
+        return RunLayout("accelerate", settings | _first_fsdp(strategy), rows, accumulation, stack)
+    if "ModelParallelStrategy" in names:
+        settings |= _second_fsdp(strategy, module)
+    elif any(name in names for name in _PLAIN):
+        settings["distributed_type"] = "MULTI_GPU" if trainer.world_size > 1 else "NO"
+    else:
+        problem = f"{type(strategy).__name__} is not read"
+        raise NotPriced("strategy", problem, "read are ddp, fsdp, deepspeed and ModelParallelStrategy")
+    return RunLayout("accelerate", settings, rows, accumulation, {})
+
+
+def _mixed(precision: str) -> str:
+    if precision not in _MIXED:
+        raise NotPriced("precision", f"{precision!r} is not read", f"read are {', '.join(_MIXED)}")
+    return _MIXED[precision]
+
+
+def _first_fsdp(strategy: Any) -> dict[str, Any]:
+    chosen = strategy.sharding_strategy
+    word = str(getattr(chosen, "name", chosen)).upper()
+    settings = {
+        "distributed_type": "FSDP",
+        FSDP + "version": 1,
+        FSDP + "offload_params": bool(getattr(strategy.cpu_offload, "offload_params", strategy.cpu_offload)),
+    }
+    mesh = strategy.kwargs.get("device_mesh")
+    if mesh is not None:  # replicas × shards, in place of whole nodes
+        replicas, shards = mesh if isinstance(mesh, tuple) else tuple(mesh.mesh.shape)
+        settings |= {MESH + "dp_replicate_size": int(replicas), MESH + "dp_shard_size": int(shards)}
+        word = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}.get(word, word)
+    return {**settings, FSDP + "sharding_strategy": word.lstrip("_")}
+
+
+def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
+    """Of a `ModelParallelStrategy` the module says what was sharded: its user wrote that."""
+    mesh = strategy.device_mesh
+    data, tensor = int(mesh["data_parallel"].size()), int(mesh["tensor_parallel"].size())
+    sharded = any("FSDPModule" in [base.__name__ for base in type(one).__mro__] for one in module.modules())
+    if data > 1 and not sharded:
+        problem = f"{data} data-parallel ranks, but no module is sharded by fully_shard"
+        raise NotPriced("strategy", problem, "shard it in configure_model")
+    return {
+        "distributed_type": "FSDP", FSDP + "version": 2, FSDP + "reshard_after_forward": True,
+        MESH + "dp_replicate_size": 1, MESH + "dp_shard_size": data, MESH + "tp_size": tensor, MESH + "cp_size": 1,
+    }  # fmt: skip
+
+
+def _rows(loader: Any) -> int:
+    """Rows of the batch of one rank."""
+    for one in (loader, getattr(loader, "batch_sampler", None)):
+        rows = getattr(one, "batch_size", None)
+        if isinstance(rows, int):
+            return rows
+    raise NotPriced("batch", f"{type(loader).__name__} does not say how many rows a batch has", "use a DataLoader")

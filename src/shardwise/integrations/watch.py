@@ -1,0 +1,326 @@
+"""A framework's run while it trains: its steps timed and recorded beside the prediction, by rank 0 alone.
+
+The folder is that of a run, so that `status`, `report` and `validate` read it. No rank waits for another, and no step
+for its measurement: times are taken by events on the device, and read a step later.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.cost.compute.flops import flops_per_token
+from shardwise.integrations.module import language_model
+from shardwise.integrations.price import FrameworkRun, PricedRun, WatchOptions, priced_or_why_not
+from shardwise.launch.job_file import write_job
+from shardwise.report.charts.verdict import verdict_of
+from shardwise.report.console import table
+from shardwise.report.page import Page
+from shardwise.spec.errors import SpecError
+from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
+from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.loop import Timestamp
+from shardwise.training.metrics.events import STARTED, EventLog
+from shardwise.training.metrics.lines import WARM_UP, MetricLines
+from shardwise.training.metrics.memory import device_memory, tensors_counted
+from shardwise.training.metrics.recorder import read_prediction
+
+RECORD = "shardwise.json"
+RECENT = 20  # steps whose median is logged
+_UNLIKE = 0.01  # of the tokens of a step
+
+
+class RunWatch:
+    """`step_begins` and `step_ends` around every step, `interrupted` before what is none, `finish` at the end.
+
+    Nothing is measured on other ranks than the first; they only price the run, so that all stop where one does.
+    """
+
+    def __init__(self, run: FrameworkRun, options: WatchOptions) -> None:
+        self.run = run
+        self.priced, self.why_not = priced_or_why_not(run, options)
+        self._open = ExitStack()
+        self._lines: MetricLines | None = None
+        self._start: Timestamp | None = None
+        self._ended: _EndedStep | None = None  # not yet read
+        self._timed: list[_EndedStep] = []
+        self._begun = 0  # steps
+        self._counting: ExitStack | None = None
+        self._memory_bytes: int | None = None
+        self._tokens = _TokenCount(run, self.priced)
+        self._predicted: dict[str, float] = {}
+        if run.is_main:
+            self._begin_record()
+            self._say()
+
+    # -- before the first step ------------------------------------------------------------------------------------
+
+    def _begin_record(self) -> None:
+        folder = RunFolder(self.run.folder)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            self._open.enter_context(folder.checkpoints.locked())
+            if self.priced is not None:
+                write_job(self.priced.job, folder)
+                self._predicted = read_prediction(folder.path)
+                self._lines = MetricLines(folder.path, self.run.first_step)
+                EventLog(folder.events).write(STARTED, 0, self.run.framework)
+            self._write_record()
+        except OSError as error:
+            self._open.close()
+            problem = f"cannot be written ({error.strerror})"
+            raise SpecError(str(folder.path), problem, "give another folder=") from None
+
+    def _say(self) -> None:
+        if self.priced is None:
+            print(f"shardwise: not priced: {self.why_not}", flush=True)
+            return
+        verdict, *more = self.priced.lines()
+        more.append(f"recorded in {self.run.folder}: shardwise analyze {self.run.folder}/job.yaml")
+        Page.of([f"shardwise: {verdict}", *(f"  {line}" for line in more)]).print()
+
+    # -- while it trains ------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """On a CPU the tensors of one step are counted, which slows it down: its time is not used."""
+        if not self.run.is_main:
+            return
+        if self._start is None:
+            self._start = Timestamp(self.run.ranks.device)
+        self._begun += 1
+        self._count_if_due()
+
+    def step_ends(self, step: int, loss: float | None = None) -> None:
+        """``step`` counts optimizer steps from 1."""
+        if not self.run.is_main or self._start is None:
+            return
+        memory = self._memory()
+        end = Timestamp(self.run.ranks.device)
+        ended = _EndedStep(step, self._start, end, self._tokens.taken(), memory, loss)
+        self._read_ended()
+        self._start, self._ended = end, ended
+
+    def interrupted(self) -> None:
+        """What follows is no part of a step: an evaluation, a checkpoint."""
+        self._start = None
+        self._stop_counting()
+
+    def note_loss(self, loss: float) -> None:
+        """Of the newest step."""
+        if self._ended is not None:
+            self._ended.loss = loss
+
+    def resumed(self) -> None:
+        """After `interrupted`, where nothing tells when the next step begins: now."""
+        if self.run.is_main and self._start is None:
+            self._start = Timestamp(self.run.ranks.device)
+            self._count_if_due()
+
+    def figures(self) -> dict[str, float]:
+        """For the framework's own loggers: what was measured, beside what was predicted; empty in the first steps."""
+        seconds, tokens, memory = self._measured(RECENT)
+        if seconds is None:
+            return {}
+        named = {
+            "step_seconds": seconds,
+            "predicted_step_seconds": self._predicted.get("predicted_seconds"),
+            "tokens_per_second": tokens,
+            "memory_bytes": memory,
+            "predicted_memory_bytes": self._predicted.get("predicted_memory_bytes"),
+        }
+        return {f"shardwise/{name}": float(value) for name, value in named.items() if value is not None}
+
+    def _count_if_due(self) -> None:
+        due = self._begun > WARM_UP and self._memory_bytes is None and self._counting is None
+        if due and self.run.ranks.device.type == "cpu":
+            self._counting = ExitStack()
+            self._counter = self._counting.enter_context(tensors_counted())
+
+    def _stop_counting(self) -> bool:
+        """Whether it was counted."""
+        if self._counting is None:
+            return False
+        self._counting.close()
+        self._counting = None
+        gc.unfreeze()  # what counting has frozen is the user's
+        return True
+
+    def _memory(self) -> dict[str, Any]:
+        """Peaks of this rank that are known by the end of a step."""
+        if self._stop_counting():
+            self._memory_bytes = peak = self._counter.peak
+            return {"memory_bytes": peak, "memory_bytes_of_ranks": [peak]}
+        found = device_memory(self.run.ranks.device)
+        self._memory_bytes = found.get("memory_bytes", self._memory_bytes)
+        return dict(found)
+
+    def _read_ended(self) -> None:
+        """Writes the step before the newest: it is done, so that nobody waits for it."""
+        one, self._ended = self._ended, None
+        if one is None:
+            return
+        one.seconds = one.read_seconds()
+        self._timed.append(one)
+        if self._lines is not None and self.priced is not None:
+            tokens = one.tokens or self.priced.job.tokens_per_step
+            job = self.priced.job
+            least = flops_per_token(job.model, job.training.seq) * tokens / job.peak_flops
+            loss = {} if one.loss is None else {"loss": one.loss}
+            speed = {"seconds": one.seconds, "tokens_per_second": tokens / one.seconds, "mfu": least / one.seconds}
+            self._lines.write({"step": one.step, **loss, **speed, **one.memory, **self._predicted})
+
+    # -- at its end -----------------------------------------------------------------------------------------------
+
+    def finish(self, *, failed: str = "") -> None:
+        """Writes what is left, and prints predicted beside measured; ``failed`` says why the run ended early."""
+        self._tokens.close()
+        self._stop_counting()
+        if not self.run.is_main:
+            return
+        self._read_ended()
+        with suppress(OSError):
+            self._write_record()
+        if self._lines is not None:
+            self._lines.close()
+            EventLog(RunFolder(self.run.folder).events).ended(0, int(bool(failed)), why=failed)
+            self._lines = None
+        self._open.close()
+        if not failed and self._timed:
+            self._page().print()
+
+    def _measured(self, newest: int | None = None) -> tuple[float | None, float | None, int | None]:
+        """Seconds of a step, tokens a second (medians after the first steps), and bytes of memory."""
+        usual = [one for one in self._timed[WARM_UP:] if "memory_bytes_of_ranks" not in one.memory]
+        usual = usual[-newest:] if newest else usual or self._timed
+        if not usual:
+            return None, None, self._memory_bytes
+        known = self.priced.job.tokens_per_step if self.priced is not None else 0
+        speeds = [(one.tokens or known) / one.seconds for one in usual]
+        seconds = statistics.median(one.seconds for one in usual)
+        return seconds, statistics.median(speeds) or None, self._memory_bytes
+
+    def _page(self) -> Page:
+        seconds, tokens, memory = self._measured()
+        step, held = (self._predicted.get(f"predicted_{name}") for name in ("seconds", "memory_bytes"))
+        speed = None if self.priced is None else self.priced.result.tokens_per_second
+        rows = [
+            _row("step time", step, seconds, readable_seconds),
+            _row("tokens per second", speed, tokens, readable_count),
+            _row("memory of rank 0", held, memory, readable_bytes),
+        ]
+        title = f"shardwise: predicted beside measured, {counted(len(self._timed), 'step')}"
+        return Page.of([table(title, ("", "predicted", "measured", "difference"), rows), *self._remarks(seconds)])
+
+    def _remarks(self, seconds: float | None) -> Iterator[str]:
+        if self.priced is None:
+            yield f"not priced: {self.why_not}"
+            return
+        if seconds is not None and len(self._timed) > WARM_UP + 1:
+            low, high = self.priced.result.predicted_seconds_low, self.priced.result.predicted_seconds_high
+            inside = "inside" if low <= seconds <= high else "outside"
+            yield f"the measured step is {inside} the error bar, {readable_seconds(low)} to {readable_seconds(high)}"
+        wanted, seen = self.priced.job.tokens_per_step, self._tokens_of_a_step()
+        if seen is not None and abs(seen / wanted - 1) > _UNLIKE:
+            rows = f"a step had {seen:,.0f} tokens, {wanted:,} were priced"
+            yield f"{rows}: give the length of a padded example as seq="
+        yield f"shardwise report {self.run.folder}, shardwise validate {self.run.folder}"
+
+    def _tokens_of_a_step(self) -> float | None:
+        known = [one.tokens for one in self._timed if one.tokens]
+        return sum(known) / len(known) if known else None
+
+    def _write_record(self) -> None:
+        """What was predicted, beside what was measured so far, as one JSON file."""
+        seconds, tokens, memory = self._measured()
+        record: dict[str, Any] = {
+            "framework": self.run.framework,
+            "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+            "processes": self.run.ranks.world,
+            "steps": len(self._timed),
+            "predicted": None,
+            "measured": {"step_seconds": seconds, "tokens_per_second": tokens, "memory_bytes": memory,
+                         "tokens_per_step": self._tokens_of_a_step()},
+        }  # fmt: skip
+        if self.priced is None:
+            record["not_priced"] = self.why_not
+        else:
+            result = self.priced.result
+            record["predicted"] = {
+                **verdict_of(result.assessment).to_dict(),
+                "tokens_per_second": result.tokens_per_second,
+                "tensor_bytes": self._predicted.get("predicted_memory_bytes"),
+                "tokens_per_step": self.priced.job.tokens_per_step,
+            }
+            record |= {"notes": list(self.priced.notes), "job": self.priced.job.to_dict()}
+        text = json.dumps(record, indent=2, default=str) + "\n"
+        (self.run.folder / RECORD).write_text(text, encoding="utf-8")
+
+
+_PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> tuple[str, str, str, str]:
+    told = ("–" if one is None else show(one) for one in (predicted, measured))
+    apart = f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else "–"
+    return (name, *told, apart)  # type: ignore[return-value]
+
+
+class _EndedStep:
+    """A step whose work is launched; its time is read once the device has done it."""
+
+    def __init__(
+        self, step: int, start: Timestamp, end: Timestamp, tokens: int, memory: dict[str, Any], loss: float | None
+    ) -> None:
+        self.step, self.tokens, self.memory, self.loss = step, tokens, memory, loss
+        self._start, self._end = start, end
+        self.seconds = 0.0
+
+    def read_seconds(self) -> float:
+        self._end.wait()
+        return self._end.seconds_since(self._start)
+
+
+class _TokenCount:
+    """Tokens that all ranks together take a step for, by the batches that this rank's network gets."""
+
+    def __init__(self, run: FrameworkRun, priced: PricedRun | None) -> None:
+        self._tokens = 0
+        self._hook: Any = None
+        strategy = None if priced is None else priced.job.strategy
+        self._ranks = run.ranks.world // (1 if strategy is None else strategy.tp * strategy.pp)
+        if run.is_main and not (priced is not None and priced.facts.compiled):  # a hook would be compiled too
+            network = language_model(run.module)
+            self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, network: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not network.training or not torch.is_grad_enabled():
+            return
+        named = keywords.get("input_ids")
+        found = named if named is not None else next((one for one in arguments if isinstance(one, Tensor)), None)
+        if isinstance(found, Tensor) and not found.is_floating_point() and found.ndim == 2:
+            self._tokens += found.numel()
+
+    def taken(self) -> int:
+        """Since it was last asked."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens * self._ranks
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

@@ -1,0 +1,76 @@
+"""Two real processes over gloo: a `Trainer` and an Accelerate loop under DDP, Lightning under FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import status, validate, write_report
+from shardwise.interop.jobs import read_job
+from shardwise.training.metrics.lines import read_lines
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = [str(HERE.parents[1] / "src"), str(HERE.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(HERE / "trainer_worker.py"), str(folder)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder, done.stdout
+
+
+def test_a_trainer_of_two_processes_is_priced_and_recorded(recorded: tuple[Path, str]) -> None:
+    folder = recorded[0] / "trainer" / "shardwise"
+    job = read_job(folder / "job.yaml")
+    assert (job.strategy.data_parallel, job.strategy.zero, job.strategy.microbatch) == (2, 0, 2)
+    assert (job.microbatches, job.sequences, job.training.seq) == (2, 8, 16)
+    assert (job.training.precision, job.training.optimizer, job.stack.name) == ("fp32", "adamw", "accelerate")
+    lines = list(read_lines(folder / "metrics.jsonl"))
+    assert [one["step"] for one in lines] == list(range(1, 8))
+    assert all(one["seconds"] > 0 and one["predicted_seconds"] > 0 and "loss" in one for one in lines)
+    assert [one["step"] for one in lines if "memory_bytes" in one] == [4]  # counted in one step
+    record = json.loads((folder / "shardwise.json").read_text(encoding="utf-8"))
+    assert record["measured"]["tokens_per_step"] == record["predicted"]["tokens_per_step"] == 8 * 16
+    assert record["measured"]["memory_bytes"] > 0 and record["processes"] == 2
+
+
+@pytest.mark.parametrize(("name", "zero", "sequences"), [("accelerate", 0, 16), ("sharded", 3, 8)])
+def test_a_loop_and_a_strategy_are_priced_as_they_run(
+    name: str, zero: int, sequences: int, recorded: tuple[Path, str]
+) -> None:
+    job = read_job(recorded[0] / name / "job.yaml")
+    assert (job.strategy.data_parallel, job.strategy.zero, job.sequences) == (2, zero, sequences)
+    lines = list(read_lines(recorded[0] / name / "metrics.jsonl"))
+    assert [one["step"] for one in lines] == list(range(1, 7))
+    record = json.loads((recorded[0] / name / "shardwise.json").read_text(encoding="utf-8"))
+    assert record["measured"]["tokens_per_step"] == record["predicted"]["tokens_per_step"] == sequences * 16
+
+
+def test_one_rank_prints_and_all_stop(recorded: tuple[Path, str]) -> None:
+    text = recorded[1]
+    assert text.count("shardwise: llama on 2 × cpu: ") == text.count("predicted beside measured") == 3
+    assert sorted(line.partition(":")[0] for line in text.splitlines() if " stops: " in line) == [
+        "rank 0 stops", "rank 1 stops",
+    ]  # fmt: skip
+    assert not (recorded[0] / "stopped").exists()
+
+
+def test_the_other_verbs_read_what_was_recorded(recorded: tuple[Path, str]) -> None:
+    scores = validate(recorded[0])
+    assert [one.row_id for one in scores.rows] == ["accelerate", "sharded", "trainer/shardwise"]
+    assert all(one.time_error is not None and one.memory_error is not None for one in scores.rows)
+    assert status(recorded[0] / "sharded").to_dict()["state"] == "ended"
+    report = write_report(recorded[0] / "sharded", output=None, search=False)
+    assert report.measured is not None and report.measured.steps == 6
