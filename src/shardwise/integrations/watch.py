@@ -55,6 +55,7 @@ class RunWatch:
         self._begun = 0  # steps
         self._counting: ExitStack | None = None
         self._memory_bytes: int | None = None
+        self._held_before = device_memory(run.ranks.device).get("memory_bytes", 0)
         self._tokens = _TokenCount(run, self.priced)
         self._predicted: dict[str, float] = {}
         if run.is_main:
@@ -159,7 +160,9 @@ class RunWatch:
             self._memory_bytes = peak = self._counter.peak
             return {"memory_bytes": peak, "memory_bytes_of_ranks": [peak]}
         found = device_memory(self.run.ranks.device)
-        self._memory_bytes = found.get("memory_bytes", self._memory_bytes)
+        if found.get("memory_bytes", 0) <= self._held_before:
+            return {}  # the peak is older than the run
+        self._memory_bytes = found["memory_bytes"]
         return dict(found)
 
     def _read_ended(self) -> None:
