@@ -54,7 +54,7 @@ def test_a_second_run_in_the_folder_begins_anew(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_warned_of_or_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"cluster": CLUSTER, "model": "llama3-405b", "seq": 8192}
+    given = {"cluster": CLUSTER, "model": "llama3-8b", "seq": 512}
     watched = trainer(tmp_path / "stopped")
     watched.add_callback(ShardwiseCallback(**given, on_misfit="stop"))
     with pytest.raises(DoesNotFit, match=r"strategy: a device needs .* cpu has "):

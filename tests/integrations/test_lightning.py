@@ -58,7 +58,7 @@ def test_the_run_is_priced_and_its_logger_records_it(tmp_path: Path, capsys: pyt
 
 
 def test_a_run_that_does_not_fit_is_stopped(tmp_path: Path) -> None:
-    monitor = ShardwiseMonitor(cluster=CLUSTER, model="llama3-405b", seq=8192, on_misfit="stop")
+    monitor = ShardwiseMonitor(cluster=CLUSTER, model="llama3-8b", seq=512, on_misfit="stop")
     watched = trainer(tmp_path, callbacks=[monitor], logger=False, max_steps=2)
     with pytest.raises(DoesNotFit):
         watched.fit(Language(), DataLoader(Examples(), batch_size=4))

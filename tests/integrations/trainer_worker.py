@@ -76,7 +76,7 @@ def train_by_accelerate(folder: Path) -> None:
     try:
         ShardwiseWatch(
             accelerator, model, optimizer, accelerator.prepare(DataLoader(large, batch_size=4)), on_misfit="stop",
-            cluster=CLUSTER, described="llama3-405b", seq=4096, folder=folder.with_name("stopped"),
+            cluster=CLUSTER, described="llama3-8b", seq=512, folder=folder.with_name("stopped"),
         )  # fmt: skip
     except DoesNotFit as error:
         print(f"rank {accelerator.process_index} stops: {error}", flush=True)

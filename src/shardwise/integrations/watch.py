@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -51,7 +52,7 @@ class RunWatch:
         self._lines: MetricLines | None = None
         self._start: Timestamp | None = None
         self._ended: _EndedStep | None = None  # not yet read
-        self._timed: list[_EndedStep] = []
+        self._times = _StepTimes()
         self._begun = 0  # steps
         self._counting: ExitStack | None = None
         self._memory_bytes: int | None = None
@@ -127,9 +128,9 @@ class RunWatch:
 
     def figures(self) -> dict[str, float]:
         """For the framework's own loggers: what was measured, beside what was predicted; empty in the first steps."""
-        seconds, tokens, memory = self._measured(RECENT)
-        if seconds is None:
+        if not self._times.usual:
             return {}
+        seconds, tokens, memory = self._measured(RECENT)
         named = {
             "step_seconds": seconds,
             "predicted_step_seconds": self._predicted.get("predicted_seconds"),
@@ -170,14 +171,14 @@ class RunWatch:
         one, self._ended = self._ended, None
         if one is None:
             return
-        one.seconds = one.read_seconds()
-        self._timed.append(one)
+        seconds = one.read_seconds()
+        self._times.add(seconds, one.tokens, is_usual="memory_bytes_of_ranks" not in one.memory)
         if self._lines is not None and self.priced is not None:
             tokens = one.tokens or self.priced.job.tokens_per_step
             job = self.priced.job
             least = flops_per_token(job.model, job.training.seq) * tokens / job.peak_flops
             loss = {} if one.loss is None else {"loss": one.loss}
-            speed = {"seconds": one.seconds, "tokens_per_second": tokens / one.seconds, "mfu": least / one.seconds}
+            speed = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": least / seconds}
             self._lines.write({"step": one.step, **loss, **speed, **one.memory, **self._predicted})
 
     # -- at its end -----------------------------------------------------------------------------------------------
@@ -196,19 +197,15 @@ class RunWatch:
             EventLog(RunFolder(self.run.folder).events).ended(0, int(bool(failed)), why=failed)
             self._lines = None
         self._open.close()
-        if not failed and self._timed:
+        if not failed and self._times.steps:
             self._page().print()
 
-    def _measured(self, newest: int | None = None) -> tuple[float | None, float | None, int | None]:
-        """Seconds of a step, tokens a second (medians after the first steps), and bytes of memory."""
-        usual = [one for one in self._timed[WARM_UP:] if "memory_bytes_of_ranks" not in one.memory]
-        usual = usual[-newest:] if newest else usual or self._timed
-        if not usual:
-            return None, None, self._memory_bytes
-        known = self.priced.job.tokens_per_step if self.priced is not None else 0
-        speeds = [(one.tokens or known) / one.seconds for one in usual]
-        seconds = statistics.median(one.seconds for one in usual)
-        return seconds, statistics.median(speeds) or None, self._memory_bytes
+    def _measured(self, newest: int = 0) -> tuple[float | None, float | None, int | None]:
+        """Seconds of a step, tokens a second, and bytes of memory; of the ``newest`` steps, or of all."""
+        seconds = self._times.median_seconds(newest)
+        known = 0.0 if self.priced is None else self.priced.job.tokens_per_step
+        tokens = self._times.tokens_of_a_step or known
+        return seconds, tokens / seconds if seconds and tokens else None, self._memory_bytes
 
     def _page(self) -> Page:
         seconds, tokens, memory = self._measured()
@@ -219,26 +216,22 @@ class RunWatch:
             _row("tokens per second", speed, tokens, readable_count),
             _row("memory of rank 0", held, memory, readable_bytes),
         ]
-        title = f"shardwise: predicted beside measured, {counted(len(self._timed), 'step')}"
+        title = f"shardwise: predicted beside measured, {counted(self._times.steps, 'step')}"
         return Page.of([table(title, ("", "predicted", "measured", "difference"), rows), *self._remarks(seconds)])
 
     def _remarks(self, seconds: float | None) -> Iterator[str]:
         if self.priced is None:
             yield f"not priced: {self.why_not}"
             return
-        if seconds is not None and len(self._timed) > WARM_UP + 1:
+        if seconds is not None and self._times.usual:
             low, high = self.priced.result.predicted_seconds_low, self.priced.result.predicted_seconds_high
             inside = "inside" if low <= seconds <= high else "outside"
             yield f"the measured step is {inside} the error bar, {readable_seconds(low)} to {readable_seconds(high)}"
-        wanted, seen = self.priced.job.tokens_per_step, self._tokens_of_a_step()
+        wanted, seen = self.priced.job.tokens_per_step, self._times.tokens_of_a_step
         if seen is not None and abs(seen / wanted - 1) > _UNLIKE:
-            rows = f"a step had {seen:,.0f} tokens, {wanted:,} were priced"
-            yield f"{rows}: give the length of a padded example as seq="
+            rows = f"a step had {seen:,.0f} tokens in the mean, {wanted:,} were priced"
+            yield f"{rows}: seq= is the length of a padded example"
         yield f"shardwise report {self.run.folder}, shardwise validate {self.run.folder}"
-
-    def _tokens_of_a_step(self) -> float | None:
-        known = [one.tokens for one in self._timed if one.tokens]
-        return sum(known) / len(known) if known else None
 
     def _write_record(self) -> None:
         """What was predicted, beside what was measured so far, as one JSON file."""
@@ -247,10 +240,10 @@ class RunWatch:
             "framework": self.run.framework,
             "versions": {name: found for name in _PACKAGES if (found := _version(name))},
             "processes": self.run.ranks.world,
-            "steps": len(self._timed),
+            "steps": self._times.steps,
             "predicted": None,
             "measured": {"step_seconds": seconds, "tokens_per_second": tokens, "memory_bytes": memory,
-                         "tokens_per_step": self._tokens_of_a_step()},
+                         "tokens_per_step": self._times.tokens_of_a_step},
         }  # fmt: skip
         if self.priced is None:
             record["not_priced"] = self.why_not
@@ -291,11 +284,36 @@ class _EndedStep:
     ) -> None:
         self.step, self.tokens, self.memory, self.loss = step, tokens, memory, loss
         self._start, self._end = start, end
-        self.seconds = 0.0
 
     def read_seconds(self) -> float:
         self._end.wait()
         return self._end.seconds_since(self._start)
+
+
+class _StepTimes:
+    """How long steps took: those after the first few, which take longer than others, or the first as long as no other.
+
+    A number for each, so that a million of them take little room.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.usual = array("d")  # seconds
+        self._first = array("d")
+        self._tokens, self._with_tokens = 0, 0
+
+    def add(self, seconds: float, tokens: int, *, is_usual: bool) -> None:
+        self.steps += 1
+        (self.usual if is_usual and self.steps > WARM_UP else self._first).append(seconds)
+        self._tokens, self._with_tokens = self._tokens + tokens, self._with_tokens + bool(tokens)
+
+    def median_seconds(self, newest: int = 0) -> float | None:
+        chosen = self.usual[-newest:] if self.usual else self._first
+        return statistics.median(chosen) if chosen else None
+
+    @property
+    def tokens_of_a_step(self) -> float | None:
+        return self._tokens / self._with_tokens if self._with_tokens else None
 
 
 class _TokenCount:
