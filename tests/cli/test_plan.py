@@ -118,6 +118,11 @@ def test_what_a_plan_has_from_its_stack_is_noted(tmp_path: Path) -> None:
     assert "note: strategy.overlap.pp is ignored" in result.out
 
 
+def test_a_plan_for_a_stack_overlaps_as_that_does(tmp_path: Path) -> None:
+    """It was refused: what the stack overlaps was read as if it had been given."""
+    assert planned(tmp_path, "--stack", "megatron-core").status == 0
+
+
 def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
     """`analyze` proposes it for a plan without; the job file has it, and a search from that file too."""
     command = "plan --model llama3-70b --cluster dgx-h100:8 --global-batch 64 --tp 8 --pp 1 --cp 1 --json --output"

@@ -74,7 +74,7 @@ def planning_job(
     Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # checks unused fields too
     notes += _not_taken(arguments)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
-    if "tp" in _part(given, "overlap"):
+    if "tp" in _mapping(given.get("overlap")):  # given, and not what the stack does
         fields["strategy"]["overlap"] = {"tp": given["overlap"]["tp"]}
     training = _part(fields, "training")
     batch = training.pop("global_batch", None)
