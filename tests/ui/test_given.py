@@ -144,3 +144,32 @@ def test_keywords_link_and_command_give_the_same_job(given: dict[str, Any]) -> N
     printed = run(*words[1:], "--json")
     assert words[:2] == ["shardwise", "analyze"] and printed.status in (0, 1), printed.err
     assert json.loads(printed.out) == json.loads(json.dumps(analyze(arguments_from(given)).to_dict()))
+
+
+VISION = {"model_type": "gemma3", "text_config": {**CONFIG, "model_type": "llama"}, "vision_config": {"hidden_size": 8}}
+
+
+def test_a_vision_model_is_its_language_model_and_says_so(tmp_path: Path) -> None:
+    small = {"cluster": "dgx-h100", "global_batch": 16, "seq": 2048}
+    job, notes = job_of({"model": VISION, **small})
+    assert job.model.layers == 4
+    said = "'gemma3': only its language model (text_config) is read, nothing else (vision_config)"
+    assert notes == [said]
+    (tmp_path / "config.json").write_text(json.dumps(VISION))
+    printed = run("analyze", "--model", str(tmp_path), "--cluster", "dgx-h100", "--global-batch", "16", "--seq", "2048")
+    assert printed.status == 0 and said in printed.err
+
+
+@table(
+    ("changed", "words"),
+    [
+        ({"model": CONFIG}, "--model config.json --cluster dgx-h100:8"),
+        ({"model": {"layers": 4, "hidden": 512, "heads": 8, "vocab": 1000}}, "job.yaml"),
+        ({"cluster": {"device": "h100-sxm", "levels": []}}, "job.yaml"),
+        ({"cluster": {"kinds": ["dgx-h100:4", "dgx-a100:4"]}}, "--cluster dgx-h100:4+dgx-a100:4"),
+        ({"cluster": {"kinds": ["dgx-h100:4", "dgx-a100:4"], "link": "ethernet-100g"}}, "job.yaml"),
+    ],
+)
+def test_a_command_names_only_files_that_there_are(changed: dict[str, Any], words: str) -> None:
+    """The config.json that was pasted, and the job.yaml that the page saves."""
+    assert words in command({**JOB, **changed})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from shardwise.api import bare
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
-from shardwise.interop.jobs import model_from, other_framework, read_job_fields
+from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec
@@ -56,7 +56,7 @@ def job_from(
             notes += cut
     _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
-    return job, [*notes, *_assumptions(fields, job)] if framework is not None else []
+    return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
 
 
 def planning_job(
@@ -168,7 +168,9 @@ def _job_fields(
     nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
     if nodes is not None and fields.get("cluster") is None and not _is_named(arguments, fields, "cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
+    model = fields.get("model") if arguments.model is None else arguments.model
     fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
+    notes += model_notes(model)
     cluster = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
     if nodes is not None and isinstance(cluster, Cluster) and cluster.levels[-1].name == EMULATED:
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, maybe of another link

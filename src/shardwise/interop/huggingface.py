@@ -35,14 +35,28 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
             name = _name_in(config) or folder.resolve().name
     if not isinstance(config, Mapping):
         raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
-    model_type, nested = config.get("model_type"), config.get("text_config")
-    if model_type not in (*FAMILIES, *ALIASES) and isinstance(nested, Mapping):
+    model_type = config.get("model_type")
+    if _is_outer(config):
         try:
-            return model_from_hf_config(nested, name or _name_in(config))
+            return model_from_hf_config(config["text_config"], name or _name_in(config))
         except SpecError as error:
             raise error.under("text_config") from None
     family = _family(model_type)
     return replace(_read(family, config), name=name or _name_in(config) or family.model_type)
+
+
+def _is_outer(config: Config) -> bool:
+    """Whether the language model is inside: that of a vision-language model."""
+    return config.get("model_type") not in (*FAMILIES, *ALIASES) and isinstance(config.get("text_config"), Mapping)
+
+
+def left_out(config: Any) -> list[str]:
+    """What a config describes beside the language model that is read of it, as a note."""
+    if not isinstance(config, Mapping) or not _is_outer(config):
+        return []
+    others = [name for name in config if name.endswith("_config") and name != "text_config"]
+    what = f" ({', '.join(others)})" if others else ""
+    return [f"{shown(config.get('model_type'))}: only its language model (text_config) is read, nothing else{what}"]
 
 
 def hf_config_from_model(model: Model) -> dict[str, Any]:

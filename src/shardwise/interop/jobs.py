@@ -38,18 +38,31 @@ def model_from(named: Any) -> Model:
     A folder with the name of a preset is written with a slash: ``./tiny``.
     """
     try:
-        is_name = isinstance(named, str)
-        in_folder = is_name and is_folder(named)
-        if in_folder and not (Path(named) / "config.json").is_file():
+        if isinstance(named, str) and is_folder(named) and not (Path(named) / "config.json").is_file():
             problem = f"{shown(named)} is a folder without a config.json"
             raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
-        if in_folder or (is_name and presets.looks_like_file(named) and named.lower().endswith(".json")):
+        if _is_config(named):
             from shardwise.interop.huggingface import model_from_hf_config
 
             return model_from_hf_config(Path(named))
         return presets.resolve("model", Model, named)
     except SpecError as error:
         raise error.under("model") from None
+
+
+def model_notes(named: Any) -> list[str]:
+    """What is not read of a Hugging Face config.json that was named, and was read."""
+    if not _is_config(named):
+        return []
+    from shardwise.interop.huggingface import left_out, read_config
+
+    return left_out(read_config(Path(named)))
+
+
+def _is_config(named: Any) -> bool:
+    if not isinstance(named, str):
+        return False
+    return is_folder(named) or (presets.looks_like_file(named) and named.lower().endswith(".json"))
 
 
 def is_folder(named: str) -> bool:

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 from shardwise.api import in_keywords
 from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
 from shardwise.spec.job import Job
@@ -66,7 +66,8 @@ def arguments_from(given: Mapping[str, Any]) -> JobArguments:
 
 def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
     """The job, and notes on what was assumed."""
-    return job_from(arguments_from(given))
+    job, notes = job_from(arguments_from(given))
+    return job, [*notes, *left_out(given.get("model"))]
 
 
 def is_hf_config(model: Mapping[str, Any]) -> bool:
@@ -119,7 +120,7 @@ _FLAGS = (
     "global_batch", "batch", "seq", "precision", "optimizer", "attention", "memory_risk",
     *(one.name for one in fields(JobArguments) if one.name not in ("job", "fields", "overrides", "model", "cluster")),
 )  # fmt: skip
-CONFIG_FILE, CLUSTER_FILE = "config.json", "cluster.yaml"
+CONFIG_FILE, JOB_FILE = "config.json", "job.yaml"
 
 
 def keywords_of(job: Job) -> dict[str, Any]:
@@ -137,13 +138,17 @@ def fragment(keywords: Mapping[str, Any]) -> str:
 
 
 def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
-    """The command line that prices the same job; a model or a cluster that was pasted is read from a file there."""
+    """The command line that prices the same job: a config.json that was pasted is read there, and what else was
+    written out is in the job's own file."""
+    model, cluster = given.get("model"), _kinds_named(given.get("cluster"))
+    if isinstance(cluster, Mapping) or (isinstance(model, Mapping) and not is_hf_config(model)):
+        return f"shardwise {verb} {JOB_FILE}"
     words = ["shardwise", verb]
-    for name, value in given.items():
+    for name, value in {**given, **({"cluster": cluster} if cluster else {})}.items():
         if value is None:
             continue
-        if isinstance(value, Mapping) and name in ("model", "cluster"):
-            value = CONFIG_FILE if name == "model" else CLUSTER_FILE
+        if name == "model" and isinstance(value, Mapping):
+            value = CONFIG_FILE
         if name in _FLAGS and not isinstance(value, Mapping):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [f"--{name.replace('_', '-')}", shlex.quote(text)]
@@ -151,3 +156,14 @@ def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
         for path, one in job_arguments(None, {name: value}).overrides.items():
             words += ["--set", shlex.quote(f"{path}={json.dumps(one)}")]
     return " ".join(words)
+
+
+def _kinds_named(cluster: Any) -> Any:
+    """Kinds of nodes as a flag names them, where that says all."""
+    if (
+        isinstance(cluster, Mapping)
+        and cluster.keys() == {"kinds"}
+        and all(isinstance(one, str) for one in cluster["kinds"])
+    ):
+        return "+".join(cluster["kinds"])
+    return cluster

@@ -86,7 +86,7 @@ def _differences(job: Job, other: Job) -> tuple[str, ...]:
     sizes = [f"{factor:.2g} × the {name}" for name, factor in zip(names, factors) if not 0.8 < factor < 1.25]
     kinds = [("device", job.cluster.device.name, other.cluster.device.name)]
     kinds += [("kind of model", kind_of(job.model), kind_of(other.model))]
-    kinds += [("format", job.training.recipe.compute, other.training.recipe.compute)]
+    kinds += [("number format", job.training.recipe.compute, other.training.recipe.compute)]
     return (*sizes, *(f"another {name}" for name, mine, theirs in kinds if mine != theirs))
 
 

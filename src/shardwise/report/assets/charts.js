@@ -165,6 +165,18 @@ const ShardwiseCharts = (() => {
     };
   }
 
+  /** Of names in rows as wide as the chart, each with its box. */
+  function legendHeight(series, width) {
+    const letters = 6.6, box = 36;
+    let rows = 1, left = width;
+    for (const one of series) {
+      const needed = one.name.length * letters + box;
+      if (needed > left && left < width) { rows += 1; left = width; }
+      left -= needed;
+    }
+    return 12 + 18 * rows;
+  }
+
   // -- kinds of charts: a height, and what Chart.js draws -------------------------------------------------------
 
   function bars(chart, width) {
@@ -191,7 +203,7 @@ const ShardwiseCharts = (() => {
         .flatMap((line) => fold(line, 60)),
     } };
     return {
-      height: 74 + (single ? 0 : 30) + 15 * limits.length + chart.categories.length * Math.max(26 * perBar, 15 * lines + 8),
+      height: 74 + (single ? 0 : legendHeight(chart.series, width)) + 15 * limits.length + chart.categories.length * Math.max(26 * perBar, 15 * lines + 8),
       config: {
         type: "bar",
         data: { labels: chart.categories, datasets: chart.series.map((one) => ({

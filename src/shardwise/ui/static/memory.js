@@ -26,10 +26,12 @@ export const memory = {
 function list(chart, category) {
   rank = chart.categories[category];
   ranks.hidden = chart.categories.length === 1;
+  const focused = ranks.contains(document.activeElement);
   ranks.replaceChildren(
     ...chart.categories.map((name, index) =>
       el("button", { type: "button", class: "chip", "aria-pressed": String(index === category), onclick: () => list(chart, index) }, name)),
   );
+  if (focused) ranks.children[category].focus({ preventScroll: true });
   parts.replaceChildren(...chart.series.filter((series) => series.values[category]).map((series) => part(series, category)));
 }
 
