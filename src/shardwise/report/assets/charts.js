@@ -146,12 +146,21 @@ const ShardwiseCharts = (() => {
           ctx.moveTo(area.left, at); ctx.lineTo(area.right, at);
         }
         ctx.stroke();
-        const left = along === "x" ? Math.min(at + 4, area.right - ctx.measureText(text).width) : area.left + 6;
-        ctx.fillText(text, Math.max(left, area.left), along === "x" ? area.top - 6 - 13 * number : at - 5);
+        const wide = ctx.measureText(text).width;
+        const left = Math.max(along === "x" ? Math.min(at + 4, area.right - wide) : area.left + 6, area.left);
+        const bottom = along === "x" ? area.top - 6 - 13 * number : at - 5;
+        ctx.fillStyle = css("--paper"); // over what is drawn there
+        ctx.fillRect(left - 3, bottom - 11, wide + 6, 15);
+        ctx.fillStyle = css("--limit");
+        ctx.fillText(text, left, bottom);
       });
       ctx.restore();
     },
   });
+
+  // A box of the series' colour: the dashes of a line are not its border.
+  const plainBoxes = (chart) =>
+    Chart.defaults.plugins.legend.labels.generateLabels(chart).map((one) => ({ ...one, lineDash: [] }));
 
   function options(more) {
     return {
@@ -159,7 +168,7 @@ const ShardwiseCharts = (() => {
       interaction: { mode: "nearest", intersect: true },
       ...more,
       plugins: {
-        legend: { position: "bottom", labels: { color: css("--ink"), boxWidth: 12, boxHeight: 12 } },
+        legend: { position: "bottom", labels: { color: css("--ink"), boxWidth: 12, boxHeight: 12, generateLabels: plainBoxes } },
         ...more.plugins,
       },
     };
@@ -246,7 +255,7 @@ const ShardwiseCharts = (() => {
       },
     } };
     const x = axis(chart.x, largest(xs), xs), y = axis(chart.y, most, ys);
-    const isShare = chart.y.unit === "share";
+    const isShare = chart.y.unit === "share", fromZero = chart.is_stacked || isShare || chart.y.unit === "tokens/s";
     if (x.type === "linear" && (chart.is_stacked || chart.x.unit === "number")) x.max = largest(xs);
     return {
       height: 360,
@@ -254,7 +263,7 @@ const ShardwiseCharts = (() => {
         type: "line",
         data: { datasets },
         options: options({
-          scales: { x, y: { ...y, stacked: chart.is_stacked, beginAtZero: chart.is_stacked || isShare,
+          scales: { x, y: { ...y, stacked: chart.is_stacked, ...(fromZero ? { min: 0 } : {}),
                             suggestedMax: isShare ? 1 : limits.length ? most * 1.04 : undefined,
                             grace: y.type === "logarithmic" || isShare ? 0 : "4%" } },
           layout: { padding: { right: 14 } },

@@ -32,10 +32,12 @@ def mesh_chart(job: Job) -> MeshChart:
         "" if len(nodes) == job.cluster.nodes else f" {counted(len(nodes), 'node')} of {job.cluster.nodes:,} are drawn."
     )
     inner = " · ".join(f"{name} {strategy.degree(name)}" for name in used) or "one rank"
+    joined = next((f" They form a {one.topology} of {'×'.join(map(str, one.shape))}." for one in job.cluster.levels
+                   if one.shape), "")  # fmt: skip
     return MeshChart(
         name="mesh",
         title=f"{strategy.world:,} ranks on {counted(job.cluster.nodes, 'node')} of {per_node}",
-        caption=f"Innermost first: {inner}.{' A colour is a pipeline rank.' * (strategy.pp > 1)}{shown}",
+        caption=f"Innermost first: {inner}.{joined}{' A colour is a pipeline rank.' * (strategy.pp > 1)}{shown}",
         boxes=boxes,
         legend=tuple(SpanKind(f"pipeline rank {stage}", _tone(stage)) for stage in stages) if strategy.pp > 1 else (),
         table=chart_table(

@@ -106,7 +106,9 @@ def levels_chart(analysis: Analysis) -> BarChart:
     """How long each dimension keeps the links of each network level busy."""
     names = _sending(analysis)
     busy = {name: analysis.level_use(name) for name in names}
-    levels = list(dict.fromkeys(level for own in busy.values() for level in own))
+    used = dict.fromkeys(level for own in busy.values() for level in own)
+    inside = [level.name for level in analysis.job.cluster.levels]
+    levels = sorted(used, key=lambda name: inside.index(name) if name in inside else len(inside))
     series = [
         BarSeries(level, tuple(busy[name].get(level, (0.0, 0.0))[0] for name in names), TONES[number % len(TONES)])
         for number, level in enumerate(levels)
