@@ -1,10 +1,13 @@
 """Draws docs/pictures: the loop of the project and what `analyze` says about one example, to scale; memory over time.
 
-Run `python docs/make_pictures.py` after a change of prices. The figures are those of the example's own analysis.
+Run `python docs/make_pictures.py` after a change of prices; `--check` only says whether they are of today's. The
+figures are those of the example's own analysis.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -136,18 +139,26 @@ def draw_analysis(canvas: Canvas, analysis: Analysis) -> None:
     stacked(canvas, 380, title, times, analysis.predicted_seconds)
 
 
-def main() -> None:
-    canvas = Canvas()
+def pictures() -> dict[Path, str]:
+    """Every picture by its file."""
+    canvas, job = Canvas(), read_job(ROOT / EXAMPLE)
     draw_loop(canvas)
-    draw_analysis(canvas, analyze(read_job(ROOT / EXAMPLE)))
-    target = ROOT / "docs" / "pictures" / "loop.svg"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(canvas.svg("plan, train, measure; and one analysis to scale"), encoding="utf-8")
-    memory = target.with_name("memory.svg")
-    memory.write_text(memory_picture(memory_over_time(read_job(ROOT / EXAMPLE))), encoding="utf-8")
-    for path in (target, memory):
-        print(f"wrote {path.relative_to(ROOT)}")
+    draw_analysis(canvas, analyze(job))
+    folder = ROOT / "docs" / "pictures"
+    return {
+        folder / "loop.svg": canvas.svg("plan, train, measure; and one analysis to scale"),
+        folder / "memory.svg": memory_picture(memory_over_time(job)),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    stale = [path for path, text in pictures().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{'out of date' if '--check' in arguments else 'wrote'}: {path.relative_to(ROOT)}")
+        if "--check" not in arguments:
+            path.write_text(pictures()[path], encoding="utf-8")
+    return 1 if stale and "--check" in arguments else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(sys.argv[1:]))

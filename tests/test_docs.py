@@ -75,6 +75,11 @@ def test_every_verb_is_in_the_architecture() -> None:
     assert sorted(re.findall(r"\[`([a-z]+)`\]", line)) == sorted(VERBS)
 
 
+def test_the_pictures_have_todays_figures() -> None:
+    run = subprocess.run([sys.executable, "docs/make_pictures.py", "--check"], cwd=ROOT, check=False)
+    assert run.returncode == 0, "run `python docs/make_pictures.py` and look at what changed"
+
+
 def test_the_picture_names_verbs_that_there_are() -> None:
     """It called what is there "next"."""
     text = (ROOT / "docs/pictures/loop.svg").read_text(encoding="utf-8")
