@@ -124,11 +124,12 @@ CONFIG_FILE, JOB_FILE = "config.json", "job.yaml"
 
 
 def keywords_of(job: Job) -> dict[str, Any]:
-    """The job as keywords that give it again; what is left out is the default."""
+    """The job as keywords that give it again; what is left out is the default. Of how it runs, only what is priced."""
     data = job.to_dict()
-    parts = {name: data.get(name, {}) for name in ("strategy", "training")}
+    parts = {name: data.get(name, {}) for name in ("strategy", "training", "run")}
     named = {name: data[name] for name in ("model", "cluster", "stack") if name in data}
-    return {**named, **parts["strategy"], **parts["training"]}
+    priced = {name: value for name, value in parts["run"].items() if name == "memory_risk"}
+    return {**named, **parts["strategy"], **parts["training"], **priced}
 
 
 def fragment(keywords: Mapping[str, Any]) -> str:
