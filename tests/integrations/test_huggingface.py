@@ -53,6 +53,15 @@ def test_a_second_run_in_the_folder_begins_anew(tmp_path: Path) -> None:
     assert [json.loads(one)["step"] for one in lines] == [1, 2]
 
 
+def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
+    for steps, resumed in ((3, None), (5, True)):
+        watched = trainer(tmp_path, max_steps=steps, save_strategy="steps", save_steps=3)
+        watched.add_callback(ShardwiseCallback(cluster=CLUSTER))
+        watched.train(resume_from_checkpoint=resumed)
+    lines = (tmp_path / "shardwise" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(one)["step"] for one in lines] == [1, 2, 3, 4, 5]
+
+
 def test_what_does_not_fit_is_warned_of_or_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"cluster": CLUSTER, "model": "llama3-8b", "seq": 512}
     watched = trainer(tmp_path / "stopped")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -63,6 +64,28 @@ def test_a_run_that_does_not_fit_is_stopped(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit):
         watched.fit(Language(), DataLoader(Examples(), batch_size=4))
     assert watched.global_step == 0
+
+
+def test_the_other_name_of_the_framework_is_watched_too(tmp_path: Path) -> None:
+    class OldLanguage(pytorch_lightning.LightningModule):
+        training_step, configure_optimizers = Language.training_step, Language.configure_optimizers
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    monitor = ShardwiseMonitor(cluster=CLUSTER)
+    pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        max_epochs=1,
+        callbacks=[monitor],
+        **quiet,
+    ).fit(OldLanguage(), DataLoader(Examples(8), batch_size=4))
+    assert read_job(tmp_path / "shardwise" / "job.yaml").run.steps == 2
 
 
 def layout(strategy: Any, precision: str = "bf16-mixed", world: int = 8) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise import validate
+from shardwise import SpecError, validate
 from shardwise.integrations.price import WatchOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
@@ -35,8 +37,16 @@ def test_every_option_and_figure_is_on_the_page() -> None:
     assert re.findall(r"`shardwise/(\w+)`", TEXT) == logged
 
 
-def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
-    from shardwise import SpecError
+@pytest.mark.parametrize(("module", "needs"), [("huggingface", "accelerate"), ("lightning", "lightning")])
+def test_a_framework_that_is_missing_is_one_line(module: str, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"shardwise.integrations.{module}"
+    for one in ("accelerate", "lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, one, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SpecError, match=f"^{name}: needs the package {needs}, which is not installed; pip install"):
+        importlib.import_module(name)
 
+
+def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="has no run's folder in it; name the folder of a run"):
         validate(tmp_path)

@@ -25,7 +25,7 @@ _PLAIN = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 def _callback_class() -> Any:
-    known = [name for name in _NAMES if name in sys.modules]
+    known = [name for name in _NAMES if sys.modules.get(name) is not None]
     known += [name for name in _NAMES if is_installed(name.partition(".")[0])]
     if not known:
         require_packages("shardwise.integrations.lightning", "lightning")
