@@ -34,7 +34,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.spec.run import Profile
+from shardwise.spec.run import Profile, StepWindow
 from shardwise.spec.units import parse
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.environment.reader import Started, started
@@ -99,6 +99,7 @@ def train(
     grace: Size = GRACE,
     emulate: str | None = None,
     profile: str | None = None,
+    nvtx: str | None = None,
     on: str | None = None,
     ray_address: str | None = None,
     wait_for_resources: Size | None = None,
@@ -115,7 +116,8 @@ def train(
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
     ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine. Devices that are missing are
     waited for (``wait_for_resources``, `run.restarts.wait`); then the run goes on with fewer, if at least
-    ``least_devices`` (`run.restarts.shrink`), and with more when they come. ``metrics_port`` serves the
+    ``least_devices`` (`run.restarts.shrink`), and with more when they come. ``profile`` and ``nvtx`` name steps, as in
+    "steps=10:12": to record for `compare`, or to mark as NVTX ranges. ``metrics_port`` serves the
     run's state to Prometheus on loopback while it goes on. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
@@ -125,7 +127,7 @@ def train(
     def ready(hosts: Sequence[str] | None) -> ReadyRun:
         return ready_run(
             job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, metrics_port=metrics_port, wait_for_resources=wait_for_resources,
+            profile=profile, nvtx=nvtx, metrics_port=metrics_port, wait_for_resources=wait_for_resources,
             least_devices=least_devices, started_as=here, elsewhere=on is not None, hosts=hosts, note=report,
         )  # fmt: skip
 
@@ -201,6 +203,7 @@ def ready_run(
     go_on: bool = False,
     emulate: str | None = None,
     profile: str | None = None,
+    nvtx: str | None = None,
     metrics_port: int | str | None = None,
     wait_for_resources: Size | None = None,
     least_devices: int | str | None = None,
@@ -221,7 +224,7 @@ def ready_run(
     described, notes = job_from(given, fields)
     for text in notes:
         note(text)
-    job = _shrinking(_completed(described, run_folder, data, profile), wait_for_resources, least_devices)
+    job = _shrinking(_completed(described, run_folder, data, profile, nvtx), wait_for_resources, least_devices)
     if metrics_port is not None:
         logging = replace(job.run.logging, metrics_port=port_number(metrics_port))
         job = replace(job, run=replace(job.run, logging=logging))
@@ -348,11 +351,15 @@ def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
     return found if finished_step is None else replace(found, steps=finished_step)
 
 
-def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None) -> Job:
+def _completed(
+    job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None, nvtx: str | None
+) -> Job:
     """The job with a folder, and absolute paths for the workers."""
     changes: dict[str, object] = {"folder": str(run_folder) if run_folder else job.run.folder}
     if profile is not None:
         changes["profile"] = Profile.parse(profile, "--profile")
+    if nvtx is not None:
+        changes["nvtx"] = StepWindow.parse(nvtx, "--nvtx")
     known = job.run.data
     shards = _absolute((data,) if isinstance(data, str) else tuple(data) or known.shards)
     if job.run.checkpoints.folder is not None:

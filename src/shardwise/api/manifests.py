@@ -14,7 +14,7 @@ from shardwise.api.quantities import whole_number
 from shardwise.launch.preflight import preflight
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.run import Profile
+from shardwise.spec.run import Profile, StepWindow
 
 
 def job_for_manifest(
@@ -24,6 +24,7 @@ def job_for_manifest(
     run_folder: str | PathLike[str] | None = None,
     data: Sequence[str] | None = None,
     profile: str | None = None,
+    nvtx: str | None = None,
     note: OnProgress,
 ) -> tuple[Job, str]:
     """The job, and a name for its run: that of the folder or file that is given, or of the model.
@@ -36,7 +37,8 @@ def job_for_manifest(
         found = replace(run.data, shards=tuple(data) if data else run.data.shards)
         folder = run.folder if run_folder is None else str(run_folder)
         wanted = run.profile if profile is None else Profile.parse(profile, "--profile")
-        job = replace(described, run=replace(run, data=found, folder=folder, profile=wanted))
+        marked = run.nvtx if nvtx is None else StepWindow.parse(nvtx, "--nvtx")
+        job = replace(described, run=replace(run, data=found, folder=folder, profile=wanted, nvtx=marked))
     except SpecError as error:
         raise error.under("run") from None
     if job.run.emulate is not None:

@@ -29,6 +29,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--graphs", choices=("auto", "true", "false"), help="one CUDA graph per step (training.graphs)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"timed steps (default {STEPS})")
     parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before (default {WARMUP})")
+    nvtx = "mark the timed steps, their phases and layers as NVTX ranges for nsys"
+    parser.add_argument("--nvtx", action="store_true", help=nvtx)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default 0)")
     add_target_argument(parser)
     add_output_arguments(parser)
@@ -37,6 +39,7 @@ def run(arguments: list[str]) -> int:
         if getattr(parsed, name) < 1:
             raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
     require_torch("bench")
+    from shardwise.engine.refuse import require_nvtx
     from shardwise.measure.step import measure_step, require_measurable
     from shardwise.report.step_bench import step_data, step_page
 
@@ -48,11 +51,13 @@ def run(arguments: list[str]) -> int:
     job = job_from(parsed, runs_here=True)
     if target is not None:
         return run_on_target(target, parsed.on, job, ["bench", "step", *without_option(arguments, "--on")])
+    if parsed.nvtx:
+        require_nvtx(job, "--nvtx")
     require_measurable(job, here)
     quiet = parsed.json or (here is not None and here.rank > 0)
     with status("starting", quiet=quiet) as update:
         found = measure_step(
-            job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, on_progress=update
+            job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, nvtx=parsed.nvtx, on_progress=update
         )  # fmt: skip
     if here is None or here.rank == 0:
         show(parsed, lambda: step_page(found), lambda: step_data(found))

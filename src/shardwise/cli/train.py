@@ -97,6 +97,8 @@ def run(arguments: list[str]) -> int:
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
     parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
+    nvtx = "mark these steps, their phases, layers and collectives as NVTX ranges for nsys, such as steps=10:12"
+    parser.add_argument("--nvtx", metavar="STEPS", help=nvtx)
     port = "serve step, loss, speed, memory, stragglers, restarts to Prometheus on 127.0.0.1 (0: any free port)"
     parser.add_argument("--metrics-port", metavar="PORT", help=port)
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")

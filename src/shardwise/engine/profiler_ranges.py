@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 from shardwise.engine.labels import begin_name, wait_name
-from shardwise.engine.torch_private import profiler_enabled
+from shardwise.engine.torch_private import NVTX, disable_profiler, enable_nvtx, profiler_enabled, profiler_type
 
 
 class Pending(Protocol):
@@ -23,13 +24,38 @@ def marked(name: str) -> AbstractContextManager[object]:
 
     In compiled layers always a range, which the compiler leaves out by itself.
     """
-    if torch.compiler.is_compiling() or profiler_enabled():
+    if torch.compiler.is_compiling():
         return record_function(name)
-    return nullcontext()
+    if not profiler_enabled():
+        return nullcontext()
+    return _NvtxRange(name) if profiler_type() == NVTX else record_function(name)
+
+
+class _NvtxRange:
+    """A range of the calling thread. torch has no domains of NVTX: it is in the default one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def nvtx_ranges() -> Iterator[None]:
+    """Ranges are those of NVTX inside, in the threads of backward passes too. A process has one profiler at a time."""
+    enable_nvtx()
+    try:
+        yield
+    finally:
+        disable_profiler()
 
 
 def named(phase: str) -> AbstractContextManager[object]:
-    """Marks what runs inside; on a GPU an NVTX range comes with it under ``torch.autograd.profiler.emit_nvtx``."""
+    """Marks what runs inside."""
     return marked(phase)
 
 

@@ -30,6 +30,13 @@ def require_devices(device: str, ranks: int, flag: str = "--run-device") -> None
         raise SpecError(flag, f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", f"use {flag} cpu")
 
 
+def require_nvtx(job: Job, field: str = "run.nvtx") -> None:
+    """Raises SpecError where no tool of a GPU could read NVTX ranges."""
+    if job.run_device == "cpu":
+        problem = "NVTX ranges are read by the tools of a GPU, and the ranks compute on CPUs"
+        raise SpecError(field, problem, "leave it out; `train --profile` records the same ranges on CPUs")
+
+
 def require_backend(job: Job, *, by_mpi: bool) -> None:
     """Raises SpecError if the ranks cannot communicate as the job asks; ``by_mpi``: mpirun started them."""
     if job.run.backend == "auto":

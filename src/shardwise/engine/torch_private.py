@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -125,6 +125,23 @@ prepare_profiler: Any = _C._autograd._prepare_profiler
 enable_profiler: Any = _C._autograd._enable_profiler
 DeviceType: Any = _C._autograd.DeviceType
 disable_profiler: Any = _C._autograd._disable_profiler
+profiler_type: Any = _C._autograd._profiler_type
+
+NVTX: Any = _C._profiler.ActiveProfilerType.NVTX
+
+
+def enable_nvtx() -> None:
+    """Sets the state of `torch.autograd.profiler.emit_nvtx`, which reaches the threads of backward passes, until
+    `disable_profiler`.
+
+    The public class would make a range of every operator, with a number in its name that no two share. The state is set
+    for a scope that nothing here has instead, so that torch makes none (2.11 on; a build with CUDA).
+    """
+    kinds: Any = _C._profiler
+    settings = (False, False, False, False, False, kinds._ExperimentalConfig())  # as emit_nvtx has them
+    config = kinds.ProfilerConfig(kinds.ProfilerState.NVTX, *settings)
+    enable_profiler(config, set(), {kinds.RecordScope.LITE_INTERPRETER})
+
 
 # Files of torch.save record by record, without unpickling them (2.13).
 PyTorchFileReader: Any = _C.PyTorchFileReader
@@ -201,6 +218,38 @@ def around_every_call(module: nn.Module, before: Callable[[], None], after: Call
         return result
 
     module._compiled_call_impl = call
+
+
+def inside_every_call(module: nn.Module, block: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Runs each call of a module in a block of its own, until the returned function is called.
+
+    Not by hooks where the module is compiled, as above. Else what other hooks do is outside of the block.
+    """
+    compiled: Any = module._compiled_call_impl
+    if compiled is not None:
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            with block():
+                return compiled(*arguments, **named)
+
+        module._compiled_call_impl = call
+        return lambda: setattr(module, "_compiled_call_impl", compiled)
+    entered: list[AbstractContextManager[object]] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(block())
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)]
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
 
 
 # FSDP2: its state of a module, the moment before it gathers, and a backward pass that its hooks did not see (2.13).

@@ -14,7 +14,7 @@ from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.cost.memory.device import device_memories
 from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
 from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.refuse import require_backend, require_devices, require_runs
+from shardwise.engine.refuse import require_backend, require_devices, require_nvtx, require_runs
 from shardwise.launch.local import supervise
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
@@ -60,6 +60,8 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
             raise SpecError(name, problem, "leave it out")
     if job.run.recut is not None:
         _require_recut(job)
+    if job.run.nvtx is not None:
+        require_nvtx(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:

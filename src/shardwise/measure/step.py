@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,11 +22,13 @@ from shardwise.engine.world import joined
 from shardwise.measure.verify import available_bytes
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.run import StepWindow
 from shardwise.spec.units import readable_bytes
 from shardwise.training.environment.meeting import store_of
 from shardwise.training.environment.reader import Started
 from shardwise.training.loop import Timestamp
 from shardwise.training.metrics.memory import peak_during
+from shardwise.training.profile.nvtx import NvtxSteps
 
 # As drivers call devices: the preset that has them.
 PRESETS = {
@@ -128,6 +130,7 @@ def measure_step(
     warmup: int,
     warmup_seconds: float = 0.0,
     seed: int = 0,
+    nvtx: bool = False,
     on_progress: OnProgress,
 ) -> MeasuredStep:
     """Times ``steps`` steps after ``warmup`` others, in which kernels are built.
@@ -136,7 +139,7 @@ def measure_step(
     whose power limit has lowered its clocks.
 
     Steps follow each other as in training: the host waits for no step before it has launched the next one. On a CPU
-    memory is counted in one further step, which that slows down.
+    memory is counted in one further step, which that slows down. With ``nvtx`` the timed steps are marked as ranges.
     """
     on_progress("building the model")
     with _world(job, here):
@@ -152,10 +155,12 @@ def measure_step(
                 first = result.loss
             elif warmup_seconds:
                 Timestamp(engine.device).wait()
+        ranges = NvtxSteps(engine, StepWindow(first=1, last=steps)) if nvtx else None
         stamps = [Timestamp(engine.device)]
-        for number in range(steps):
-            on_progress(f"step {number + 1} of {steps}")
-            result = engine.step(_random_batch(engine, random))
+        for number in range(1, steps + 1):
+            on_progress(f"step {number} of {steps}")
+            with nullcontext() if ranges is None else ranges.step(number):
+                result = engine.step(_random_batch(engine, random))
             stamps.append(Timestamp(engine.device))
             stamps[-2].wait()
         stamps[-1].wait()
@@ -164,7 +169,7 @@ def measure_step(
             analyze(job), _name(engine.device),
             tuple(later.seconds_since(earlier) for earlier, later in pairwise(stamps)),
             peak, torch.cuda.max_memory_reserved() if engine.device.type == "cuda" else None,
-            float(first), float(result.loss), _graphs(engine), kernel_words(job, engine.device),
+            float(first), float(result.loss), _graphs(engine, nvtx), kernel_words(job, engine.device),
         )  # fmt: skip
 
 
@@ -204,7 +209,9 @@ def _peak_bytes(engine: Engine, batch: Batch) -> int:
     return int(peaks)
 
 
-def _graphs(engine: Engine) -> str:
+def _graphs(engine: Engine, nvtx: bool) -> str:
+    if engine.graphs.recorded and nvtx:
+        return "not used: steps with NVTX ranges run as they are written"
     return "used" if engine.graphs.recorded else f"not used: {engine.graphs.reason or 'too few steps'}"
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.emulation import Emulation, emulation_from
@@ -106,23 +106,23 @@ class Spikes(Spec):
     in_a_row: int = count(10)
 
 
-MOST_STEPS = 100  # records are kept in memory until the last of these steps
-
-
 @dataclass(frozen=True, kw_only=True)
-class Profile(Spec):
-    """The steps of a run that are profiled: ``first`` to ``last``, counted from 1, both included."""
+class StepWindow(Spec):
+    """Steps of a run: ``first`` to ``last``, counted from 1, both included."""
 
     first: int = count()
     last: int = count()
 
     def check(self) -> None:
-        if not self.first <= self.last < self.first + MOST_STEPS:
-            problem = f"from step {self.first} to {self.last} are not 1 to {MOST_STEPS} steps"
+        if self.first > self.last:
+            problem = f"from step {self.first} to {self.last} are no steps"
             raise SpecError("last", problem, "name a few steps in the middle of the run, such as 10 to 12")
 
+    def has(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
     @classmethod
-    def parse(cls, text: str, field: str) -> Profile:
+    def parse(cls, text: str, field: str) -> Self:
         """From ``steps=10:12``, or ``steps=10``."""
         found = re.fullmatch(r"steps=(\d{1,9})(?::(\d{1,9}))?", text.strip())
         if found is None:
@@ -131,6 +131,19 @@ class Profile(Spec):
             return cls(first=int(found[1]), last=int(found[2] or found[1]))
         except SpecError as error:
             raise SpecError(field, error.problem, error.remedy) from None
+
+
+MOST_STEPS = 100  # records are kept in memory until the last of these steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(StepWindow):
+    """The steps of a run that are profiled."""
+
+    def check(self) -> None:
+        if not self.first <= self.last < self.first + MOST_STEPS:
+            problem = f"from step {self.first} to {self.last} are not 1 to {MOST_STEPS} steps"
+            raise SpecError("last", problem, "name a few steps in the middle of the run, such as 10 to 12")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +270,8 @@ class Run(Spec):
     ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run; the optimizer's
     offload is adjusted to the memory measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
     another run's folder whose weights are loaded at step 0. ``profile`` names steps whose phases and collectives are
-    recorded on all ranks, for `shardwise compare`; ``recut`` records some by itself, and acts on them. The run stops at
+    recorded on all ranks, for `shardwise compare`; ``recut`` records some by itself, and acts on them. ``nvtx`` names
+    steps that mark them as NVTX ranges of a GPU's tools, such as nsys. The run stops at
     step ``stop_at``, if given, and can be resumed. ``seed`` is that of weights and data. ``emulate`` puts the ranks on
     virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the probability of running out of device
     memory that whoever chooses a strategy accepts: one start in twenty. ``backend`` is what CPU ranks communicate by:
@@ -281,6 +295,7 @@ class Run(Spec):
     restarts: Restarts = reference(restarts_from, _shortest, default=Restarts())
     logging: Logging = Logging()
     profile: Profile | None = None
+    nvtx: StepWindow | None = None
     recut: RecutPolicy | None = None
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
@@ -292,10 +307,15 @@ class Run(Spec):
         if self.schedule.warmup >= self.steps:
             problem = f"{self.schedule.warmup} steps in a run of {self.steps}"
             raise SpecError("schedule.warmup", problem, "use fewer")
-        if self.profile is not None and self.profile.last > self.steps:
-            raise SpecError("profile", f"step {self.profile.last} is after the last, {self.steps}", "name earlier ones")
+        for name, window in (("profile", self.profile), ("nvtx", self.nvtx)):
+            if window is not None and window.last > self.steps:
+                raise SpecError(name, f"step {window.last} is after the last, {self.steps}", "name earlier ones")
         if self.recut is not None and self.profile is not None:
             raise SpecError("recut", "records steps by itself, run.profile others", "leave one of them out")
+        if self.nvtx is not None and (self.profile is not None or self.recut is not None):
+            other = "run.recut" if self.profile is None else "run.profile"
+            problem = f"a process has one profiler, and {other} needs PyTorch's"  # CUPTI has one subscriber as well
+            raise SpecError("nvtx", problem, "leave one of them out")
         if self.evaluation.batches and not self.data.validation and not self.data.held_out:
             remedy = "name run.data.validation, hold out some (run.data.held_out: 2%), or evaluation.batches: 0"
             raise SpecError("evaluation", "there is no held-out data", remedy)

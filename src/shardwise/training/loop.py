@@ -30,6 +30,7 @@ from shardwise.training.data.order import Mixture
 from shardwise.training.health import Health, MemoryPressure, StepVerdict
 from shardwise.training.metrics.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.profile.nvtx import NvtxSteps
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers
 
@@ -101,7 +102,7 @@ class LoopParts:
     folder: CheckpointFolder
     reporter: Reporter
     recorder: Recorder | None = None  # of rank 0
-    profiler: Profiler | None = None
+    profiler: Profiler | NvtxSteps | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     memory: MemoryFolder | None = None
 

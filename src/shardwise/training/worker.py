@@ -35,6 +35,7 @@ from shardwise.training.flight.recorder import PROFILED, USUAL, flights_watched,
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
 from shardwise.training.metrics.events import STARTED, EventLog
 from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.profile.nvtx import NvtxSteps
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import State, load_newest, start_from
 from shardwise.training.storage.place import place_of
@@ -141,8 +142,10 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
             recorder.close()
 
 
-def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | None:
-    """What records steps: those of `run.profile`, or now and then some for `run.recut`."""
+def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | NvtxSteps | None:
+    """What records steps: those of `run.profile`, some for `run.recut` now and then; or marks those of `run.nvtx`."""
+    if job.run.nvtx is not None:
+        return NvtxSteps(engine, job.run.nvtx)
     recut = job.run.recut
     if recut is not None:
         window = Profile(first=recut.every - recut.steps + 1, last=recut.every)

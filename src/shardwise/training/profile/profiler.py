@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd import profiler as autograd_profiler
 
-from shardwise.engine.labels import layer_name, of_backend, step_name
+from shardwise.engine.labels import of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
@@ -31,6 +30,7 @@ from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import built_layers
 from shardwise.spec.run import Profile
 from shardwise.training.flight.recorder import backend_log
+from shardwise.training.profile.layers import layers_named
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 _BARRIERS = 11
@@ -189,39 +189,6 @@ class Profiler:
             ranges=tuple(ranges),
             flights=backend,
         )
-
-
-@contextmanager
-def layers_named(stages: Any) -> Iterator[None]:
-    """The forward pass of every layer carries its number while the block runs."""
-    hooks = []
-    for stage in stages:
-        layers: Any = getattr(stage, "layers", None)
-        for index, layer in layers.items() if isinstance(layers, nn.ModuleDict) else ():
-            inside = _Inside(layer_name(index))
-            # Data parallelism gathers before the layer begins and frees after it has ended.
-            hooks.append(layer.register_forward_pre_hook(inside.enter))
-            hooks.append(layer.register_forward_hook(inside.leave, prepend=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Inside:
-    """A range that two hooks open and close."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._open: list[Any] = []
-
-    def enter(self, *_: Any) -> None:
-        self._open.append(named(self.name))
-        self._open[-1].__enter__()
-
-    def leave(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
 
 
 def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
