@@ -211,7 +211,6 @@ def test_megatron_command_line() -> None:
         ("--micro-batch-size one", ("--micro-batch-size", "one")),
         ("--num-layers 8", ("--hidden-size", "missing")),
         ("--bf16 --fp16", ("--fp16", "--bf16")),
-        ("--bf16 --bf16", ("--bf16", "twice")),
         ("--data-path 'x", ("quot",)),
         ("train", ("train",)),
     ],

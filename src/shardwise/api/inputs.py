@@ -113,7 +113,7 @@ def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
 
 
 def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from shardwise.interop.frameworks.target import fitting_run
+    from shardwise.interop.frameworks.job_fields import fitting_run
 
     return fitting_run(run)
 
@@ -247,6 +247,8 @@ def _imported(
         given["strategy.dp"] = cluster.devices // others
     imported = read(arguments.job, framework, model, cluster, given)
     fields = {**imported.nested(), **known}
+    if imported.no_model and "model" not in fields and model is None:
+        raise imported.without_model()
     if isinstance(fields.get("model"), dict):
         fields["model"] = {"name": f"from-{framework}", **fields["model"]}
     notes += [*imported.notes, *(f"{setting} is not used" for setting in imported.unused)]

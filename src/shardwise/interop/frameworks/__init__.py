@@ -96,7 +96,8 @@ def framework_of(path: Path | str) -> str | None:
             continue
         if any(key in settings for key in one.signature):
             return one.name
-    return None
+    only = {".sh": MEGATRON.name, ".toml": TORCHTITAN.name}  # what it lacks of theirs is then said
+    return only.get(Path(path).suffix.lower())
 
 
 def read_text(path: Path | str) -> str:

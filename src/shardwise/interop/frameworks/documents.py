@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.keys import unflatten
+from shardwise.interop.shell import Unset, python_command
+from shardwise.interop.shell_words import Malformed
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml, parse_yaml
 
@@ -174,28 +176,38 @@ TOML = Format((".toml",), _parser("TOML", tomllib.loads), _render_toml)
 
 
 def _parse_command(text: str, what: str, names: Names) -> Settings:
-    """The options of a command line; of ``torchrun ... script.py ...`` only those after the script."""
-    try:
-        words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
-    except ValueError as error:
-        raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
-    scripts = [index for index, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
-    words = words[scripts[-1] + 1 :] if scripts else words
+    """The options of a command line or script; of ``torchrun ... script.py ...`` only those after the script."""
+    words = command_words(text, what)
+    if words and words[0].endswith(".py"):
+        words = words[1:]
     settings: Settings = {}
     option = ""
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             option, equals, value = word.partition("=")
-            if option in settings:
-                raise SpecError(option, "is given twice", "give it once")
-            settings[option] = [value] if equals else []
+            settings[option] = [Unset(value) if isinstance(word, Unset) else value] if equals else []  # the last counts
+        elif isinstance(word, Unset) and (not option or option in names.switches or settings[option]):
+            continue  # more options, if the script is given any
         elif option in names.switches:
-            raise SpecError(option, f"takes no value, but {shown(word)} follows", "expand shell variables first")
+            raise SpecError(option, f"takes no value, but {shown(word)} follows", "leave that out")
         elif option:
             settings[option].append(word)
         else:
             raise SpecError(what, f"{shown(word)} is not an option", "start with one, like --num-layers 32")
     return {name: _command_value(name, values, names) for name, values in settings.items()}
+
+
+def command_words(text: str, what: str) -> list[str]:
+    """What a script gives to Python, the name of its script first, if there is one; raises SpecError."""
+    try:
+        words = python_command(text)
+    except Malformed as error:
+        raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
+    said = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
+    if said and not (words and (words[0].startswith("-") or words[0].endswith(".py"))):
+        problem = "gives no options to a Python script, and holds none"
+        raise SpecError(what, problem, "name the script that starts pretrain_gpt.py")
+    return words
 
 
 def _command_value(name: str, values: list[str], names: Names) -> Any:

@@ -394,6 +394,7 @@ MEGATRON = Target(
     format=ARGUMENTS,
     signature=("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--global-batch-size"),
     carries_model=True,
+    learning=("--lr", "--min-lr", "--adam", "--weight-decay", "--clip-grad", "--train-", "--sgd", "--loss-scale"),
     options=(
         Option("strategy.tp", "--tensor-model-parallel-size", absent=1),
         Option("strategy.sequence_parallel", "--sequence-parallel", absent=False),

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interop.frameworks.documents import COMMAND, Format, Names, Settings
+from shardwise.interop.frameworks.documents import COMMAND, Format, Names, Settings, command_words
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_yaml
 
@@ -35,17 +35,12 @@ _REMEDY = "only runs of pretrain_gpt.py are read"
 def _parse(text: str, what: str, names: Names) -> Settings:
     if re.search(rf"^{_ARGUMENTS}:", text, re.MULTILINE):
         return COMMAND.parse(_command_of(parse_yaml(text, what), what), what, names)
-    script = _script(text)
+    words = command_words(text, what)
+    script = words[0].rpartition("/")[2] if words and words[0].endswith(".py") else ""
     for part, reason in _OTHER_SCRIPTS.items():
         if part in re.split(r"[^a-z0-9]+", script.lower()) or part == script.removesuffix(".py"):
             raise SpecError(script, reason, _REMEDY)
     return COMMAND.parse(text, what, names)
-
-
-def _script(text: str) -> str:
-    """The name of the last Python script on a command line, "" if there is none."""
-    found = re.findall(r"(?:^|[\s/])([A-Za-z]\w*\.py)(?=\s|\\|$)", text)
-    return found[-1] if found else ""
 
 
 def _command_of(tree: Any, what: str) -> str:

@@ -112,7 +112,6 @@ REASONS = {
     "model.attention_out_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.mlp_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.max_seq": "--max-position-embeddings covers at least the sequence",
-    "model.moe.shared_gate": "shared experts are added without a gate",
     "model.moe.router_bias": "only sigmoid scores take a bias (a softmax router with one is gpt-oss's, whose attention "
     "sinks and clamped SwiGLU a job does not describe either)",
     **NUMERIC_REASONS,
@@ -167,6 +166,7 @@ def _experts(model: Model) -> Settings:
         "--moe-router-topk": moe.top_k,
         "--moe-ffn-hidden-size": moe.ffn,
         "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
+        "--moe-shared-expert-gate": moe.shared_gate or None,
         "--moe-layer-freq": _pattern(model),
         "--moe-router-score-function": moe.router,
         "--moe-router-enable-expert-bias": _balancing_bias(moe) or None,
@@ -190,6 +190,7 @@ def _pattern(model: Model) -> str | None:
     return "+".join(part for part, used in zip(parts, (moe.dense_layers, rounds, rest)) if used)
 
 
+_GPT2_VOCAB = 50257
 # Options of models, and of training, that a job does not describe.
 _NOT_DESCRIBED = {
     "--hybrid-layer-pattern": "state-space layers",
@@ -227,7 +228,10 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
         shape["activation"] = "swiglu" if swiglu else "geglu" if quick else "gelu"
     four = shape["hidden"] * 4
     shape["ffn"] = reading.count("--ffn-hidden-size", int(four * 2 / 3 / 64) * 64 if swiglu else four)
-    shape["vocab"] = reading.count("--vocab-size", reading.count("--padded-vocab-size", 50257))
+    shape["vocab"] = reading.count("--vocab-size", reading.count("--padded-vocab-size", _GPT2_VOCAB))
+    tokenizer = reading.settings.get("--tokenizer-type", "GPT2BPETokenizer")
+    if not (reading.has("--vocab-size") or reading.has("--padded-vocab-size")) and tokenizer != "GPT2BPETokenizer":
+        reading.notes.append(f"the vocabulary is the tokenizer's: {_GPT2_VOCAB:,} is assumed (--vocab-size)")
     shape["max_seq"] = reading.count("--max-position-embeddings", 2048)
     positions = reading.choice("--position-embedding-type", _POSITIONS, "learned")
     shape["positions"] = "rope" if reading.flag("--use-rotary-position-embeddings") else positions
@@ -280,6 +284,7 @@ def _read_experts(reading: Reading, fields: dict[str, Any], layers: int, ffn: in
         "top_k": reading.count("--moe-router-topk", 2),
         "ffn": reading.count("--moe-ffn-hidden-size", ffn),
         "shared_ffn": reading.integer("--moe-shared-expert-intermediate-size", 0),
+        "shared_gate": reading.flag("--moe-shared-expert-gate"),
         "router": reading.text("--moe-router-score-function", "softmax"),
         "router_bias": reading.flag("--moe-router-enable-expert-bias"),
         "groups": reading.count("--moe-router-num-groups", 1),

@@ -17,10 +17,12 @@ from shardwise.interop.frameworks.job_fields import (
     default_of,
     effective_fields,
     effects_of,
+    fitting_run,
     shape_of,
     value_at,
 )
 from shardwise.interop.keys import unflatten
+from shardwise.interop.shell import Unset
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -90,17 +92,23 @@ class Exported:
 class Imported:
     """A target's configuration as fields of a job by dotted path (``strategy.tp``, ``model.layers``).
 
-    ``unused`` are settings that a job has no field for; ``notes`` say how something was understood.
+    ``unused`` are settings that a job has no field for; ``notes`` say how something was understood; ``no_model`` why
+    the model that is named is none, if so.
     """
 
     target: str
     fields: Mapping[str, Any]
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    no_model: str = ""
 
     def nested(self) -> dict[str, Any]:
         """The fields as the nested mapping of a job file."""
         return unflatten({path: plain(value) for path, value in self.fields.items()})
+
+    def without_model(self) -> SpecError:
+        problem = self.no_model or f"is not in a {self.target} configuration"
+        return SpecError("model", problem, "name one: --model llama3-8b (`shardwise list models`), or a config.json")
 
     def job(self, cluster: Cluster, model: Model | None = None) -> Job:
         """The complete job: these fields on ``cluster``; ``model`` where the configuration names none."""
@@ -108,7 +116,7 @@ class Imported:
         if model is not None:
             tree["model"] = model
         elif "model" not in tree:
-            raise SpecError("model", f"is not in a {self.target} configuration", "name it: --model llama3-8b")
+            raise self.without_model()
         elif isinstance(tree["model"], dict):
             tree["model"] = Model.from_dict({"name": f"from-{self.target}", **tree["model"]}, "model")
         run = tree.pop("run", {})
@@ -116,17 +124,6 @@ class Imported:
         if job.training.tokens is not None:
             run = {**run, "steps": -(-job.training.tokens // job.tokens_per_step)}
         return replace(job, run=Run.from_dict(fitting_run(run)[0], "run")) if run else job
-
-
-def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a run, its warm-up cut to end before the run does as frameworks do; and a note if it was cut."""
-    schedule, steps = run.get("schedule"), run.get("steps", Run().steps)
-    warmup = schedule.get("warmup") if isinstance(schedule, Mapping) else None
-    if not isinstance(warmup, int) or not isinstance(steps, int) or warmup < steps or not isinstance(schedule, Mapping):
-        return dict(run), []
-    cut = max(0, steps - 1)
-    note = f"a warm-up of {warmup:,} steps is longer than the run of {steps:,}: cut to {cut:,}"
-    return {**run, "schedule": {**schedule, "warmup": cut}}, [note]
 
 
 def plain(value: Any) -> Any:
@@ -192,10 +189,16 @@ class Reading:
         self.settings, self.model, self.cluster, self.given = settings, model, cluster, given
         self.used: set[str] = set()
         self.notes: list[str] = []
+        self.no_model = ""  # why the configuration names none that is known, if so
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` has a value; the "auto" of the Hugging Face trainer does not count."""
-        return self.settings.get(key) not in (None, "auto")
+        """Whether ``key`` has a value; the "auto" of the Hugging Face trainer does not count, nor what is not known."""
+        return self.settings.get(key) not in (None, "auto") and not self.is_unknown(key)
+
+    def is_unknown(self, key: str) -> bool:
+        """Whether the value comes from outside of a script."""
+        value = self.settings.get(key)
+        return any(isinstance(one, Unset) for one in (value if isinstance(value, list) else [value]))
 
     def section(self, name: str) -> bool:
         """Whether there is a section of this name, even an empty one."""
@@ -335,6 +338,7 @@ class Target:
     ``stacks`` are the presets that describe its software, the usual one first; ``recipe`` is its default precision;
     ``selective`` names the operators that its selective recomputation recomputes, as far as they are priced here.
     ``own_way`` are fields that it decides itself: the layout still runs, and is priced as the framework runs it.
+    ``learning`` begin the names of settings that say how it learns and how long, not what a step costs.
     """
 
     name: str
@@ -354,6 +358,7 @@ class Target:
     recipe: str = "bf16"
     selective: Callable[[Job], tuple[str, ...]] = lambda job: ()
     own_way: tuple[str, ...] = ("strategy.overlap",)
+    learning: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:
@@ -411,10 +416,23 @@ class Target:
             fields.update(option.fields(reading))
             reading.used.add(option.key)
         self.interpret(reading, fields)
+        self._check_unknown(reading)
         fields.setdefault("stack", self.stacks[0])
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
-        return Imported(self.name, fields, shown_unused, tuple(reading.notes))
+        return Imported(self.name, fields, shown_unused, tuple(reading.notes), reading.no_model)
+
+    def _check_unknown(self, reading: Reading) -> None:
+        """What a script gets from outside is left out if no step costs more for it, or the user has said it beside."""
+        said = {option.key for option in self.options if option.field in reading.given}
+        for key in reading.used - said:
+            if not reading.is_unknown(key):
+                continue
+            value = plain(reading.settings[key])
+            if not key.startswith(self.learning):
+                problem = f"{shown(value)} comes from outside of the script"
+                raise SpecError(key, problem, "set the variable in it, as in BATCH=256")
+            reading.notes.append(f"{key} = {shown(value)} comes from outside of the script: left out")
 
     def _not_returned(self, job: Job, back: Imported) -> list[Lost]:
         elsewhere = {**_EVERYWHERE, **self.elsewhere}

@@ -1,4 +1,4 @@
-"""TorchTitan: the TOML job configuration of its 0.2 line.
+"""TorchTitan: the TOML job configuration of its 0.2 line, and what a run saves of its configuration.
 
 The model is a name and a flavor that TorchTitan ships; another shape has to be registered there first.
 Parameters are sharded by FSDP2 as soon as there is more than one data or context rank.
@@ -6,40 +6,22 @@ Parameters are sharded by FSDP2 as soon as there is more than one data or contex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
-from shardwise.interop.frameworks.documents import TOML, Settings
-from shardwise.interop.frameworks.job_fields import with_schedule
+from shardwise.interop.frameworks.documents import Settings
+from shardwise.interop.frameworks.job_fields import shape_of, with_schedule
 from shardwise.interop.frameworks.target import Option, Reading, Target, word_for
+from shardwise.interop.frameworks.torchtitan_files import FILES, SHAPE
+from shardwise.interop.frameworks.torchtitan_flavors import FLAVORS, flavor_named, known_flavors, model_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN, schedule_record
 
 _PARALLEL, _PARTS = "parallelism.", "parallelism.module_fqns_per_model_part"
-# Our presets by the model name and flavor of TorchTitan 0.2.2, the first of each as which a flavor is read. All its
-# Llamas stretch rotary positions as Llama 3.1 does (``RoPEScalingArgs`` in models/llama3/model/args.py).
-FLAVORS = {
-    "llama3.1-8b": ("llama3", "8B"),
-    "llama3-8b": ("llama3", "8B"),
-    "llama3.1-70b": ("llama3", "70B"),
-    "llama3-70b": ("llama3", "70B"),
-    "llama3-405b": ("llama3", "405B"),
-    "qwen3-0.6b": ("qwen3", "0.6B"),
-    "qwen3-1.7b": ("qwen3", "1.7B"),
-    "qwen3-4b": ("qwen3", "4B"),
-    "qwen3-8b": ("qwen3", "8B"),
-    "qwen3-14b": ("qwen3", "14B"),
-    "qwen3-32b": ("qwen3", "32B"),
-    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
-    "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
-    "deepseek-v2-lite": ("deepseek_v3", "16B"),
-    "deepseek-v2": ("deepseek_v3", "236B"),
-    "deepseek-v3": ("deepseek_v3", "671B"),
-    "gpt-oss-20b": ("gpt_oss", "20b"),
-    "gpt-oss-120b": ("gpt_oss", "120b"),
-}
 _SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zbv",
               "DualPipeV": "dualpipev"}  # fmt: skip
 _OVERLAPS_EXPERTS = ("dualpipev",)
@@ -61,7 +43,7 @@ def hybrid_replicas(job: Job) -> int:
 
 def _compose(job: Job) -> Settings:
     strategy, training = job.strategy, job.training
-    name, flavor = FLAVORS.get(job.model.name, (None, None))
+    name, flavor = flavor_named(job.model.name) or (None, None)
     replicas = hybrid_replicas(job)
     kinds = ["linear", *(["grouped_mm"] if job.model.moe else [])]
     converter = _CONVERTERS.get(training.precision)
@@ -116,11 +98,10 @@ def _pipeline(job: Job) -> Settings:
 
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     name, flavor = reading.text("model.name", "llama3"), reading.text("model.flavor", "debugmodel")
-    preset = next((ours for ours, theirs in FLAVORS.items() if theirs == (name, flavor)), None)
-    if preset is not None:
-        fields["model"] = preset
-    elif reading.model is None:
-        reading.notes.append(f"model {name} {flavor} is not a preset here: name the model")
+    known = _model(reading, name, flavor)
+    if known is not None:
+        fields["model"] = known.name if known.name in FLAVORS else known.to_dict()
+    reading.model = reading.model or known
     _read_data(reading, fields)
     _read_pipeline(reading, fields)
     _read_training(reading, fields)
@@ -130,6 +111,28 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         reading.value(_PARALLEL + "expert_tensor_parallel_degree")
     overlapped = reading.flag(_PARALLEL + "pipeline_parallel_expert_parallel_overlap", True)
     fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") in _OVERLAPS_EXPERTS
+
+
+def _model(reading: Reading, name: str, flavor: str) -> Model | None:
+    """The model of a flavor, or as the JSON of a run spells it out; None if neither is known, and why."""
+    known, shape = model_of(name, flavor), reading.value(SHAPE)
+    if isinstance(shape, Mapping):
+        reading.notes.append("the file does not say whether matmuls are in fp8 (--precision)")
+        spelled = Model.from_dict({"name": f"{name}-{flavor}".replace("_", "-"), **shape}, "model_spec.model")
+        return known if known is not None and _sizes(known) == _sizes(spelled) else spelled
+    hub = reading.text("hf_transformers.model")
+    if hub is not None:
+        known, reading.no_model = None, f"{hub} comes from Hugging Face, with its config.json"
+    elif known is None:
+        reading.no_model = f"{name} {flavor} of TorchTitan is not known here ({shape or known_flavors(name)})"
+    return known
+
+
+def _sizes(model: Model) -> dict[str, Any]:
+    """What its matrices depend on."""
+    return {
+        path: value for path, value in shape_of(model).items() if not path.startswith(("model.numerics", "model.max"))
+    }
 
 
 def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
@@ -225,7 +228,7 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _notes(job: Job) -> list[str]:
     notes = ["data and checkpoint settings are yours to add"]
-    if job.model.name not in FLAVORS:
+    if flavor_named(job.model.name) is None:
         notes.append(f"{job.model.name} is not a flavor of TorchTitan: register it, set model.name and model.flavor")
     return notes
 
@@ -239,14 +242,14 @@ def _tensor_mix(job: Job) -> bool:
 
 def _stretched(job: Job) -> bool:
     """Whether the flavor stretches rotary positions and the model does not."""
-    return FLAVORS.get(job.model.name, ("",))[0] == "llama3" and job.model.numerics.rope_scaling is None
+    return (flavor_named(job.model.name) or ("",))[0] == "llama3" and job.model.numerics.rope_scaling is None
 
 
 # fmt: off
 TORCHTITAN = Target(
     name="torchtitan",
     title="TorchTitan",
-    format=TOML,
+    format=FILES,
     signature=("model.flavor", _PARALLEL + "tensor_parallel_degree", "training.local_batch_size",
                _PARALLEL + "data_parallel_shard_degree", "training.seq_len"),
     options=(
@@ -268,6 +271,7 @@ TORCHTITAN = Target(
                when=lambda job: job.strategy.schedule in _OVERLAPS_EXPERTS),
         Option("strategy.recompute", "activation_checkpoint.mode",
                ("none", "selective", "full"), absent="selective"),
+        Option("strategy.sequence_parallel", _PARALLEL + "enable_sequence_parallel", when=lambda job: False),
     ),
     compose=_compose,
     interpret=_interpret,
