@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.api import analyze
 from shardwise.api.given import JobArguments
 from shardwise.api.inputs import job_from
-from shardwise.interop.frameworks import TARGETS, framework_of, read
+from shardwise.interop.frameworks import TARGETS, read
 from shardwise.interop.frameworks.documents import flatten
 from shardwise.measure.smaller import on_fewer_ranks, with_small_model
 from shardwise.spec.errors import SpecError
@@ -118,10 +118,6 @@ def outcome(case: Case, folder: Path) -> Outcome:
     path.write_text(case.text, encoding="utf-8")
     try:
         read(path, case.framework)
-        if framework_of(path) is None:
-            return Outcome(
-                case, refused=f"{published(case.framework)['cases'][case.name]['script']}: has no options to read"
-            )
         return _on_enough_devices(case, path)
     except SpecError as error:
         return Outcome(case, refused=str(error).removeprefix(f"{case.file}: "))

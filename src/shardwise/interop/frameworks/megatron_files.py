@@ -40,6 +40,8 @@ def _parse(text: str, what: str, names: Names) -> Settings:
     for part, reason in _OTHER_SCRIPTS.items():
         if part in re.split(r"[^a-z0-9]+", script.lower()) or part == script.removesuffix(".py"):
             raise SpecError(script, reason, _REMEDY)
+    if script and len(words) == 1:
+        raise SpecError(script, "is given no options to read", _REMEDY)
     return COMMAND.parse(text, what, names)
 
 
