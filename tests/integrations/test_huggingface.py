@@ -152,6 +152,14 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         watched.train()
 
 
+def test_a_compiled_network_is_priced_as_one(tmp_path: Path) -> None:
+    watched = trainer(tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    watched.add_callback(ShardwiseCallback(cluster=CLUSTER))
+    watched.train()
+    job = read_job(tmp_path / "shardwise" / "job.yaml")
+    assert job.stack.elementwise == "compiled" and job.stack.name == "accelerate-changed"
+
+
 def test_sixteen_bit_weights_have_no_masters(tmp_path: Path) -> None:
     watched = trainer(tmp_path, model=network().bfloat16(), max_steps=1)
     watched.add_callback(ShardwiseCallback(cluster=CLUSTER))

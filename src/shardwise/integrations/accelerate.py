@@ -116,17 +116,17 @@ def layout_of(state: Any, loader: Any, rows: int | None, accumulation: int) -> R
     mesh = _mesh(getattr(state, "parallelism_config", None))
     others = mesh["tp_size"] * mesh["cp_size"] * mesh["sp_size"]
     rows = rows_of_a_rank(loader, state.num_processes // others) or rows
+    stack: dict[str, Any] = {"elementwise": "compiled"} if is_compiled(state) else {}
     if kind == "DEEPSPEED":
         config = dict(state.deepspeed_plugin.deepspeed_config)
         if mesh["sp_size"] > 1:
             config["sequence_parallel_size"] = mesh["sp_size"]
-        return RunLayout("deepspeed", deepspeed_settings(config, rows, accumulation), rows, accumulation, {})
+        return RunLayout("deepspeed", deepspeed_settings(config, rows, accumulation), rows, accumulation, stack)
     settings: dict[str, Any] = {
         "distributed_type": kind,
         "mixed_precision": str(state.mixed_precision),
         "num_processes": int(state.num_processes),
     }
-    stack: dict[str, Any] = {}
     if kind == "FSDP":
         settings |= fsdp_settings(state.fsdp_plugin)
     if max(mesh.values()) > 1:
@@ -135,6 +135,12 @@ def layout_of(state: Any, loader: Any, rows: int | None, accumulation: int) -> R
         settings |= {MESH + name: mesh[name] for name in _SIZES if name != "sp_size"}
         settings |= _rotation(state.parallelism_config, mesh["cp_size"])
     return RunLayout("accelerate", settings, rows, accumulation, stack)
+
+
+def is_compiled(state: Any) -> bool:
+    """Whether `prepare` hands the network to `torch.compile`; the trainer still has the plain one."""
+    backend = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
+    return str(getattr(backend, "value", backend) or "NO").upper() != "NO"
 
 
 def _mesh(config: Any) -> dict[str, int]:

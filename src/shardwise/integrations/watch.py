@@ -324,7 +324,8 @@ class _TokenCount:
         self._hook: Any = None
         strategy = None if priced is None else priced.job.strategy
         self._ranks = run.ranks.world // (1 if strategy is None else strategy.tp * strategy.pp)
-        if run.is_main and not (priced is not None and priced.facts.compiled):  # a hook would be compiled too
+        compiled = priced is not None and priced.job.stack.elementwise == "compiled"
+        if run.is_main and not compiled:  # a hook would be compiled too
             network = language_model(run.module)
             self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
 
