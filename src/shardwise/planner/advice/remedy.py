@@ -48,11 +48,11 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
     strategy = least.strategy()
     cluster, room = request.job.cluster, request.room
     if least.memory_bytes <= room.planned_bytes and cluster.host_memory is not None:
-        host = readable_bytes(least.host_bytes * cluster.node_devices)
+        host, devices = readable_bytes(least.host_bytes * cluster.node_devices), _devices_that_fit(request)
         return (
             f"nothing fits: offloading ({strategy_words(strategy)}) would need {host} of host memory per node, "
             f"{readable_bytes(cluster.host_memory)} are there",
-            "use more devices, or hosts with more memory",
+            f"use {f'{devices:,}' if devices else 'more'} devices, or hosts with more memory",
         )
     usable = f"{cluster.device.name} has {readable_bytes(room.usable_bytes)}"
     if room.is_capped:
