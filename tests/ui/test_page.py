@@ -238,13 +238,14 @@ def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
     page.evaluate(f"window.asked = []; const real = fetch; {noted}; 0")
     changed(page, lambda: page.evaluate(f"{model}.value = 'gpt2'; {model}.dispatchEvent(new Event('change'))"))
     assert page.evaluate("document.body.classList.contains('stale')"), "12 heads do not divide by 8"
+    assert page.evaluate("document.querySelector('[data-field=tp] .problem button').textContent") == "Reset the layout"
     page.click("#find")
     sent = json.loads(page.wait_for("asked.find(([to]) => to === '/api/plan')?.[1].body"))
     kept = {name: value for name, value in FIRST.items() if name not in ("tp", "pp", "zero")}
     assert sent == {**kept, "model": "gpt2", "pareto": "memory"}
     page.click("#search .heading button")
     page.wait_for("document.querySelector('#search .status').textContent === 'Cancelled.'")
-    changed(page, lambda: page.click("#plain"))
+    changed(page, lambda: page.click("[data-field=tp] .problem button"))
     assert state(page) == {**kept, "model": "gpt2"}
     page.problems[:] = [one for one in page.problems if "422" not in one]
 

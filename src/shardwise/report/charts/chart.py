@@ -20,7 +20,9 @@ from shardwise.spec.units import (
 )
 
 ChartUnit = Literal["bytes", "seconds", "share", "count", "FLOP/s", "B/s", "tokens/s", "loss", "number", "words"]
-Tone = Literal["navy", "blue", "sky", "orange", "gold", "green", "purple", "pink", "teal", "red", "grey"]
+Tone = Literal[
+    "navy", "blue", "sky", "orange", "gold", "green", "purple", "pink", "teal", "red", "grey", "brown", "lime", "steel"
+]
 TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "gold", "teal", "pink", "sky", "red", "navy", "grey")
 LineStyle = Literal["line", "dashed", "points", "edge"]  # an edge has no points of its own
 Value = float | str | None

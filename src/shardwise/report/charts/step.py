@@ -20,7 +20,7 @@ _TONES: dict[str, Tone] = {
     "products": "navy",
     "attention": "blue",
     "memory-bound": "sky",
-    "launches": "grey",
+    "launches": "steel",
     "recompute": "gold",
     "tp": "orange",
     "cp": "pink",
@@ -28,9 +28,9 @@ _TONES: dict[str, Tone] = {
     "bubble": "red",
     "pp": "teal",
     "dp": "green",
-    "offload": "gold",
-    "optimizer": "navy",
-    "overhead": "grey",
+    "offload": "lime",
+    "optimizer": "brown",
+    "overhead": "steel",
     "stragglers": "grey",
 }
 

@@ -28,6 +28,9 @@ _STYLES: dict[Tone, str] = {
     "teal": "bright_cyan",
     "red": "red",
     "grey": "bright_black",
+    "brown": "bright_red",
+    "lime": "bright_green",
+    "steel": "white",
 }
 
 

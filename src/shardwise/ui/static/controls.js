@@ -201,18 +201,18 @@ function moved(event) {
 
 // -- what is wrong ---------------------------------------------------------------------------------------------
 
-/** Puts the line of a refusal beside its field, or returns false where the page has none for it. */
+/** Puts the line of a refusal beside its field and returns it; null where the page has no place for it. */
 export function showProblem(error) {
   clearProblem();
   const path = (error.field ?? "").replace(/^(strategy|training)\./, "");
   const name = path.split(/[.[]/)[0].replace(/^-+/, "").replaceAll("-", "_");
   const place = document.querySelector(`[data-field="${CSS.escape(name || "strategy")}"]`);
-  if (!place || place.hidden === true && place.classList.contains("field")) return false;
+  if (!place || place.hidden === true && place.classList.contains("field")) return null;
   const line = place.classList.contains("problem") ? place : place.querySelector(".problem");
   line.textContent = error.problem ? `${error.problem}${error.remedy ? `; ${error.remedy}` : ""}` : error.message;
   line.hidden = false;
   place.classList.add("wrong");
-  return true;
+  return line;
 }
 
 export function clearProblem() {

@@ -1,7 +1,7 @@
 // Starts the page: the job of the address or the first one, then a question to the server after every change.
 
 import { clearProblem, prepare, showChoices, showJob, showMachine, showProblem } from "./controls.js";
-import { byId, copy } from "./dom.js";
+import { byId, copy, el } from "./dom.js";
 import { preparePaste } from "./paste.js";
 import { panels } from "./panels.js";
 import { catalogue, latest } from "./server.js";
@@ -36,11 +36,15 @@ function fail(error) {
   document.body.classList.add("stale");
   if (document.body.classList.contains("unpriced")) byId("sentence").textContent = "This job has no price: change it, reset its layout, or find the best";
   byId("advice").hidden = true;
-  const placed = error.field !== undefined && showProblem(error);
+  const line = error.field === undefined ? null : showProblem(error);
   byId("banner").textContent = error.message;
-  byId("banner").hidden = placed;
+  byId("banner").hidden = line !== null;
+  if (error.field?.startsWith("strategy")) (line ?? byId("banner")).append(" ", resetting());
   document.documentElement.dataset.refused = error.message;
 }
+
+/** The way out of a layout that the model or the cluster refuses. */
+const resetting = () => el("button", { type: "button", class: "link", onclick: () => byId("plain").click() }, "Reset the layout");
 
 const askAnswer = latest("answer", show, fail);
 const askAdvice = latest("advice", (data) => showAdvice(data, change), () => { byId("advice").hidden = true; });
