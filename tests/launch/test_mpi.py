@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,21 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 LAUNCHERS = {"openmpi": ("mpirun.openmpi", "--oversubscribe"), "mpich": ("mpiexec.hydra",)}
 
 
+# A rank's output is a file of its own: on its way through the launcher the end of it was lost once.
+TO_FILES = 'own=$0/${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; exec "$@" > "$own.out" 2> "$own.err"'
+
+
 def mpirun(launcher: str, ranks: int, *arguments: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """What all ranks printed, in their order."""
     program, *options = LAUNCHERS[launcher]
     require(launcher, None if shutil.which(program) else f"{program} is not installed")
-    command = [program, *options, "-n", str(ranks), sys.executable, "-m", "shardwise", *arguments]
     environment = {**os.environ, **AS_ROOT, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        rank = ["bash", "-c", TO_FILES, folder, sys.executable, "-m", "shardwise", *arguments]
+        command = [program, *options, "-n", str(ranks), *rank]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        out, err = ("".join(one.read_text() for one in sorted(Path(folder).glob(f"*.{kind}"))) for kind in ("out", "err"))
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout + out, done.stderr + err)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -42,6 +42,7 @@ def browser(served: Served) -> Iterator[Browser]:
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Page, str], None]:
     """Keeps a screenshot where SHARDWISE_PICTURES names a folder, to be looked at; always takes it."""
     folder = Path(os.environ.get("SHARDWISE_PICTURES") or tmp_path_factory.mktemp("pictures"))
+    folder.mkdir(parents=True, exist_ok=True)
 
     def take(page: Page, name: str) -> None:
         page.settle()
