@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
@@ -181,7 +181,10 @@ def solve(fit: Fit, runs: Sequence[PublishedRun], rounds: int = 6) -> dict[str, 
 
 def fitted_runs() -> list[PublishedRun]:
     """Every published run that has a time and is not set aside."""
-    runs, _ = published_runs(TRAINING_RUNS)
+    return with_time(published_runs(TRAINING_RUNS)[0])
+
+
+def with_time(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
     return [run for run in runs if run.reported_seconds and not run.set_aside]
 
 

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 
-from fit_devices import FITS, fitted_runs
+from fit_devices import FITS, with_time
 from left_out import LeftOut
 from shardwise.cost.accuracy.choices import layouts_of_jobs
 from shardwise.cost.accuracy.residuals import FILE, Residuals, residuals, standing_of
@@ -26,13 +26,13 @@ from shardwise.cost.accuracy.scores import predicted_memory
 from shardwise.cost.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
 
-MEMORY_TABLES = (*TRAINING_RUNS, "memory_runs")
 TOLERANCE = 2e-3  # of an error, between machines: linear algebra rounds differently
 
 
 def lines(*, quick: bool = False) -> Iterator[Residuals]:
     """The file as it is today; ``quick`` without what needs a fit."""
-    runs = fitted_runs()
+    published = published_runs(TRAINING_RUNS)[0]
+    runs = with_time(published)
     apart = LeftOut(runs, FITS)
     jobs = {run.row_id: own[0].row_id for own in layouts_of_jobs(runs) for run in own}
     for run in runs:
@@ -41,7 +41,7 @@ def lines(*, quick: bool = False) -> Iterator[Residuals]:
             error if quick else math.expm1(apart.each(what)[run.row_id]) for what in ("model", "source", "device")
         ]
         yield _line("time", run, jobs.get(run.row_id, ""), error, *without)
-    for run in published_runs(MEMORY_TABLES)[0]:
+    for run in (*published, *published_runs(["memory_runs"])[0]):
         if run.reported_memory_bytes and not run.set_aside:
             yield _line("memory", run, "", *[predicted_memory(run) / run.reported_memory_bytes - 1] * 4)
 

@@ -20,9 +20,25 @@ PRELOAD = (
 )
 
 
+class _QuickPool(Pool):
+    def initializer(self, rank: int) -> Callable[[], None]:
+        return _prepare
+
+
+def _prepare() -> None:
+    import torch
+
+    from halves import quick_products
+
+    torch.set_num_threads(1)
+    quick_products()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # then its products of fp16 take 20 times as long
+        torch.backends.mkldnn.set_flags(False)
+
+
 @cache
 def pool() -> Pool:
-    made = Pool(preload=PRELOAD)
+    made = _QuickPool(preload=PRELOAD)
     atexit.register(made.close)
     return made
 
@@ -33,12 +49,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_
 
 
 def _in_world(place: WorkerPlace, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    import torch
-
     from shardwise.engine.world import joined
 
-    torch.set_num_threads(1)
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # then its products of halves take 20 times as long
-        torch.backends.mkldnn.set_flags(False)
     with joined(place.rank, place.world, place.rendezvous_file):
         return function(*arguments)

@@ -35,7 +35,8 @@ def mpirun(launcher: str, ranks: int, *arguments: str, timeout: float = 400) -> 
         rank = ["bash", "-c", TO_FILES, folder, sys.executable, "-m", "shardwise", *arguments]
         command = [program, *options, "-n", str(ranks), *rank]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        out, err = ("".join(one.read_text() for one in sorted(Path(folder).glob(f"*.{kind}"))) for kind in ("out", "err"))
+        files = [sorted(Path(folder).glob(f"*.{kind}")) for kind in ("out", "err")]
+        out, err = ("".join(one.read_text() for one in some) for some in files)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout + out, done.stderr + err)
 
 

@@ -32,6 +32,7 @@ from shardwise.launch.run import prepare
 from shardwise.training.attempt import write_beat, write_progress
 from shardwise.training.checkpoint.folder import RunFolder, lock_held
 from shardwise.training.metrics.events import EventLog
+from shardwise.training.metrics.lines import read_lines
 from training.faults import small_job
 from training.runs import write_shards
 
@@ -73,7 +74,7 @@ def test_a_run_is_seen_while_it_goes_on_and_after_it_was_killed(tmp_path: Path, 
     file.write_text(small_job(shards, run=settings).to_yaml())
     folder = tmp_path / "run"
     with training(folder, str(file), "--metrics-port", "0") as (process, said):
-        wait_until(lambda: run_of(folder).get("step", 0) >= 5, seconds=400)
+        wait_until(lambda: any(line["step"] >= 5 for line in read_lines(folder / "metrics.jsonl")), seconds=400)
         url = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", said.read_text())
         assert url, said.read_text()
         before = run_of(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -126,6 +127,10 @@ def _run(arguments: list[str]) -> int:
     """As an interpreter does: `-m MODULE ...` or `FILE ...`; the status to exit with."""
     import torch
 
+    from halves import quick_products
+
+    gc.freeze()  # what was imported before need not be scanned
+    quick_products()
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(2)

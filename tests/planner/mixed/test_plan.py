@@ -262,7 +262,7 @@ def test_nothing_in_the_space_is_better() -> None:
 
 
 def test_mixing_is_compared_with_each_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    found = small_plan(mixed_of("dgx-h100", "dgx-a100"), "schedule=1f1b", alone=True)
+    found = small_plan(mixed_of("dgx-h100", "dgx-a100"), alone=True)
     assert [one is not None for one in found.alone] == [True, True]
     assert found.best_alone is found.alone[0]
     assert found.gain is not None
