@@ -6,19 +6,26 @@ READY := $(VENV)/.ready
 # Tests wait for processes to start as much as they compute: one worker more than there are cores.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # With every core taken, a second thread of a process waits more than it computes.
-test test-all: export OMP_NUM_THREADS = 1
+quick-tests all-tests: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-frameworks lint format golden docs bench image clean
+.PHONY: demo test test-all test-frameworks quick-tests all-tests lint style types format golden docs bench image clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) lint
+# Types are checked beside the tests, by a processor that would else wait; both must pass.
+test: $(READY) style
+	@$(MAKE) --no-print-directory -j 2 types quick-tests
+
+test-all: $(READY) style
+	@$(MAKE) --no-print-directory -j 2 types all-tests
+
+quick-tests: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20 -m "not slow and not frameworks"
 
-test-all: $(READY) lint
+all-tests: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=searching -m "not frameworks"
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
@@ -32,9 +39,13 @@ test-frameworks: .venv-frameworks/.ready
 		setuptools wheel accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 tyro
 	touch .venv-frameworks/.ready
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
 
 format: $(READY)

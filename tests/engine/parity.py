@@ -10,8 +10,8 @@ from shardwise.measure.verify import Verification, verify
 from shardwise.spec.job import Job
 
 
-def check(job: Job, tolerance: float = 1e-5) -> Verification:
-    found = verify(job, pool=pool(), tolerance=tolerance, references=references())
+def check(job: Job, tolerance: float = 1e-5, steps: int = 3) -> Verification:
+    found = verify(job, steps=steps, pool=pool(), tolerance=tolerance, references=references())
     assert found.ok, {kind: (one.value, one.where) for kind, one in found.worst.items()}
     return found
 
