@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.running import error_line, run
-from shardwise.interop.frameworks import TARGETS
+from shardwise.interop.frameworks import TARGETS, read
 from shardwise.interop.shell import MOST_CHARACTERS, Unset, python_command
 from shardwise.interop.shell_words import Malformed
 
@@ -144,6 +144,36 @@ def test_a_script_that_doubles_its_variables_is_refused() -> None:
     arrays = "A=('')\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60 + "python x.py --a"
     with pytest.raises(Malformed, match="characters"):
         python_command(arrays)
+
+
+SETTINGS = """
+language_model: {num_layers: 24, hidden_size: 1024, num_attention_heads: 16, num_query_groups: null,
+  ffn_hidden_size: null, add_bias_linear: False, activation_func: swiglu, num_moe_experts: null, fp8: null,
+  attention_dropout: 0.0, hidden_dropout: 0.0}
+model_parallel: {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 2, sequence_parallel: True, bf16: True,
+  fp16: False, timers: null}
+micro_batch_size: 2
+global_batch_size: 128
+untie_embeddings_and_output_weights: True
+position_embedding_type: rope
+max_position_embeddings: 4096
+seq_length: 4096
+normalization: RMSNorm
+vocab_size: 32000
+lr: 2.5e-4
+use_distributed_optimizer: True
+check_for_nan_in_loss_and_grad: True
+"""
+
+
+def test_the_settings_of_yaml_cfg_are_options(tmp_path: Path) -> None:
+    path = tmp_path / "gpt_config.yaml"
+    path.write_text(SETTINGS, encoding="utf-8")
+    fields = read(path).fields
+    assert (fields["model.layers"], fields["model.activation"], fields["model.mlp_bias"]) == (24, "swiglu", False)
+    assert (fields["strategy.tp"], fields["strategy.pp"], fields["strategy.zero"]) == (4, 2, 1)
+    assert (fields["training.global_batch"], fields["training.precision"]) == (128, "bf16-fp32-grads")
+    assert run("analyze", str(path), "--gpus", "16", "--json").status == 0
 
 
 MEGATRON = """

@@ -168,6 +168,7 @@ def test_flavors_are_known_by_name(name: str, flavor: str, expected: str) -> Non
         ('[model]\nname = "flux"\nflavor = "flux-dev"\n[training]\nguidance = 1\n', "flux is a model of pictures"),
         ('[hf_transformers]\nmodel = "Qwen/Qwen3-4B"\n', "Qwen/Qwen3-4B comes from Hugging Face"),
         ("[tool]\nname = 1\n", "is not a setting of TorchTitan"),
+        ("[training]\nseq_len = 4096\n", "the file names no flavor of TorchTitan (model.flavor)"),
     ],
 )
 def test_another_model_is_named_with_what_is_known(text: str, said: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments in a file: a command line or script, or the ``model_config.yaml`` of its functional tests."""
+"""Megatron-LM's arguments in a file: a command line or script, ``--yaml-cfg``, ``model_config.yaml`` of its tests."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ _REMEDY = "only runs of pretrain_gpt.py are read"
 def _parse(text: str, what: str, names: Names) -> Settings:
     if re.search(rf"^{_ARGUMENTS}:", text, re.MULTILINE):
         return COMMAND.parse(_command_of(parse_yaml(text, what), what), what, names)
+    if re.search(r"^(language_model|model_parallel):", text, re.MULTILINE):
+        return COMMAND.parse(_command_of_settings(parse_yaml(text, what), names), what, names)
     words = command_words(text, what)
     script = words[0].rpartition("/")[2] if words and words[0].endswith(".py") else ""
     for part, reason in _OTHER_SCRIPTS.items():
@@ -58,6 +60,38 @@ def _command_of(tree: Any, what: str) -> str:
     return "\n".join(
         shlex.join([str(name), *argument_words(value)]) for name, value in arguments.items() if value is not False
     )
+
+
+# The settings of a ``--yaml-cfg`` that have other names than their options (megatron/training/yaml_arguments.py).
+_RENAMED = {
+    "num_moe_experts": "--num-experts",
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "fp8": "--fp8-format",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+}
+_WORDS = {
+    ("add_bias_linear", False): "--disable-bias-linear",
+    ("activation_func", "swiglu"): "--swiglu",
+    ("activation_func", "squaredrelu"): "--squared-relu",
+    ("overlap_p2p_comm", False): "--no-overlap-p2p-communication",
+}
+
+
+def _command_of_settings(tree: Any, names: Names) -> str:
+    """The command line that says the same as a ``--yaml-cfg``, whose other settings are those of no option."""
+    if not isinstance(tree, Mapping):
+        raise SpecError("language_model", f"{shown(tree)} should be a mapping of settings", "give the whole file")
+    sections = [one for one in (tree.get("language_model"), tree.get("model_parallel")) if isinstance(one, Mapping)]
+    settings = {str(name): value for one in (*sections, tree) for name, value in one.items()}
+    lines: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        option = _RENAMED.get(name, "--" + name.replace("_", "-"))
+        if isinstance(value, (str, bool)) and (name, value) in _WORDS:
+            lines[_WORDS[name, value]] = []
+        elif option in names and value not in (None, False, ""):
+            lines[option] = argument_words(value)
+    return "\n".join(shlex.join([option, *words]) for option, words in lines.items())
 
 
 def argument_words(value: object) -> list[str]:

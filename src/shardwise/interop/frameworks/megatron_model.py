@@ -231,7 +231,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     shape["vocab"] = reading.count("--vocab-size", reading.count("--padded-vocab-size", _GPT2_VOCAB))
     tokenizer = reading.settings.get("--tokenizer-type", "GPT2BPETokenizer")
     if not (reading.has("--vocab-size") or reading.has("--padded-vocab-size")) and tokenizer != "GPT2BPETokenizer":
-        reading.notes.append(f"the vocabulary is the tokenizer's: {_GPT2_VOCAB:,} is assumed (--vocab-size)")
+        reading.notes.append(f"the vocabulary is the tokenizer's: {_GPT2_VOCAB:,} is assumed (--set model.vocab=N)")
     shape["max_seq"] = reading.count("--max-position-embeddings", 2048)
     positions = reading.choice("--position-embedding-type", _POSITIONS, "learned")
     shape["positions"] = "rope" if reading.flag("--use-rotary-position-embeddings") else positions

@@ -123,6 +123,8 @@ def _model(reading: Reading, name: str, flavor: str) -> Model | None:
     hub = reading.text("hf_transformers.model")
     if hub is not None:
         known, reading.no_model = None, f"{hub} comes from Hugging Face, with its config.json"
+    elif not reading.has("model.flavor"):  # TorchTitan would train its debug model
+        known, reading.no_model = None, "the file names no flavor of TorchTitan (model.flavor)"
     elif known is None:
         reading.no_model = f"{name} {flavor} of TorchTitan is not known here ({shape or known_flavors(name)})"
     return known
@@ -210,6 +212,8 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     quantized = {name: scaled if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
     fields["training.precision"] = next(iter(quantized.values()), mixed)
     reading.used.add("training.mixed_precision_reduce")
+    if not quantized:
+        reading.used.update(key for key in reading.settings if key.startswith("quantize."))  # of no converter
     fields["training.optimizer"] = reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"}, "adamw")
     training_values.read_torchtitan(reading, fields)
     fields["training.attention"] = "flash"
