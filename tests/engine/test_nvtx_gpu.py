@@ -150,6 +150,7 @@ def test_every_rank_tells_its_collectives(recorder: Path, tmp_path: Path, monkey
     ranks = told(tmp_path)
     assert len(ranks) == WORLD
     for rank in ranks:
+        assert len(rank.threads) > 1  # backward passes run in threads of autograd
         labels = [label_of(name) for name in rank.names() if name != "outside"]
         assert all(one.kind != "none" for one in labels)
         assert {one.dimension for one in labels if one.kind == "begin" and one.bytes} >= {"pp", "dp", "tp"}
