@@ -178,7 +178,7 @@ class _Block:
 
     def _command(self, active: bool) -> None:
         begin = self.at
-        while self.at < len(self.tokens) and self.tokens[self.at] not in (*_SEPARATORS, "(", ")"):
+        while self.at < len(self.tokens) and not isinstance(self.tokens[self.at], str):  # an operator
             self.at += 1
         if self.at == begin:
             self.at += 1
@@ -191,10 +191,11 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
     rest = list(given)
     if isinstance(rest[0], Word) and rest[0].text in _DECLARING:
         rest = [one for one in rest[1:] if not (isinstance(one, Word) and one.text.startswith("-"))]
-    while rest and _assigned(rest[0], scope):
-        rest.pop(0)
+    assigned = 0
+    while assigned < len(rest) and _assigned(rest[assigned], scope):
+        assigned += 1
     words: list[str] = []
-    for token in rest:
+    for token in rest[assigned:]:
         if isinstance(token, Heredoc):
             _run_inside(_filled(token.body, scope), scope, depth)
         elif isinstance(token, Word):
