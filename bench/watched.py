@@ -1,6 +1,6 @@
 """Other frameworks' trainers, watched: predicted beside measured, and what watching costs.
 
-    python bench/watched.py                      # a GPU: a Llama of a billion parameters
+    python bench/watched.py                      # a GPU: a Llama with 1.1 billion parameters
     python bench/watched.py --tiny --cluster laptop:1
 
 Every case trains the same network twice, watched and not, and times the steps after the first ten by a clock of its

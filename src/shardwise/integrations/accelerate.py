@@ -15,6 +15,7 @@ from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 
+LOGGED_EVERY = 10  # steps
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
@@ -80,7 +81,7 @@ class ShardwiseWatch:
             return
         self._step += 1
         self.watch.step_ends(self._step, loss)
-        if figures := self.watch.figures():
+        if self._step % LOGGED_EVERY == 0 and (figures := self.watch.figures()):
             self.accelerator.log(figures, step=self._step)
         self.watch.step_begins()
 

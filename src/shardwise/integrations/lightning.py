@@ -87,8 +87,10 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
             return
         self._step, self._between = trainer.global_step, True
         self.watch.step_ends(self._step)
-        if figures := self.watch.figures():
-            self.log_dict(figures, on_step=True, on_epoch=False, rank_zero_only=True)
+        # `log_dict` would make tensors of the figures on the device, at every step, and wait for them.
+        if self._step % trainer.log_every_n_steps == 0 and (figures := self.watch.figures()):
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=self._step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._interrupted()
