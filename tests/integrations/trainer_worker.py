@@ -79,7 +79,7 @@ def train_by_accelerate(folder: Path) -> None:
             cluster=CLUSTER, described="llama3-8b", seq=512, folder=folder.with_name("stopped"),
         )  # fmt: skip
     except DoesNotFit as error:
-        print(f"rank {accelerator.process_index} stops: {error}", flush=True)
+        folder.with_name(f"rank-{accelerator.process_index}-stops").write_text(str(error), encoding="utf-8")
 
 
 if __name__ == "__main__":
