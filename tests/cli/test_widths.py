@@ -106,12 +106,15 @@ def _compared() -> None:
     ranks = [
         SimpleNamespace(rank=one, parts={"compute": 0.1234}, waits=12.5e-6, layer_seconds=0.00123) for one in (0, 12)
     ]
+    sent = {"dimensions": ("dp", "cp"), "collectives": 1234.0, "planned": 2**33, "recorded": 2**33 - 1,
+            "unrecorded": ()}  # fmt: skip
+    messages = {**sent, "unrecorded": ("pp activations", "cp keys and values")}
     found: Any = SimpleNamespace(
         found=SimpleNamespace(busiest=ranks[1], ranks=ranks, numbers=(10, 11), step_seconds=1.234),
         predicted=SimpleNamespace(step_seconds=1.111),
         parts=(part, SimpleNamespace(**{**vars(part), "name": "compute", "measured": 1234.5, "difference": -0.0123})),
         memory=(SimpleNamespace(name="activations", predicted=2**40, measured=123456789),),
-        sent=(SimpleNamespace(dimensions=("dp", "cp"), collectives=1234.0, planned=2**33, recorded=2**33 - 1),),
+        sent=(SimpleNamespace(**sent), SimpleNamespace(**messages)),
         differences=(SimpleNamespace(**vars(part), cause="ranks 0 and 12 take 3.4 times as long as others do"),),
         usual_seconds=1.2, slowness={0: 1.0, 12: 1.34}, slow_rank=None, slow_link=None, mismatch=None,
         missing_steps="",
