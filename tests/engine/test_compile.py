@@ -55,6 +55,23 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool, sharded: boo
     return losses, loads | {name: one.full_tensor() if sharded else one for name, one in found.items()}, stats  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("strategy", [{}, {"recompute": "selective", "recompute_operators": ("norm", "activation")}])
+@pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE])
+def test_a_compiled_network_is_evaluated_before_its_first_step(model: Model, strategy: dict[str, Any]) -> None:
+    """As `train` does: under `no_grad` the compiler drops the context of a function with as many tensors as names."""
+    torch._dynamo.reset()
+    job = job_of(model, **strategy)
+    found = []
+    for compiled in (False, True):
+        decoder = decoder_of(job)
+        apply_recompute(decoder, job, DECODER)
+        if compiled:
+            apply_compile(decoder, job.strategy, DECODER, backend="aot_eager")
+        with torch.no_grad():
+            found.append(decoder(*batch(model, 0)).item())
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 def assert_close(found: Found, expected: Found) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert list(found[1]) == list(expected[1]), "names have changed"

@@ -84,8 +84,12 @@ EveryHead = Callable[..., tuple[Tensor, ...]]
 
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-    """The outputs of each linear layer, in turn."""
-    if torch.compiler.is_compiling() and len(maps) > 1 and all(is_plain(one) for one in maps):
+    """The outputs of each linear layer, in turn.
+
+    Without gradients no function of its own: Dynamo would leave out its context (2.13: variables/misc.py counts names).
+    """
+    recorded = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if recorded and len(maps) > 1 and all(is_plain(one) for one in maps):
         each: tuple[Tensor, ...] = _Projected.apply(hidden, *(one.weight for one in maps))  # type: ignore[no-untyped-call]
         return each
     return tuple(one(hidden) for one in maps)

@@ -24,6 +24,9 @@ def normed_projection(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Linear layers without bias of the normed states; the states themselves, for the path around what follows."""
     assert isinstance(norm, RMSNorm)
+    if not torch.is_grad_enabled():  # as in `project_each`
+        normed = norm(states)
+        return tuple(one(normed) for one in maps), states
     weights = [one.weight for one in maps]
     *outputs, around = _NormedProjection.apply(states, norm.weight, norm.eps, *weights)  # type: ignore[no-untyped-call]
     return tuple(outputs), around
