@@ -10,7 +10,7 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.traffic.traffic import Payload, Role
+from shardwise.cost.traffic.traffic import STATES_TO_DEVICE, Payload, Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import streamed
 from shardwise.measure.reference import sample_batch
@@ -75,5 +75,5 @@ def _by_role(moved: Counter[Payload]) -> dict[Role, float]:
     """What comes ahead of an update and what comes with it together: as much as fits comes ahead."""
     found: Counter[Role] = Counter()
     for payload, size in moved.items():
-        found[payload.role] += size
+        found[Role.STATES_FROM_HOST if payload.role in STATES_TO_DEVICE else payload.role] += size
     return dict(found)

@@ -101,6 +101,9 @@ class Role(Enum):
     ACTIVATIONS_FROM_HOST = "activations from host"
 
 
+# How many come ahead of the update depends on where the chunks of a run end; together they are all states.
+STATES_TO_DEVICE = frozenset({Role.FIRST_STATES_FROM_HOST, Role.STATES_FROM_HOST, Role.HEAD_STATES_FROM_HOST})
+
 _NAME_NO_PASS = frozenset(
     {
         Role.UNSPLIT_GRADIENTS,
@@ -111,9 +114,7 @@ _NAME_NO_PASS = frozenset(
         Role.GRADIENTS_FROM_DISK,
         Role.WEIGHTS_TO_HOST,
         Role.UPDATED_WEIGHTS_FROM_HOST,
-        Role.FIRST_STATES_FROM_HOST,
-        Role.STATES_FROM_HOST,
-        Role.HEAD_STATES_FROM_HOST,
+        *STATES_TO_DEVICE,
         Role.STATES_TO_HOST,
         Role.STATES_FROM_DISK,
         Role.STATES_TO_DISK,

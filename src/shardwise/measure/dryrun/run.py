@@ -11,7 +11,7 @@ from shardwise.cost.compute.operators import ends_operators, fully_recomputed_sh
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import Payload, Role, sent_forward
+from shardwise.cost.traffic.traffic import STATES_TO_DEVICE, Payload, Role, sent_forward
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
@@ -64,14 +64,11 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
     return [one for one in compared if one.planned or one.traced]
 
 
-_STATES = {Role.FIRST_STATES_FROM_HOST, Role.STATES_FROM_HOST, Role.HEAD_STATES_FROM_HOST}
-
-
 def _states_together(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
-    """States that come ahead of their update with those that come for it: how many depends on where chunks end."""
+    """States that come ahead of their update with those that come for it."""
     found: dict[Payload, float] = {}
     for payload, size in moved:
-        kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in _STATES else payload
+        kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in STATES_TO_DEVICE else payload
         found[kind] = found.get(kind, 0.0) + size
     return found
 
