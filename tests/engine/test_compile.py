@@ -127,8 +127,10 @@ def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
 @pytest.mark.parametrize(
     ("model", "strategy", "sharded"),
     [
-        pytest.param(LLAMA, {"tp": 2, **FULL}, False, marks=pytest.mark.slow),
-        (MIXTURE, {"tp": 2, **CHEAP}, False),
+        (LLAMA, {"tp": 2, **FULL}, False),
+        pytest.param(
+            MIXTURE, {"tp": 2, **CHEAP}, False, marks=pytest.mark.slow
+        ),  # those before and after have its parts
         (MIXTURE, {"dp": 2, "ep": 2}, False),  # other numbers of tokens in every batch
         (LLAMA, {"dp": 2, "zero": 3, **CHEAP}, True),
     ],
