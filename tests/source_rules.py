@@ -240,6 +240,21 @@ def _private_attributes(module: Module) -> Iterator[str]:
     yield from (f"{ast.unparse(node)} (line {node.lineno})" for node in others if node.attr not in own)
 
 
+def arguments_dynamo_miscounts(module: Module) -> Iterator[str]:
+    """`forward` of an autograd function with further parameters before ``*``: compiled without gradients, it loses its
+    ``ctx`` where two arguments are left for the ``*`` (torch 2.11 to 2.13). Hooks, which run as written, are exempt."""
+    functions = (node for node in module.nodes if isinstance(node, ast.ClassDef) and _is_autograd_function(node))
+    forwards = (one for node in functions for one in node.body if getattr(one, "name", "") == "forward")
+    for one in forwards:
+        assert isinstance(one, ast.FunctionDef)
+        if one.args.vararg and len(one.args.args) > 1 and module.name != "engine/data/replicated.py":
+            yield f"forward (line {one.lineno})"
+
+
+def _is_autograd_function(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("autograd.Function") for base in node.bases)
+
+
 def class_names(read: Iterable[Module]) -> dict[str, list[str]]:
     """The modules that define each class."""
     found: dict[str, list[str]] = {}
@@ -258,4 +273,5 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     too_long,
     says_nothing,
     private_torch,
+    arguments_dynamo_miscounts,
 )

@@ -22,6 +22,7 @@ from source_rules import (
     RULES,
     SOURCE,
     Module,
+    arguments_dynamo_miscounts,
     class_names,
     imports_from_above,
     labels_taken_apart,
@@ -40,13 +41,15 @@ NOT_OURS = {".venv", "build", "dist", "runs", "__pycache__"}
 # Folders of the machine this was written on; joined here so that this file does not name them itself.
 FOREIGN = ["/" + "work/", " shared" + "/", '"shared' + "/"]
 
+FUNCTION = "class F(torch.autograd.Function):\n"
+
 
 # -- the source ----------------------------------------------------------------------------------------
 
 
 def test_every_module_keeps_every_rule() -> None:
     """One walk; each fault with its module and the rule that it breaks."""
-    assert len(modules()) > 200 and len(RULES) == 7
+    assert len(modules()) > 200 and len(RULES) == 8
     found = [
         f"{module.name}: {rule.__name__}: {fault}" for module in modules() for rule in RULES for fault in rule(module)
     ]
@@ -144,6 +147,9 @@ def test_what_may_read_text_still_does() -> None:
         (private_torch, "state._group = None", "engine/x.py", True),
         (private_torch, "self._group = group\nother._group.wait()", "engine/x.py", False),
         (private_torch, "self._actions", "cli/x.py", False),
+        (arguments_dynamo_miscounts, f"{FUNCTION}    def forward(ctx, one, *others): ...", "models/x.py", True),
+        (arguments_dynamo_miscounts, f"{FUNCTION}    def forward(ctx, *given): ...", "models/x.py", False),
+        (arguments_dynamo_miscounts, f"{FUNCTION}    def forward(ctx, one, other): ...", "models/x.py", False),
         (says_nothing, "import os", "cost/x.py", True),
         (says_nothing, '"""All."""\nimport os', "cost/x.py", False),
         (says_nothing, "", "cost/__init__.py", False),

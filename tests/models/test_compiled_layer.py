@@ -33,7 +33,10 @@ def test_outputs_and_gradients(model: Model) -> None:
         layer.zero_grad()
         inputs = states.clone().requires_grad_()
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        with torch.no_grad():  # as an evaluation does, which comes first in a run
+            evaluated = run(inputs, rotation, arguments)
         outputs = run(inputs, rotation, arguments)
+        torch.testing.assert_close(evaluated, outputs.detach())
         outputs.square().sum().backward()
         found = [outputs.detach(), inputs.grad, *(one.grad for one in layer.parameters())]
         assert all(one is not None for one in found)

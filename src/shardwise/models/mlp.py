@@ -84,12 +84,8 @@ EveryHead = Callable[..., tuple[Tensor, ...]]
 
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-    """The outputs of each linear layer, in turn.
-
-    Without gradients no function of its own: Dynamo would leave out its context (2.13: variables/misc.py counts names).
-    """
-    recorded = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    if recorded and len(maps) > 1 and all(is_plain(one) for one in maps):
+    """The outputs of each linear layer, in turn."""
+    if torch.compiler.is_compiling() and len(maps) > 1 and all(is_plain(one) for one in maps):
         each: tuple[Tensor, ...] = _Projected.apply(hidden, *(one.weight for one in maps))  # type: ignore[no-untyped-call]
         return each
     return tuple(one(hidden) for one in maps)
@@ -99,7 +95,10 @@ class _Projected(torch.autograd.Function):
     """Several matmuls of the same inputs; in the backward pass each adds to the inputs' gradient by itself."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # One parameter: without gradients Dynamo (torch 2.11 to 2.13, `AutogradFunctionVariable`) takes `ctx` away if
+        # the arguments are as many as the parameters, as they would be with two weights.
+        hidden, *weights = given
         ctx.save_for_backward(hidden, *weights)
         return tuple(F.linear(hidden, weight) for weight in weights)
 

@@ -24,9 +24,6 @@ def normed_projection(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Linear layers without bias of the normed states; the states themselves, for the path around what follows."""
     assert isinstance(norm, RMSNorm)
-    if not torch.is_grad_enabled():  # as in `project_each`
-        normed = norm(states)
-        return tuple(one(normed) for one in maps), states
     weights = [one.weight for one in maps]
     *outputs, around = _NormedProjection.apply(states, norm.weight, norm.eps, *weights)  # type: ignore[no-untyped-call]
     return tuple(outputs), around
@@ -34,7 +31,8 @@ def normed_projection(
 
 class _NormedProjection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, scale: Tensor, epsilon: float, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        states, scale, epsilon, *weights = given  # one parameter: see `models.mlp._Projected`
         ctx.save_for_backward(states, scale, *weights)
         ctx.epsilon = epsilon
         normed = F.rms_norm(states, scale.shape, scale, epsilon)

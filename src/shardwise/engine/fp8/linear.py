@@ -98,19 +98,9 @@ class _ScaledProducts(torch.autograd.Function):
     """Forward in e4m3; of gradients, e5m2 has the range that one scale for a whole tensor asks for."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        scaling: str,
-        inputs_over: Group,
-        outputs_over: Group,
-        entry: Entry,
-        count: int,
-        each: bool,
-        delayed: DelayedLargest | None,
-        wide_gradients: bool,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # One parameter: see `models.mlp._Projected`.
+        hidden, scaling, inputs_over, outputs_over, entry, count, each, delayed, wide_gradients, *tensors = given
         weights, forms, square = tensors[:count], tensors[count:], scaling == "block"
         gathered = entry == "gathered"
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry

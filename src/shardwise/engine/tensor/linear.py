@@ -125,14 +125,8 @@ class _ColumnMatmuls(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        overlap: bool,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        hidden, group, sequence_parallel, overlap, *tensors = given  # one parameter: see `models.mlp._Projected`
         ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_defer()
         ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(hidden)
