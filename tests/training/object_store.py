@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import re
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -72,27 +74,30 @@ class ObjectServer:
 
 @contextmanager
 def object_server() -> Iterator[ObjectServer]:
-    """With its bucket, and the environment in which s3:// means it; skips where it is not installed."""
+    """Emptied, with its bucket, and the environment in which s3:// means it; skips where it is not installed."""
     missing = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
     require("s3", f"no object server here: {', '.join(missing)} missing (make installs them)" if missing else None)
+    server = _started()
+    _send(server.behind, "POST", "/moto-api/reset", b"", {})
+    _send(server.behind, "PUT", f"/{BUCKET}", b"", {})
+    server.requests.clear()
+    with mock.patch.dict("os.environ", server.environment):
+        yield server
+
+
+@cache
+def _started() -> ObjectServer:
+    """One for all tests of a process: clients, which fsspec keeps, would go on asking one that is gone."""
     moto = subprocess.Popen(
         [sys.executable, "-u", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"], stderr=subprocess.PIPE, text=True
     )
-    proxy = None
-    try:
-        server = ObjectServer(0, _port_of(moto))
-        proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server))
-        proxy.daemon_threads = True
-        server.port = proxy.server_address[1]
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        _send(server.behind, "PUT", f"/{BUCKET}", b"", {})
-        with mock.patch.dict("os.environ", server.environment):
-            yield server
-    finally:
-        if proxy is not None:
-            proxy.shutdown()
-        moto.kill()
-        moto.wait()
+    atexit.register(moto.kill)
+    server = ObjectServer(0, _port_of(moto))
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server))
+    proxy.daemon_threads = True
+    server.port = proxy.server_address[1]
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    return server
 
 
 def _port_of(moto: subprocess.Popen[str]) -> int:
