@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tests wait for processes to start as much as they compute: two workers more than there are cores.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# Tests wait for processes to start as much as they compute: one worker more than there are cores.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # With every core taken, a second thread of a process waits more than it computes.
 quick-tests all-tests: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
