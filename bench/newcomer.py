@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import base64
-import importlib.util
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from page import browser_module
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED_SECONDS = 900.0
@@ -66,16 +66,6 @@ def served(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def browser() -> Any:
-    """The browser of the tests."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    spec = importlib.util.spec_from_file_location("browser", ROOT / "tests" / "browser.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Browser()
-
-
 def kept(page: Any, pictures: Path | None, name: str) -> None:
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
@@ -89,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER")
     pictures = parser.parse_args().pictures
-    with tempfile.TemporaryDirectory(prefix="newcomer-") as made, browser() as window:
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as made, browser_module().Browser() as window:
         walk = Walk(Path(made) / "shardwise")
         page = window.page()
         page.shape(1360, 900)

@@ -32,6 +32,28 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-default-apps", "--force-color-profile=srgb"),
 )
 _SECONDS = 60.0  # for an answer: long, because the machine may be busy
+# Scrolls to an element and says where it is. What a page still loads may move it before the mouse is there: a press on
+# anything else is swallowed, as Playwright does, and `clickLanded` then says false.
+_AIM = """selector => {
+  const one = document.querySelector(selector);
+  if (!one) return null;
+  let landed = false;
+  const taken = target => one.contains(target) || target.closest('label')?.control === one;
+  const check = event => {
+    if (!event.isTrusted) return;
+    if (taken(event.target)) landed ||= event.type === 'click';
+    else { event.preventDefault(); event.stopImmediatePropagation(); }
+  };
+  const kinds = ['pointerdown', 'mousedown', 'pointerup', 'mouseup', 'click'];
+  for (const kind of kinds) window.addEventListener(kind, check, true);
+  window.clickLanded = () => {
+    for (const kind of kinds) window.removeEventListener(kind, check, true);
+    return landed;
+  };
+  one.scrollIntoView({block: 'center'});
+  const box = one.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}"""
 _HIGH = 20  # file numbers that the browser's own two, 3 and 4, cannot meet
 
 
@@ -220,17 +242,18 @@ class Page:
     # -- what a user does ---------------------------------------------------------------------------------
 
     def click(self, selector: str) -> None:
-        """In the middle of the first element that matches."""
-        found = self.evaluate(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
-            "if (!one) return null; one.scrollIntoView({block: 'center'}); const box = one.getBoundingClientRect(); "
-            "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
-        assert found is not None, f"nothing matches {selector}"
-        for kind in ("mousePressed", "mouseReleased"):
-            place = {"type": kind, "x": found[0], "y": found[1], "button": "left", "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", place)
-        self.settle()
+        """In the middle of the first element that matches, again where it moved away under the mouse."""
+        ends = time.monotonic() + _SECONDS
+        while True:
+            place = self.evaluate(f"({_AIM})({json.dumps(selector)})")
+            assert place is not None, f"nothing matches {selector}"
+            for kind in ("mousePressed", "mouseReleased"):
+                told = {"type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1}
+                self.call("Input.dispatchMouseEvent", told)
+            self.settle()
+            if self.evaluate("window.clickLanded?.() ?? true"):  # a page left by the click has no such function
+                return
+            assert time.monotonic() < ends, f"something else lies over {selector}"
 
     def type(self, text: str) -> None:
         """Into what has the focus."""

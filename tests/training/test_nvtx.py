@@ -41,7 +41,7 @@ def test_the_steps_are_a_field_of_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("10:12", "names no steps"), ("steps=0", "0 is"), ("steps=12:10", "from step 12 to 10")]
+    ("text", "problem"), [("10:12", "names no steps"), ("steps=0", "0 is"), ("steps=12:10", "step 12 is after step 10")]
 )
 def test_no_steps(text: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem):

@@ -28,20 +28,8 @@ def marked(name: str) -> AbstractContextManager[object]:
         return record_function(name)
     if not profiler_enabled():
         return nullcontext()
-    return _NvtxRange(name) if profiler_type() == NVTX else record_function(name)
-
-
-class _NvtxRange:
-    """A range of the calling thread. torch has no domains of NVTX: it is in the default one."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    # torch has no domains of NVTX: a range is in the default one.
+    return torch.cuda.nvtx.range(name) if profiler_type() == NVTX else record_function(name)
 
 
 @contextmanager

@@ -26,9 +26,8 @@ def store_at(address: str, port: int, rank: int, world: int, seconds: float = 30
     return store  # type: ignore[no-any-return]
 
 
-def expect_slow_matmuls() -> None:
-    """Lets matmuls in 16 bits run on a CPU that has none: PyTorch takes BLAS then, and warns with the frames of a
-    C++ exception in every process."""
+def silence_blas_fallback() -> None:
+    """On a CPU without bf16 PyTorch multiplies by BLAS, and warns in every process with the frames of an exception."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
 
 
@@ -40,7 +39,7 @@ def joined(
 
     There is always a CPU backend, ``on_cpu``, next to NCCL on GPUs, for checkpoints and small agreements.
     """
-    expect_slow_matmuls()
+    silence_blas_fallback()
     store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else on_cpu
     if device == "cuda":

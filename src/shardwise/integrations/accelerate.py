@@ -52,7 +52,9 @@ class ShardwiseWatch:
         require_packages("shardwise.integrations.accelerate", "accelerate")
         options = WatchOptions(seq=seq, cluster=cluster, model=described, folder=folder, on_misfit=on_misfit)
         if not hasattr(accelerator, "sync_gradients"):
-            raise SpecError("accelerator", f"{type(accelerator).__name__} is no Accelerator", "give the one of the run")
+            raise SpecError(
+                "accelerator", f"{type(accelerator).__name__} is not an Accelerator", "pass the one of the run"
+            )
         self.accelerator = accelerator
         self._step = first_step
         accumulation = int(accelerator.gradient_accumulation_steps)

@@ -229,7 +229,7 @@ class RunWatch:
             yield f"the measured step is {inside} the error bar, {readable_seconds(low)} to {readable_seconds(high)}"
         wanted, seen = self.priced.job.tokens_per_step, self._times.tokens_of_a_step
         if seen is not None and abs(seen / wanted - 1) > _UNLIKE:
-            rows = f"a step had {seen:,.0f} tokens in the mean, {wanted:,} were priced"
+            rows = f"a step had {seen:,.0f} tokens on average, {wanted:,} were priced"
             yield f"{rows}: seq= is the length of a padded example"
         yield f"shardwise report {self.run.folder}, shardwise validate {self.run.folder}"
 

@@ -115,7 +115,7 @@ class StepWindow(Spec):
 
     def check(self) -> None:
         if self.first > self.last:
-            problem = f"from step {self.first} to {self.last} are no steps"
+            problem = f"step {self.first} is after step {self.last}"
             raise SpecError("last", problem, "name a few steps in the middle of the run, such as 10 to 12")
 
     def has(self, step: int) -> bool:

@@ -87,7 +87,7 @@ def _differences(job: Job, other: Job) -> tuple[str, ...]:
     kinds = [("device", job.cluster.device.name, other.cluster.device.name)]
     kinds += [("kind of model", kind_of(job.model), kind_of(other.model))]
     kinds += [("number format", job.training.recipe.compute, other.training.recipe.compute)]
-    return (*sizes, *(f"another {name}" for name, mine, theirs in kinds if mine != theirs))
+    return (*sizes, *(f"different {name}" for name, mine, theirs in kinds if mine != theirs))
 
 
 def _unlike(one: Job, other: Job) -> float:

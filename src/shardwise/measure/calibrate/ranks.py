@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import expect_slow_matmuls
+from shardwise.engine.world import silence_blas_fallback
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
@@ -64,7 +64,7 @@ class PoolRanks:
 def _in_pool(
     place: WorkerPlace, ranks_per_host: int, function: Callable[..., Found], arguments: tuple[Any, ...]
 ) -> Found:
-    expect_slow_matmuls()
+    silence_blas_fallback()
     store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
     return function(Rank(place.rank, place.world, ranks_per_host, store), *arguments)
 
@@ -78,7 +78,7 @@ class StartedRanks:
     def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
         self._calls += 1
         here = self._here
-        expect_slow_matmuls()
+        silence_blas_fallback()
         own: Store = dist.PrefixStore(f"calibrate-{self._calls}", self._store)  # type: ignore[attr-defined]
         found = function(Rank(here.rank, here.world, here.ranks_per_host, own), *arguments)
         own.set(f"found-{here.rank}", pickle.dumps(found))  # type: ignore[arg-type]

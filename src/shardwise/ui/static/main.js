@@ -34,7 +34,7 @@ function show(data, since) {
 
 function fail(error) {
   document.body.classList.add("stale");
-  if (document.body.classList.contains("unpriced")) byId("sentence").textContent = "This job has no price: change it, reset its layout, or find the best";
+  if (document.body.classList.contains("unpriced")) byId("sentence").textContent = "This job cannot be priced: change it, reset the layout, or find the best one";
   byId("advice").hidden = true;
   const line = error.field === undefined ? null : showProblem(error);
   byId("banner").textContent = error.message;
