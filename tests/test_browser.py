@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from browser import Browser, Page, require_browser
 
 # `one` moves down by its own height when it has been aimed at for the first time; `other` is then under the mouse.

@@ -112,7 +112,7 @@ def test_they_are_drawn(installed: Path) -> None:
     assert "eager" in rows and "thrice" not in rows  # which takes three at a time
 
 
-@pytest.mark.parametrize("schedule", ["eager", "thrice"])
+@pytest.mark.parametrize("schedule", ["eager", pytest.param("thrice", marks=pytest.mark.slow)])
 def test_they_run_as_one_process_does(installed: Path, schedule: str) -> None:
     found = answer(installed, f"verify {job(schedule)} --steps 1")
     assert found["ok"] is True

@@ -180,6 +180,7 @@ def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:
     assert not (tmp_path / "job.yaml").exists()
 
 
+@pytest.mark.slow
 def test_two_kinds_of_nodes_share_a_job(tmp_path: Path) -> None:
     command = "plan --model llama3.2-1b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 2048 --schedule 1f1b"
     file = str(tmp_path / "job.yaml")

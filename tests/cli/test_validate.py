@@ -20,13 +20,21 @@ SAME_LAYOUT = ("training_runs_2", "memory_runs")  # as training_runs
 FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 
 
+SOME = slice(0, None, 2)  # rows: all of them are scored by tests of `cost.accuracy`
+
+
 @pytest.fixture(scope="module")
-def runs() -> Any:
-    return run_json("validate", "training_runs")  # a table that comes with the package
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_json("validate", table(tmp_path_factory.mktemp("runs"), "training_runs", SOME))
+
+
+def some_rows() -> list[dict[str, str]]:
+    with (TABLES / "training_runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))[SOME]
 
 
 def test_json_has_the_promised_fields(runs: Any) -> None:
-    assert len(runs["rows"]) == 144
+    assert len(runs["rows"]) == len(some_rows())
     wanted = {"row_id", "device", "reported_seconds", "predicted_seconds", "time_error", "reported_memory_bytes",
               "predicted_memory_bytes", "memory_error"}  # fmt: skip
     assert wanted <= set(runs["rows"][0])
@@ -37,8 +45,7 @@ def test_json_has_the_promised_fields(runs: Any) -> None:
 
 
 def test_rows_with_something_assumed_have_a_range(runs: Any) -> None:
-    with (TABLES / "training_runs.csv").open(newline="") as file:
-        assumed = {row["row_id"] for row in csv.DictReader(file) if row["assumed_fields"]}
+    assumed = {row["row_id"] for row in some_rows() if row["assumed_fields"]}
     ranged = {row["row_id"]: row for row in runs["rows"] if row["predicted_seconds_low"] is not None}
     assert set(ranged) == assumed
     for row in ranged.values():
@@ -65,7 +72,7 @@ def test_every_row_has_the_bar_of_a_plan_and_whether_the_report_is_in_it(runs: A
 
 
 def test_regret_of_every_job_with_several_layouts(runs: Any) -> None:
-    assert runs["choice"]["jobs"] == len(runs["choices"]) >= 15
+    assert runs["choice"]["jobs"] == len(runs["choices"]) > 5
     assert runs["choice"]["worst_regret"] == max(one["regret"] for one in runs["choices"])
     reported = {row["row_id"]: row["reported_seconds"] for row in runs["rows"]}
     for one in runs["choices"]:

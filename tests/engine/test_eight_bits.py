@@ -107,6 +107,7 @@ def losses(kind: str, steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_training_is_as_with_fp32_moments_within_two_percent() -> None:
     steps = 400
     exact, eight = losses("adamw", steps), losses("adam8bit", steps)

@@ -303,6 +303,7 @@ def test_a_run_does_without_a_lost_host_and_uses_it_again(
     learned_the_same(ended, shards, tmp_path)
 
 
+@pytest.mark.slow
 def test_stages_are_cut_anew_while_a_rank_is_slow(shards: str, tmp_path: Path) -> None:
     """Rank 1 waits in every layer: it ends with fewer of them, and the weights are those of a run without that."""
     folder = tmp_path / "run"

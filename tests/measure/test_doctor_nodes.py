@@ -131,6 +131,7 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
         yield found
 
 
+@pytest.mark.slow
 def test_the_slow_one_of_three_hosts_is_named_and_all_pairs_are_written(three_hosts: SshHosts, tmp_path: Path) -> None:
     shape = f"tc qdisc add dev {three_hosts.interfaces[2]} root tbf rate 200mbit burst 256kb latency 50ms"
     subprocess.run(shape.split(), check=True)

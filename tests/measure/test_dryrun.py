@@ -43,15 +43,11 @@ def differing(found: DryRun, *, memory: bool) -> list[str]:
 
 QUICK = {
     "unlike-shares": job(SMALL, {"dp": 8, "dp_shares": [3, 1, 1, 1, 1, 1, 1, 1], "zero": 1}, 40),
-    "zero-0": job(SMALL, {"dp": 8}, 16),
     "zero-3": job(SMALL, {"dp": 8, "zero": 3}, 16),
     "tp-sp": job(SMALL, {"tp": 2, "dp": 4, "zero": 1}, 8),
-    "int8-gradients": job(SMALL, {"dp": 8, "compression": "int8"}, 16),
     "pp": job(SMALL, {"pp": 2, "dp": 4}, 16),
     "ep": job(MIXTURE, {"dp": 8, "ep": 4}, 8),
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),
-    "latent-tp": job(LATENT, {"tp": 2, "dp": 4}, 8),
-    "window": job({**SMALL, "sliding_window": 64}, {"dp": 8}, 8),
     "offload": job(
         {**SMALL, "layers": 2},
         {"dp": 8, "zero": 3, "offload": {"optimizer": 1.0, "weights": 1.0, "gradients": 1.0, "activations": 1.0}},
@@ -59,6 +55,10 @@ QUICK = {
     ),
 }
 SLOW = {
+    "zero-0": job(SMALL, {"dp": 8}, 16),
+    "window": job({**SMALL, "sliding_window": 64}, {"dp": 8}, 8),
+    "latent-tp": job(LATENT, {"tp": 2, "dp": 4}, 8),
+    "int8-gradients": job(SMALL, {"dp": 8, "compression": "int8"}, 16),
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
     "1-bit-gradients": job(SMALL, {"dp": 4, "tp": 2, "compression": "1bit"}, 16),
     "1-bit-adam": job(SMALL, {"dp": 4, "pp": 2, "compression": {"method": "1bit-adam", "exact_steps": 9}}, 16),

@@ -20,7 +20,7 @@ from shardwise.planner.request import Request
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 
-SEEDS = (4, 5, 7, 8, 9, 11, 12, 13)
+SEEDS = [4, 7, 9, 12, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (5, 8, 11, 13))]
 TEXTS = {
     "tp": ("1,2", "2..4", "..2", "4"),
     "cp": ("1", "2", "1,2"),

@@ -109,6 +109,7 @@ def full_disk_job(shards: str, policy: str) -> Job:
     return small_job(shards, run={"checkpoints": {"steps": 2, "seconds": None, "disk_full": policy}})
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_a_run_or_does_not(tmp_path: Path, shards: str, undisturbed: Path) -> None:
     """To the last byte of a small disk that has the whole run's folder; what was committed stays whole."""
     run, filler = tmp_path / "disk" / "run", tmp_path / "disk" / "filler"

@@ -172,6 +172,7 @@ def test_a_damaged_record_is_none(tmp_path: Path) -> None:
 # -- real ranks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_a_skipping_and_a_differing_rank_are_named(tmp_path: Path) -> None:
     """One attempt after the other: four ranks, so that most of them agree."""
     faults = [

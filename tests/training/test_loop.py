@@ -158,7 +158,7 @@ def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path,
     assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-delayed"])
+@pytest.mark.parametrize("precision", [pytest.param("fp8", marks=pytest.mark.slow), "fp8-delayed"])
 def test_a_run_in_fp8_resumes_where_it_stopped_and_goes_on_in_bf16(
     precision: Literal["fp8", "fp8-delayed"], tmp_path: Path, shards: str
 ) -> None:

@@ -200,7 +200,7 @@ def test_a_killed_rank_restarts_from_memory(shards: str, undisturbed: Path, tmp_
     ("lost", "restarts_from", "arguments"),
     [
         ((0,), "memory", ()),
-        ((0, 1), "checkpoint", ()),
+        pytest.param((0, 1), "checkpoint", (), marks=pytest.mark.slow),
         pytest.param((1,), "memory", ("--emulate", "2x1,1Gbit,1ms"), marks=pytest.mark.slow),
         pytest.param((0, 1), "checkpoint", ("--emulate", "2x1,1Gbit,1ms"), marks=pytest.mark.slow),
     ],

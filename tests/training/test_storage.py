@@ -178,6 +178,7 @@ def final(folder: str) -> tuple[Any, ...]:
     return [manifest.files[name] for name in sorted(manifest.files)], manifest.numbers, sorted(manifest.tensors)
 
 
+@pytest.mark.slow
 def test_a_killed_run_in_a_store_equals_an_undisturbed_one_on_a_disk(
     server: ObjectServer, shards: str, tmp_path: Path
 ) -> None:
