@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster, Device
@@ -14,6 +14,9 @@ from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
+
+if TYPE_CHECKING:
+    from shardwise.interop.frameworks import Configuration
 
 # Keywords of strategy and training under other names, or of another part.
 _PATHS = {
@@ -29,12 +32,14 @@ _PARTS = ("strategy", "training", "run")
 class JobArguments:
     """A job as given, before anything is looked up.
 
-    ``job`` is the path of a file, ``fields`` are those of a job that is not in one; ``overrides`` are values by the
-    path of their field (``strategy.tp``). The rest has the names and meanings of the command line's flags.
+    ``job`` is the path of a file, ``fields`` are those of a job that is not in one, ``configuration`` another
+    framework's that is in none; ``overrides`` are values by the path of their field (``strategy.tp``). The rest has
+    the names and meanings of the command line's flags.
     """
 
     job: str | None = None
     fields: Mapping[str, Any] | None = None
+    configuration: Configuration | None = None
     model: Any = None
     cluster: Any = None
     gpus: Any = None
@@ -53,6 +58,11 @@ class JobArguments:
     device: Any = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+
+# Of a job as given, all that a caller names by keyword or flag.
+NAMED = tuple(
+    one.name for one in fields(JobArguments) if one.name not in ("job", "fields", "configuration", "overrides")
+)
 
 JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]
 Size = int | float | str
@@ -117,16 +127,15 @@ def job_arguments(job: JobSource | None, keywords: Mapping[str, Any]) -> JobArgu
     """The arguments of a call of the API; raises SpecError for an unknown keyword."""
     if isinstance(job, JobArguments):
         return job
-    plain = {one.name for one in fields(JobArguments)} - {"job", "fields", "overrides"}
-    given: dict[str, Any] = {name: value for name, value in keywords.items() if name in plain}
+    given: dict[str, Any] = {name: value for name, value in keywords.items() if name in NAMED}
     overrides: dict[str, Any] = {}
     for name, value in keywords.items():
-        if value is None or name in plain:
+        if value is None or name in NAMED:
             continue
         if name in _PARTS:
             overrides |= {f"{name}.{inner}": inside for inner, inside in _mapping(name, value).items()}
         else:
-            overrides[_path(name, plain)] = _plain(value)
+            overrides[_path(name)] = _plain(value)
     return JobArguments(**_source(job), **given, overrides=overrides)
 
 
@@ -150,12 +159,12 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _path(name: str, plain: set[str]) -> str:
+def _path(name: str) -> str:
     """The path of the field that a keyword sets."""
     known = {one.name: f"strategy.{one.name}" for one in fields(Strategy)}
     known |= {one.name: f"training.{one.name}" for one in fields(Training)} | _PATHS
     if name not in known:
-        raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *plain, *_PARTS]))
+        raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *NAMED, *_PARTS]))
     return known[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.api import bare
 from shardwise.api.given import JobArguments
@@ -25,6 +25,9 @@ from shardwise.spec.run import Run
 from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Training
+
+if TYPE_CHECKING:
+    from shardwise.interop.frameworks import Configuration
 
 DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
@@ -145,11 +148,11 @@ def _job_fields(
     """
     overrides = arguments.overrides
     bare.check_unused(arguments)
-    framework = other_framework(arguments.job) if arguments.job else None
+    configuration = _configuration(arguments)
     fields: dict[str, Any] = {}
     notes: list[str] = []
-    if framework is not None:
-        fields, notes = _imported(arguments, overrides, framework)
+    if configuration is not None:
+        fields, notes = _imported(arguments, overrides, configuration)
         if runs_here:
             fields.pop("stack", None)
     elif arguments.job:
@@ -179,7 +182,17 @@ def _job_fields(
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    return fields, framework, notes
+    return fields, None if configuration is None else configuration.framework, notes
+
+
+def _configuration(arguments: JobArguments) -> Configuration | None:
+    """The configuration of another framework that is given, as text or as a file."""
+    framework = other_framework(arguments.job) if arguments.job else None
+    if arguments.job is None or framework is None:
+        return arguments.configuration
+    from shardwise.interop.frameworks import configuration_in
+
+    return configuration_in(arguments.job, framework)
 
 
 def _limit_sequence(fields: dict[str, Any]) -> None:
@@ -222,13 +235,10 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
 
 
 def _imported(
-    arguments: JobArguments, overrides: Mapping[str, Any], framework: str
+    arguments: JobArguments, overrides: Mapping[str, Any], configuration: Configuration
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a job from another framework's configuration, and notes for the user."""
-    from shardwise.interop.frameworks import read
-
-    assert arguments.job is not None
-    notes = []
+    notes, framework = [], configuration.framework
     known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
     if not bare.gives_cluster(arguments) and arguments.cluster is None and "cluster" not in known:
         if arguments.gpus is None:
@@ -241,11 +251,11 @@ def _imported(
     model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
     given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
     # The first reading only finds the degrees; with those of the flags they give the data-parallel degree.
-    degrees = {**read(arguments.job, framework, model, given=given).fields, **given}
+    degrees = {**configuration.read(model, given=given).fields, **given}
     others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
     if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
         given["strategy.dp"] = cluster.devices // others
-    imported = read(arguments.job, framework, model, cluster, given)
+    imported = configuration.read(model, cluster, given)
     fields = {**imported.nested(), **known}
     if imported.no_model and "model" not in fields and model is None:
         raise imported.without_model()

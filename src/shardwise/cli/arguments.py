@@ -6,11 +6,11 @@ import argparse
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from shardwise.api.campaign import FLAGS as CAMPAIGN_FLAGS
-from shardwise.api.given import JobArguments
+from shardwise.api.given import NAMED, JobArguments
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 
@@ -141,8 +141,7 @@ def job_arguments(arguments: argparse.Namespace) -> JobArguments:
 
 def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
     """The same without fields of strategy and training."""
-    names = {one.name for one in fields(JobArguments)} - {"fields", "overrides"}
-    return JobArguments(**{name: value for name, value in vars(arguments).items() if name in names})
+    return JobArguments(**{name: value for name, value in vars(arguments).items() if name in ("job", *NAMED)})
 
 
 def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.recognise import CONFIG, JOB, MOST_CHARACTERS, kind_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.files import read_yaml
+from shardwise.spec.files import bounded_text, parse_yaml, read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -25,11 +25,20 @@ def read_job(path: Path | str) -> Job:
 
 def read_job_fields(path: Path | str) -> dict[str, Any]:
     """The fields of a job file, before they are checked together: flags may still override them."""
-    data = read_yaml(path, "job file")
-    if not isinstance(data, Mapping):
-        raise SpecError("job file", f"{path} has no fields", "it needs model, cluster, strategy and training")
+    data = _with_fields(read_yaml(path, "job file"), path)
     found: dict[str, Any] = presets.files_beside(data, Path(path).parent)
     return found
+
+
+def job_fields_in(text: str, name: str) -> dict[str, Any]:
+    """The same of the text of a job file; of the files that it names none is looked for."""
+    return dict(_with_fields(parse_yaml(text, f"job file {name}"), name))
+
+
+def _with_fields(data: Any, path: Path | str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise SpecError("job file", f"{path} has no fields", "it needs model, cluster, strategy and training")
+    return data
 
 
 def model_from(named: Any) -> Model:
@@ -72,17 +81,10 @@ def is_folder(named: str) -> bool:
 
 
 def other_framework(path: Path | str) -> str | None:
-    """The framework whose configuration the file is; None for our own job file, and for any other file.
-
-    The frameworks' tables are only loaded for a file that is not clearly ours.
-    """
-    if Path(path).suffix.lower() in (".yaml", ".yml"):
-        try:
-            data = read_yaml(path)
-        except SpecError:
-            return None
-        if not isinstance(data, Mapping) or set(data) <= {field.name for field in fields(Job)}:
-            return None
-    from shardwise.interop.frameworks import framework_of
-
-    return framework_of(path)
+    """The framework whose configuration the file is; None for our own job file, and for any other file."""
+    try:
+        text = bounded_text(Path(path), MOST_CHARACTERS)
+    except (OSError, ValueError):
+        return None
+    kind = JOB if text is None else kind_of(text, str(path))
+    return None if kind in (JOB, CONFIG) else kind

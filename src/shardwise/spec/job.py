@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from shardwise.spec import presets, rules
@@ -33,6 +33,20 @@ class Job(Spec):
     def from_dict(cls, data: object, path: str = "") -> Self:
         """As every noun's; `auto` for the microbatch and for offload is kept in ``run.automatic``."""
         return super().from_dict(without_auto(data) if isinstance(data, Mapping) else data, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with what the strategy does otherwise than its stack: a reader takes the rest from there."""
+        data = super().to_dict()
+        if "stack" not in data:
+            return data
+        strategy = dict(data.get("strategy", {}))
+        own, usual = self.strategy.overlap, self.stack.overlap
+        if own != usual:
+            differing = (one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name))
+            strategy.setdefault("overlap", {name: getattr(own, name) for name in differing})
+        if self.strategy.dispatch != self.stack.dispatch:
+            strategy["dispatch"] = self.strategy.dispatch
+        return {**data, "strategy": strategy} if strategy else data
 
     def check(self) -> None:
         rules.check_model_fits(self.model, self.strategy, self.training)

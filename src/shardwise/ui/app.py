@@ -24,6 +24,7 @@ from shardwise.ui.catalogue import catalogue
 from shardwise.ui.compare import compare
 from shardwise.ui.given import MOST_BYTES, arguments_from, document, error_data
 from shardwise.ui.guard import App, Guard, too_large
+from shardwise.ui.imports import imported
 from shardwise.ui.searching import TICK, Searches, plan_request
 from shardwise.ui.take import exported, trace
 
@@ -44,6 +45,7 @@ ANSWERS: dict[str, Answer] = {
     "advice": advice,
     "published": published,
     "compare": compare,
+    "import": imported,
     "export": exported,
     "trace": trace,
 }

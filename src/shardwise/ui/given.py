@@ -6,14 +6,14 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
 from shardwise.api import in_keywords
-from shardwise.api.given import JobArguments, job_arguments
+from shardwise.api.given import NAMED, JobArguments, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.interop.huggingface import left_out, model_from_hf_config
+from shardwise.interop.recognise import is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
 from shardwise.spec.job import Job
@@ -28,14 +28,22 @@ def document(body: bytes) -> Mapping[str, Any]:
     """The JSON object of a request; raises SpecError for anything else."""
     try:
         data = json.loads(body.decode(), parse_constant=_not_json)
-        json.dumps(data, ensure_ascii=False).encode()  # halves of characters cannot be written again
     except (ValueError, RecursionError) as error:
         raise SpecError("request", f"is not JSON: {shown(str(error))}", "send a JSON object") from None
+    require_text(data, "request")
     if not isinstance(data, Mapping):
         raise SpecError("request", f"{shown(data)} is not an object", 'send one such as {"model": "llama3-8b"}')
     if _depth(data) > _DEEPEST:
         raise SpecError("request", f"is nested more than {_DEEPEST} levels deep", "send the fields of a job")
     return data
+
+
+def require_text(data: Any, what: str) -> None:
+    """Raises SpecError where text has halves of characters, which cannot be written again."""
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise SpecError(what, f"is not JSON: {shown(str(error))}", "send a JSON object") from None
 
 
 def _not_json(word: str) -> NoReturn:
@@ -51,12 +59,9 @@ def arguments_from(given: Mapping[str, Any]) -> JobArguments:
     """The job as given: ``model``, ``cluster`` and ``stack`` by preset or written out, and fields by their name."""
     if "run" in given:
         raise SpecError("run", "is how a job runs, and this page runs none", "leave it out; memory_risk is a keyword")
-    for name, value in given.items():
-        if name in presets.REFERENCES:
-            _check_reference(value, presets.REFERENCES[name], name)
-        _check_references(value, name)
+    check_references(given)
     keywords = dict(given)
-    if isinstance(model := given.get("model"), Mapping) and is_hf_config(model):
+    if is_hf_config(model := given.get("model")):
         try:
             keywords["model"] = model_from_hf_config(model)
         except SpecError as error:
@@ -70,12 +75,7 @@ def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
     return job, [*notes, *left_out(given.get("model"))]
 
 
-def is_hf_config(model: Mapping[str, Any]) -> bool:
-    """Whether a model is written as in a Hugging Face ``config.json``, not in our own fields."""
-    return "model_type" in model or "text_config" in model
-
-
-def _check_references(value: Any, path: str) -> None:
+def check_references(value: Any, path: str = "") -> None:
     """Refuses files that a model, a cluster or a stack names anywhere inside."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -85,10 +85,10 @@ def _check_references(value: Any, path: str) -> None:
             elif name == "kinds":
                 for one in inner if isinstance(inner, list) else [inner]:
                     _check_reference(one, "cluster", where)
-            _check_references(inner, where)
+            check_references(inner, where)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            _check_references(inner, f"{path}[{number}]")
+            check_references(inner, f"{path}[{number}]")
 
 
 def _check_reference(value: Any, kind: str | None, path: str) -> None:
@@ -105,9 +105,17 @@ def _check_reference(value: Any, kind: str | None, path: str) -> None:
             raise SpecError(path, f"unknown {kind} {shown(plain)}", remedy)
 
 
+class AsPrinted(SpecError):
+    """What is wrong with a file, as the command line says it: options of other frameworks look like our flags."""
+
+    def __init__(self, error: SpecError) -> None:
+        super().__init__(error.field, error.problem, error.remedy)
+
+
 def error_data(error: SpecError) -> dict[str, Any]:
     """The one line of an error, naming keywords, and the field beside which it belongs."""
-    told = SpecError(*map(in_keywords, (error.field, error.problem, error.remedy)))
+    words = (error.field, error.problem, error.remedy)
+    told = SpecError(*(words if isinstance(error, AsPrinted) else map(in_keywords, words)))
     return {"error": {**vars(told), "text": str(told)}}
 
 
@@ -118,18 +126,21 @@ _FLAGS = (
     "model", "cluster", "tp", "cp", "pp", "dp", "ep", "expert_tp", "zero", "shard_group", "order", "microbatch",
     "schedule", "interleave", "stage_layers", "recompute", "context_method", "dispatch", "stack", "collective",
     "global_batch", "batch", "seq", "precision", "optimizer", "attention", "memory_risk",
-    *(one.name for one in fields(JobArguments) if one.name not in ("job", "fields", "overrides", "model", "cluster")),
+    *(name for name in NAMED if name not in ("model", "cluster")),
 )  # fmt: skip
 CONFIG_FILE, JOB_FILE = "config.json", "job.yaml"
 
 
 def keywords_of(job: Job) -> dict[str, Any]:
-    """The job as keywords that give it again; what is left out is the default. Of how it runs, only what is priced."""
+    """The job as keywords that give it again; what is left out is the default. Of how it runs, only what is priced.
+
+    The sequence is always there: people type it.
+    """
     data = job.to_dict()
     parts = {name: data.get(name, {}) for name in ("strategy", "training", "run")}
     named = {name: data[name] for name in ("model", "cluster", "stack") if name in data}
     priced = {name: value for name, value in parts["run"].items() if name == "memory_risk"}
-    return {**named, **parts["strategy"], **parts["training"], **priced}
+    return {**named, **parts["strategy"], "seq": job.training.seq, **parts["training"], **priced}
 
 
 def fragment(keywords: Mapping[str, Any]) -> str:

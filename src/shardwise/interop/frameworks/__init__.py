@@ -7,19 +7,20 @@ understands one. A new framework is one file with a table, its option names unde
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.documents import MOST_CHARACTERS
 from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
-from shardwise.interop.frameworks.target import Exported, Imported, Lost, Target
+from shardwise.interop.frameworks.results import Exported, Imported, Lost
+from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
+from shardwise.interop.recognise import MOST_CHARACTERS, kind_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import bounded_text
@@ -29,8 +30,9 @@ from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack, stack_from
 from shardwise.spec.training import RECIPES
 
-__all__ = ["TARGETS", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run", "export", "framework_of",
-           "lacking", "matching_precision", "own_stack", "read", "target"]  # fmt: skip
+__all__ = ["TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run",
+           "configuration_in", "export", "framework_of", "lacking", "matching_precision", "own_stack", "read",
+           "recognised", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
@@ -69,25 +71,48 @@ def read(
     if name is None:
         problem = f"{shown(str(path))} looks like none of {', '.join(TARGETS)}"
         raise SpecError("configuration", problem, "name the framework")
-    one, text = target(name), read_text(path)
-    try:
-        return one.read(text, model, cluster, given)
-    except SpecError as error:
-        raise SpecError(f"{Path(path).name}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
+    return configuration_in(path, target(name).name).read(model, cluster, given)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The text of a framework's configuration, and the name of its file, which is put before what is wrong in it."""
+
+    file: str
+    framework: str
+    text: str
+
+    def read(
+        self, model: Model | None = None, cluster: Cluster | None = None, given: Mapping[str, Any] | None = None
+    ) -> Imported:
+        """What it says about a job; see `read`."""
+        try:
+            return target(self.framework).read(self.text, model, cluster, given)
+        except SpecError as error:
+            raise SpecError(f"{self.file}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
+
+
+def configuration_in(path: Path | str, framework: str) -> Configuration:
+    """A file of the framework; raises SpecError if it cannot be read."""
+    return Configuration(Path(path).name, framework, read_text(path))
 
 
 def framework_of(path: Path | str) -> str | None:
     """The name of the framework whose configuration the file looks like; None for other and unreadable files."""
-    chosen = [one for one in TARGETS.values() if Path(path).suffix.lower() in one.format.suffixes]
-    if not chosen:
-        return None
     try:
-        text = read_text(path)
+        kind = kind_of(read_text(path), str(path))
     except SpecError:
         return None
-    for one in chosen:
+    return kind if kind in TARGETS else None
+
+
+def recognised(text: str, suffix: str) -> str | None:
+    """The same of a text in the format of files with this ending."""
+    for one in TARGETS.values():
+        if suffix not in one.format.suffixes:
+            continue
         try:
-            settings = one.format.parse(text, str(path), one.names)
+            settings = one.format.parse(text, one.title, one.names)
         except SpecError:
             # A DeepSpeed file or a command line that does not parse should be reported as one.
             words = (key if key.startswith("--") else f'"{key.partition(".")[0]}"' for key in one.signature)
@@ -97,7 +122,7 @@ def framework_of(path: Path | str) -> str | None:
         if any(key in settings for key in one.signature):
             return one.name
     only = {".sh": MEGATRON.name, ".toml": TORCHTITAN.name}  # what it lacks of theirs is then said
-    return only.get(Path(path).suffix.lower())
+    return only.get(suffix)
 
 
 def read_text(path: Path | str) -> str:

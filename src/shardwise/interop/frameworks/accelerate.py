@@ -104,7 +104,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     mode = reading.choice("distributed_type", _MODES)
     if mode is None:
         raise SpecError("distributed_type", "is missing", "use MULTI_GPU, FSDP or DEEPSPEED")
-    processes = reading.count("num_processes")
+    processes = reading.devices = reading.count("num_processes")
     if processes is not None and reading.cluster is not None and processes != reading.cluster.devices:
         problem = f"{processes}, but the cluster has {reading.cluster.devices} devices"
         raise SpecError("num_processes", problem, f"use --gpus {processes}")

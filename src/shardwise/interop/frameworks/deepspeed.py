@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
-from shardwise.interop.frameworks.target import SCRIPT, Option, Reading, Target
+from shardwise.interop.frameworks.target import SCRIPT, Option, Reading, Target, product_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
@@ -180,6 +180,8 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     if train is not None:
         train //= again
         fields["training.global_batch"] = train
+    if None not in (train, micro, steps) and train % (micro * steps) == 0:
+        reading.devices = train // (micro * steps) * product_of(fields, "tp", "cp", "pp")
     ranks = reading.data_ranks(fields)
     if ranks is None:
         return

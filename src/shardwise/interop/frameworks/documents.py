@@ -84,7 +84,6 @@ def recorded(framework: str) -> Names:
 # -- flat settings and their text --------------------------------------------------------------------
 
 Settings = dict[str, Any]
-MOST_CHARACTERS = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,8 @@ def flatten(tree: Any, what: str, prefix: str = "") -> Settings:
 
 # -- JSON, with comments ------------------------------------------------------------------------------------
 
-_JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])', re.DOTALL)
+# Text or a comment without its end goes to that of the line or file: every character is looked at once.
+_JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|,(?=\s*[}\]])', re.DOTALL)
 
 
 def without_comments(text: str) -> str:
@@ -134,10 +134,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parser(language: str, load: Callable[[str], Any]) -> Callable[[str, str, Names], Settings]:
     def parse(text: str, what: str, names: Names) -> Settings:
         try:
-            tree = load(text)
+            return flatten(load(text), what)
+        except SpecError:
+            raise
         except (ValueError, RecursionError) as error:
             raise SpecError(what, f"malformed {language}: {shown(str(error), 120)}", "correct the file") from None
-        return flatten(tree, what)
 
     return parse
 
@@ -150,6 +151,8 @@ JSON = Format(
 
 
 # -- YAML and TOML ------------------------------------------------------------------------------------------
+
+_MOST_PARTS = 50
 
 
 def _render_yaml(settings: Settings, names: Names) -> str:
@@ -169,7 +172,14 @@ def _render_toml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
 
 
-TOML = Format((".toml",), _parser("TOML", tomllib.loads), _render_toml)
+def _load_toml(text: str) -> Any:
+    """As ``tomllib``, which takes the square of a key's parts in time; no framework has keys of many."""
+    if any(line.partition("=")[0].count(".") > _MOST_PARTS for line in text.splitlines()):
+        raise ValueError(f"a key of more than {_MOST_PARTS} parts")
+    return tomllib.loads(text)
+
+
+TOML = Format((".toml",), _parser("TOML", _load_toml), _render_toml)
 
 
 # -- command lines ------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from shardwise.interop.frameworks import megatron_model, training_values
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import with_schedule
 from shardwise.interop.frameworks.megatron_files import ARGUMENTS
-from shardwise.interop.frameworks.target import Imported, Option, Reading, Target, word_for
+from shardwise.interop.frameworks.results import Imported
+from shardwise.interop.frameworks.target import Option, Reading, Target, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model

@@ -8,127 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.interop.frameworks.documents import MOST_CHARACTERS, Format, Names, Settings, recorded
+from shardwise.interop.frameworks.documents import Format, Names, Settings, recorded
 from shardwise.interop.frameworks.job_fields import (
     comparable,
     default_of,
     effective_fields,
     effects_of,
-    fitting_run,
     shape_of,
     value_at,
 )
-from shardwise.interop.keys import unflatten
+from shardwise.interop.frameworks.results import Exported, Imported, Lost, plain
+from shardwise.interop.recognise import MOST_CHARACTERS
 from shardwise.interop.shell import Unset
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.run import Run
 
 Meanings = Mapping[str, Any] | Sequence[str]  # of words; of a sequence each word is its own meaning
-
-# -- what an export and an import return -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A field of the job that is not in the target's configuration.
-
-    ``elsewhere``: the framework takes it from the training script or the launcher instead. Otherwise the framework
-    lacks it: what it would run differs from the job.
-    """
-
-    field: str
-    value: Any
-    why: str
-    elsewhere: bool = False
-
-    @property
-    def short_field(self) -> str:
-        """Its path, without the section that most are in."""
-        return self.field.removeprefix("strategy.")
-
-    def within(self, *paths: str) -> bool:
-        """Whether it is one of these fields, or in one of these sections."""
-        return any(self.field == path or self.field.startswith(f"{path}.") for path in paths)
-
-    def __str__(self) -> str:
-        return f"{self.field} = {plain(self.value)}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A job in a target's own format: its files by name, and the fields that they lose."""
-
-    target: str
-    version: str
-    files: Mapping[str, str]
-    lost: tuple[Lost, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def missing(self) -> tuple[Lost, ...]:
-        """What the framework lacks for this job."""
-        return tuple(one for one in self.lost if not one.elsewhere)
-
-    @property
-    def elsewhere(self) -> tuple[Lost, ...]:
-        """What the user's training script or launcher must set."""
-        return tuple(one for one in self.lost if one.elsewhere)
-
-    def strict(self) -> Exported:
-        """Itself if nothing is missing; otherwise raises SpecError with all that is."""
-        if self.missing:
-            what = "; ".join(f"{one.field} = {plain(one.value)} ({one.why})" for one in self.missing)
-            raise SpecError(self.target, f"cannot express {what}", "change the job, or export without --strict")
-        return self
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A target's configuration as fields of a job by dotted path (``strategy.tp``, ``model.layers``).
-
-    ``unused`` are settings that a job has no field for; ``notes`` say how something was understood; ``no_model`` why
-    the model that is named is none, if so.
-    """
-
-    target: str
-    fields: Mapping[str, Any]
-    unused: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    no_model: str = ""
-
-    def nested(self) -> dict[str, Any]:
-        """The fields as the nested mapping of a job file."""
-        return unflatten({path: plain(value) for path, value in self.fields.items()})
-
-    def without_model(self) -> SpecError:
-        problem = self.no_model or f"is not in a {self.target} configuration"
-        return SpecError("model", problem, "name one: --model llama3-8b (`shardwise list models`), or a config.json")
-
-    def job(self, cluster: Cluster, model: Model | None = None) -> Job:
-        """The complete job: these fields on ``cluster``; ``model`` where the configuration names none."""
-        tree = self.nested()
-        if model is not None:
-            tree["model"] = model
-        elif "model" not in tree:
-            raise self.without_model()
-        elif isinstance(tree["model"], dict):
-            tree["model"] = Model.from_dict({"name": f"from-{self.target}", **tree["model"]}, "model")
-        run = tree.pop("run", {})
-        job = Job.from_dict({**tree, "cluster": cluster})
-        if job.training.tokens is not None:
-            run = {**run, "steps": -(-job.training.tokens // job.tokens_per_step)}
-        return replace(job, run=Run.from_dict(fitting_run(run)[0], "run")) if run else job
-
-
-def plain(value: Any) -> Any:
-    """A value as a file or a message shows it: tuples as lists."""
-    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def wrong_type(key: str, value: object, wanted: str) -> SpecError:
@@ -190,6 +90,7 @@ class Reading:
         self.used: set[str] = set()
         self.notes: list[str] = []
         self.no_model = ""  # why the configuration names none that is known, if so
+        self.devices: int | None = None  # as many as the configuration says itself
 
     def has(self, key: str) -> bool:
         """Whether ``key`` has a value; the "auto" of the Hugging Face trainer does not count, nor what is not known."""
@@ -275,8 +176,17 @@ class Reading:
             return int(given)
         if self.cluster is None:
             return None
-        others = math.prod(int(fields.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
-        return max(1, self.cluster.devices // others)
+        return max(1, self.cluster.devices // product_of(fields, "tp", "cp", "pp"))
+
+
+def product_of(fields: Mapping[str, Any], *names: str) -> int:
+    """The devices that some degrees take together."""
+    return math.prod(int(fields.get(f"strategy.{name}") or 1) for name in names)
+
+
+def _devices(fields: Mapping[str, Any]) -> int | None:
+    """The devices of all degrees together, where none is left to the cluster."""
+    return None if fields.get("strategy.dp") is None else product_of(fields, "tp", "cp", "pp", "dp")
 
 
 @dataclass(frozen=True)
@@ -420,7 +330,8 @@ class Target:
         fields.setdefault("stack", self.stacks[0])
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
-        return Imported(self.name, fields, shown_unused, tuple(reading.notes), reading.no_model)
+        devices = reading.devices or _devices(fields)
+        return Imported(self.name, fields, shown_unused, tuple(reading.notes), reading.no_model, devices)
 
     def _check_unknown(self, reading: Reading) -> None:
         """What a script gets from outside is left out if no step costs more for it, or the user has said it beside."""

@@ -2,11 +2,11 @@
 
 import { bytes, count, el, seconds, share } from "./dom.js";
 import { latest } from "./server.js";
-import { pin, pinned, replace, state } from "./state.js";
+import { pin, pinned, state, swap as swapJobs, unpin as unpinJob } from "./state.js";
 
 const keep = el("button", { type: "button", class: "quiet", id: "pin", onclick: pinNow }, "Pin this as A");
 const drop = el("button", { type: "button", class: "quiet", id: "unpin", hidden: true, onclick: unpin }, "Unpin");
-const swap = el("button", { type: "button", class: "quiet", id: "swap", hidden: true, onclick: swapNow }, "Swap A and B");
+const swap = el("button", { type: "button", class: "quiet", id: "swap", hidden: true, onclick: swapJobs }, "Swap A and B");
 const lead = el("p", { class: "lead" }, "Pin a layout as A, then change the job: B is what is on the page.");
 const body = el("div", {});
 const ask = latest("compare", draw, (error) => body.replaceChildren(el("p", { class: "problem" }, error.message)));
@@ -28,19 +28,13 @@ export const comparison = {
 };
 
 function pinNow() {
-  pin({ ...state() });
+  pin();
   comparison.follow(state());
 }
 
 function unpin() {
-  pin(null);
+  unpinJob();
   comparison.follow(state());
-}
-
-function swapNow() {
-  const before = pinned();
-  pin({ ...state() });
-  replace(before);
 }
 
 function buttons() {

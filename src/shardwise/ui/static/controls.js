@@ -77,7 +77,7 @@ export function showJob(job) {
   const pasted = typeof job.model !== "string";
   const model = byId("model");
   model.querySelector("[value=pasted]")?.remove();
-  if (pasted && job.model) model.append(el("option", { value: "pasted" }, "pasted config.json"));
+  if (pasted && job.model) model.append(el("option", { value: "pasted" }, job.model.model_type || job.model.text_config ? "pasted config.json" : String(job.model.name ?? "own model")));
   model.value = pasted ? "pasted" : job.model;
   const known = catalogue.models.find((one) => one.name === job.model);
   byId("model-words").textContent = known ? known.words : "";

@@ -2,7 +2,7 @@
 
 import { clearProblem, prepare, showChoices, showJob, showMachine, showProblem } from "./controls.js";
 import { byId, copy, el } from "./dom.js";
-import { preparePaste } from "./paste.js";
+import { preparePaste, showOrigin } from "./paste.js";
 import { panels } from "./panels.js";
 import { catalogue, latest } from "./server.js";
 import { change, follow, state, take } from "./state.js";
@@ -52,6 +52,7 @@ const askAdvice = latest("advice", (data) => showAdvice(data, change), () => { b
 follow((job) => {
   delete document.documentElement.dataset.refused;
   showJob(job);
+  showOrigin();
   askAnswer(job);
 });
 

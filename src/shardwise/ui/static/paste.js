@@ -1,9 +1,12 @@
-// A config.json: pasted, chosen or dropped. It is checked by the server like everything else.
+// A file, pasted, chosen or dropped: the server says what it is, and which job it makes of the one on the page.
 
-import { byId } from "./dom.js";
-import { change } from "./state.js";
+import { byId, el, toast } from "./dom.js";
+import { ask } from "./server.js";
+import { forget, origin, replace, state } from "./state.js";
 
 const MOST_CHARACTERS = 500_000;
+const CONFIG = "config.json"; // a model alone: the rest of the job stays what it is
+let name = ""; // of the file whose text is in the dialog
 
 export function preparePaste() {
   const dialog = byId("paste-dialog");
@@ -13,11 +16,14 @@ export function preparePaste() {
     byId("config").focus();
   });
   byId("config-cancel").addEventListener("click", () => dialog.close());
-  byId("config-use").addEventListener("click", () => use(byId("config").value));
+  byId("config-use").addEventListener("click", use);
+  byId("config").addEventListener("input", () => { name = ""; });
   byId("config-file").addEventListener("change", async (event) => {
     const [file] = event.target.files;
-    if (file) byId("config").value = await text(file);
+    event.target.value = "";
+    if (file) await load(file);
   });
+  byId("origin-forget").addEventListener("click", forget);
   addEventListener("dragover", (event) => {
     event.preventDefault();
     document.body.classList.add("dropping");
@@ -30,22 +36,28 @@ export function preparePaste() {
     document.body.classList.remove("dropping");
     const [file] = event.dataTransfer.files;
     if (!file) return;
-    byId("config").value = await text(file);
-    if (!use(byId("config").value) && !dialog.open) dialog.showModal();
+    if (!((await load(file)) && (await use())) && !dialog.open) dialog.showModal();
   });
 }
 
-const text = (file) => (file.size > MOST_CHARACTERS ? `(${file.name} is too large for a config.json)` : file.text());
+async function load(file) {
+  const fits = file.size <= MOST_CHARACTERS;
+  byId("config").value = fits ? await file.text() : "";
+  name = file.name;
+  problem(fits ? "" : `${file.name} is too large: a configuration has a few thousand characters`);
+  return fits;
+}
 
-function use(content) {
+async function use() {
+  problem("");
   try {
-    const model = JSON.parse(content);
-    if (typeof model !== "object" || model === null || Array.isArray(model)) throw new Error("it is not an object");
+    const { job, kind, ...read } = await ask("import", { text: byId("config").value, name, job: state() });
     byId("paste-dialog").close();
-    change({ model });
+    replace(job, kind === CONFIG ? origin() : read);
+    toast(`Read: ${read.words}`);
     return true;
   } catch (error) {
-    problem(`Not a config.json: ${error.message}`);
+    problem(error.message);
     return false;
   }
 }
@@ -53,4 +65,15 @@ function use(content) {
 function problem(words) {
   byId("config-problem").textContent = words;
   byId("config-problem").hidden = !words;
+}
+
+/** The file that the job was read from, with what was not used of it, or assumed, when it was read. */
+export function showOrigin() {
+  const read = origin();
+  byId("origin").hidden = read === null;
+  if (read === null) return;
+  const open = read.of_page.length ? `, with the ${read.of_page.join(" and the ")} of the page` : "";
+  byId("origin-words").replaceChildren("Read from ", el("b", {}, read.name), ` (${read.words}${open})`);
+  byId("origin-notes").replaceChildren(...read.notes.map((note) => el("li", {}, note)));
+  byId("origin-notes").hidden = read.notes.length === 0;
 }

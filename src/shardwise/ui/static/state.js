@@ -1,10 +1,13 @@
 // The job on the page: keywords of the Python API, kept in the address after #, so that a link is the job.
 
 let keywords = {};
+let source = null; // the file that the job was read from, and the notes on it
 let kept = null; // the job that is pinned, to compare
+let keptSource = null;
 const followers = [];
 
 export const state = () => keywords;
+export const origin = () => source;
 export const pinned = () => kept;
 
 /** Called with the new keywords after every change. */
@@ -20,23 +23,43 @@ export function change(set) {
   replace(next);
 }
 
-/** Another job altogether; each is an entry of the browser's history, so that Back is undo. */
-export function replace(next) {
+/** Another job, of the same file unless one is given; each is an entry of the browser's history: Back is undo. */
+export function replace(next, from = source) {
   keywords = next;
+  source = from;
   remember();
   for (const follower of followers) follower(keywords);
 }
 
-/** Keeps a job beside the one on the page; null lets it go. */
-export function pin(job) {
-  kept = job;
+/** Keeps the job of the page beside it. */
+export function pin() {
+  [kept, keptSource] = [{ ...keywords }, source];
   remember();
 }
 
+export function unpin() {
+  [kept, keptSource] = [null, null];
+  remember();
+}
+
+export function swap() {
+  const [job, from] = [kept, keptSource];
+  [kept, keptSource] = [{ ...keywords }, source];
+  replace(job, from);
+}
+
+/** Lets the notes on the file go; the job stays. */
+export function forget() {
+  replace(keywords, null);
+}
+
+/** The address has the job; what was said of its file goes along in the history of this tab. */
 function remember() {
   const beside = kept ? `&pin=${encodeURIComponent(written(kept))}` : "";
   const address = `#${written(keywords)}${beside}`;
-  if (address !== location.hash) history.pushState(null, "", address);
+  const said = { source, keptSource };
+  if (address !== location.hash) history.pushState(said, "", address);
+  else history.replaceState(said, "", address);
 }
 
 /** Takes the job of the address, or this one where it names none. */
@@ -44,6 +67,8 @@ export function take(otherwise) {
   const text = location.hash.slice(1);
   const { pin: beside, ...job } = text.includes("=") ? read(text) : otherwise;
   kept = typeof beside === "string" ? read(beside) : null;
+  source = history.state?.source ?? null;
+  keptSource = history.state?.keptSource ?? null;
   keywords = job;
   for (const follower of followers) follower(keywords);
 }

@@ -1,0 +1,128 @@
+"""A job from the text of a file: ours, a Hugging Face config.json, another framework's configuration.
+
+It is read as on the command line, by the same code, with two differences: no file that it names is opened, and what a
+framework leaves open, the cluster and often the model, is that of the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from shardwise.api.inputs import job_from
+from shardwise.interop.frameworks import TARGETS, Configuration
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.jobs import job_fields_in
+from shardwise.interop.recognise import CONFIG, JOB, kind_of
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.run import Run
+from shardwise.ui.given import AsPrinted, arguments_from, check_references, keywords_of, require_text
+
+_TITLES = {JOB: "job file", CONFIG: "Hugging Face config.json"}
+_PLACE = ("cluster", "gpus", "gpus_per_node")
+_OPEN = ("model", "cluster")  # what a file may leave open
+_GIVEN = ("text", "name", "job")
+
+Keywords = dict[str, Any]
+
+
+def imported(given: Mapping[str, Any]) -> Keywords:
+    """What the ``text`` of a file named ``name`` is, and the job that it makes of ``job``, the one on the page.
+
+    ``notes`` are those that the command prints; ``of_page`` names what the file leaves open. Raises SpecError with the
+    line that the command prints of that file.
+    """
+    text, name, beside = _checked(given)
+    kind = kind_of(text, name)
+    try:
+        made = _READERS.get(kind, _of_framework)(text, name, beside)
+    except SpecError as error:
+        raise AsPrinted(error) from None
+    words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
+    found = {"name": name, "kind": kind, "words": words, **vars(made)}
+    require_text(found, name)
+    return found
+
+
+@dataclass(frozen=True)
+class _Made:
+    job: Keywords
+    notes: Sequence[str] = ()
+    of_page: Sequence[str] = ()
+
+
+def _checked(given: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    for unknown in given.keys() - set(_GIVEN):
+        raise SpecError(unknown, "is not a field of this request", f"send {', '.join(_GIVEN)}")
+    text, name, beside = given.get("text"), given.get("name") or "pasted", given.get("job") or {}
+    if not isinstance(text, str) or not text.strip():
+        raise SpecError("text", f"{shown(text)} is not the content of a file", "send its text")
+    if not isinstance(name, str) or len(name) > 255 or not name.isprintable():
+        raise SpecError("name", f"{shown(name)} is not the name of a file", "send it without its folders")
+    if not isinstance(beside, Mapping):
+        raise SpecError("job", f"{shown(beside)} is not a job", "send the keywords of the one on the page")
+    return text, PurePosixPath(name.replace("\\", "/")).name or "pasted", beside
+
+
+def _of_config(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
+    """The model alone; whether the rest of the job suits it is said beside the controls."""
+    try:
+        config = json.loads(text, parse_constant=_refuse)
+    except ValueError as error:
+        raise SpecError(name, f"malformed JSON: {shown(str(error))}", "correct the file") from None
+    try:
+        model_from_hf_config(config)
+    except SpecError as error:
+        raise error.under(name) from None
+    return _Made({**beside, "model": config})
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
+    fields = job_fields_in(text, name)
+    check_references(fields)
+    place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
+    model = {} if fields.get("model") is not None else _named(beside, "model")
+    job, notes = job_from(replace(arguments_from({**place, **model}), fields=fields))
+    if job.run not in (None, Run(memory_risk=job.run.memory_risk)):
+        notes.append("run is not used: this page runs nothing")
+    return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))
+
+
+def _of_framework(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
+    configuration = Configuration(name, kind_of(text, name), text)
+    alone = configuration.read()
+    check_references(alone.nested())
+    place = _named(beside, *_PLACE)
+    model = {} if "model" in alone.nested() else _named(beside, "model")
+    if alone.devices is not None and place:
+        place["gpus"] = alone.devices
+    job, notes = job_from(replace(arguments_from({**place, **model}), configuration=configuration))
+    if model and alone.no_model:
+        notes.insert(0, f"model: {alone.no_model}; that of the page is taken")
+    return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))
+
+
+def _named(beside: Mapping[str, Any], *names: str) -> Keywords:
+    return {name: beside[name] for name in names if beside.get(name) is not None}
+
+
+def _placed(job: Job, place: Keywords) -> Keywords:
+    """The cluster by its preset, a part of a node as its devices, so that the page's controls are those of a preset."""
+    named = keywords_of(job)["cluster"]
+    if isinstance(named, str) or not isinstance(place.get("cluster"), str):
+        return {"cluster": named}
+    preset = place["cluster"].partition(":")[0]
+    same = cluster_from(preset).with_devices(job.cluster.devices) == job.cluster
+    return {"cluster": preset, "gpus": job.cluster.devices} if same else {"cluster": named}
+
+
+_READERS = {JOB: _of_job, CONFIG: _of_config}
