@@ -126,6 +126,7 @@ def test_what_is_no_document_is_refused_in_one_line(body: bytes, said: str | Non
         {**JOB, "offload": {"optimizer": 1.0}, "zero": 1, "precision": "bf16-fp32-grads", "sequence_parallel": False},
         {**JOB, "memory_risk": 0.3, "attention": "unfused"},
         {**JOB, "stack": "megatron-core", "schedule": "interleaved", "interleave": 4, "recompute": "selective"},
+        {**JOB, "stack": "nanotron", "tp": 4, "cp": 2, "overlap": {"cp": True}},  # which that stack does not
         {
             "model": "mixtral-8x7b",
             "cluster": "dgx-h100:4",

@@ -15,8 +15,10 @@ from browser import Browser, Page, require_browser
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.ui.answer import answer, published
-from shardwise.ui.catalogue import FIRST
+from shardwise.ui.catalogue import FIRST, catalogue
 from shardwise.ui.given import job_of
+from shardwise.ui.imports import imported
+from ui.dropped import CONFIG, FILES
 from ui.serving import Served, serving
 
 pytestmark = pytest.mark.skipif(not is_installed("uvicorn"), reason="the ui extra is not installed")
@@ -210,18 +212,59 @@ def test_a_config_is_pasted_and_script_in_its_name_stays_text(page: Page) -> Non
     page.click("#paste")
     page.evaluate("document.querySelector('#config').value = '{nonsense'")
     page.click("#config-use")
-    assert "Not a config.json" in page.evaluate("document.querySelector('#config-problem').textContent")
+    page.wait_for("document.querySelector('#config-problem').textContent.includes('malformed YAML')")
     page.evaluate(f"document.querySelector('#config').value = {json.dumps(json.dumps(config))}")
     changed(page, lambda: page.click("#config-use"))
     assert page.evaluate(SENTENCE).startswith("<img src=x")
     assert page.evaluate("window.hit === undefined && document.querySelector('#sentence img') === null")
-    drop = (
-        "(() => { const held = new DataTransfer(); "
-        f"held.items.add(new File([{json.dumps(json.dumps({**config, '_name_or_path': 'dropped'}))}], 'config.json')); "
-        "window.dispatchEvent(new DragEvent('drop', {dataTransfer: held, bubbles: true, cancelable: true})); })()"
-    )
-    changed(page, lambda: page.evaluate(drop))
+    changed(page, lambda: dropped(page, "config.json", json.dumps({**config, "_name_or_path": "dropped"})))
     assert page.evaluate(SENTENCE).startswith("dropped on 64 × h100-sxm")
+    page.problems[:] = [one for one in page.problems if "422" not in one]
+
+
+def dropped(page: Page, name: str, text: str) -> None:
+    held = f"held.items.add(new File([{json.dumps(text)}], {json.dumps(name)}))"
+    event = "new DragEvent('drop', {dataTransfer: held, bubbles: true, cancelable: true})"
+    page.evaluate(f"(() => {{ const held = new DataTransfer(); {held}; window.dispatchEvent({event}); }})()")
+
+
+def test_a_run_of_another_framework_is_dropped(page: Page, picture: Callable[[Page, str], None]) -> None:
+    """Its job and its notes; swapped with a pinned one, loaded again, reset; a refusal; a config.json after it."""
+    told = "document.querySelector('#origin').hidden ? '' : document.querySelector('#origin').textContent"
+    _, script, _ = FILES["pretrain.sh"]
+    page.click("#pin")
+    changed(page, lambda: dropped(page, "<b>pretrain.sh", script))
+    found = imported({"text": script, "name": "pretrain.sh", "job": FIRST})
+    assert state(page) == found["job"]
+    assert_shows(page, found["job"])
+    assert all(one in page.evaluate(told) for one in ("pretrain", "Megatron-LM", *found["notes"]))
+    assert page.evaluate("document.querySelector('#origin b').textContent") == "<b>pretrain.sh"
+    assert page.evaluate("document.querySelector('#model').selectedOptions[0].textContent") == "from-megatron"
+    assert "core_attn" in page.evaluate(told)
+    page.evaluate("scrollTo(0, 0)")
+    picture(page, "dropped")
+    page.wait_for("!document.querySelector('#swap').hidden")
+    changed(page, lambda: page.click("#swap"))
+    assert state(page) == FIRST and page.evaluate(told) == ""
+    changed(page, lambda: page.click("#swap"))
+    assert state(page) == found["job"] and "core_attn" in page.evaluate(told)
+    page.evaluate("document.documentElement.dataset.answered = ''")
+    page.call("Page.reload")
+    page.wait_for("document.documentElement?.dataset.answered")
+    assert_shows(page, found["job"])
+    assert "core_attn" in page.evaluate(told), "the history of the tab has the notes"
+    dropped(page, "train.toml", "[parallelism]\ntensor_paralel_degree = 2")
+    page.wait_for("document.querySelector('#paste-dialog').open")
+    line = page.evaluate("document.querySelector('#config-problem').textContent")
+    assert line.startswith("train.toml: parallelism.tensor_paralel_degree: ") and "did you mean" in line
+    page.press("Escape", 27)
+    assert state(page) == found["job"]
+    changed(page, lambda: page.click("#plain"))
+    kept = {name: value for name, value in found["job"].items() if name not in catalogue()["varied"]}
+    assert state(page) == kept and "core_attn" in page.evaluate(told)
+    changed(page, lambda: dropped(page, "config.json", json.dumps(CONFIG)))
+    assert state(page) == {**kept, "model": CONFIG}
+    page.problems[:] = [one for one in page.problems if "422" not in one]
 
 
 def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) -> None:

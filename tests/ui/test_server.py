@@ -248,7 +248,7 @@ def test_script_in_a_name_stays_text(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["answer", "analyze", "advice", "timeline", "published", "compare", "export", "trace", "plan"]
+    "what", ["answer", "analyze", "advice", "timeline", "published", "compare", "export", "import", "trace", "plan"]
 )
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b'{"model": 1}', b'{"model": {"model_type": []}}', b"\xff\xfe"])
 def test_nonsense_is_one_line(served: Served, what: str, body: bytes) -> None:

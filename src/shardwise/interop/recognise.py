@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import parse_yaml
@@ -49,7 +49,7 @@ def format_of(text: str) -> str:
     return ".sh" if _OPTION.search(text) and not isinstance(_yaml(text), Mapping) else ".yaml"
 
 
-def is_hf_config(data: Any) -> bool:
+def is_hf_config(data: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a model is written as in a ``config.json``, not in our own fields."""
     return isinstance(data, Mapping) and ("model_type" in data or "text_config" in data)
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, matching_precision, own_stack, target
-from shardwise.interop.frameworks.target import Lost
+from shardwise.interop.frameworks.results import Lost
 from shardwise.planner.advice.exported import differences
 from shardwise.planner.candidate import Candidate, candidate, job_with
 from shardwise.planner.constraints import FIELDS, OFFLOADS, Allowed, Constraints, field_value
