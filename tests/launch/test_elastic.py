@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -304,11 +305,13 @@ def test_a_run_does_without_a_lost_host_and_uses_it_again(
 
 
 @pytest.mark.slow
-def test_stages_are_cut_anew_while_a_rank_is_slow(shards: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_stages_are_cut_anew_while_a_rank_is_slow(shards: str, tmp_path: Path, compiled: bool) -> None:
     """Rank 1 waits in every layer: it ends with fewer of them, and the weights are those of a run without that."""
     folder = tmp_path / "run"
     run = {**FEW, "checkpoints": {"steps": 20, "seconds": None}, "steps": 10_000, "recut": {"every": 10, "steps": 3}}
     whole = small_job(shards, 2, run=run, pp=2)
+    whole = replace(whole, training=replace(whole.training, compile=compiled))
     threading.Thread(target=stop_after, args=(folder, 2), daemon=True).start()
     with mock.patch("shardwise.launch.local.LOOK_SECONDS", 0.2):
         ended = train(whole, folder, Fault("slow", "begin", 0, 1, None), Fault("slow", "begin", 10, 1, None))
@@ -327,7 +330,6 @@ def test_what_cannot_be_cut_anew_is_refused(tmp_path: Path) -> None:
 
     assert "run.recut: the run has one pipeline stage" in refused()
     two = ("--dp", "1", "--pp", "2")
-    assert "run.recut: compiled layers are not recorded" in refused(*two, "--set", "training.compile=true")
     assert "run.recut: needs a launcher that starts ranks anew" in refused(*two, "--print-torchrun")
     assert "run.recut: a script for slurm" in refused(*two, "--on", "slurm")
     assert "run.recut: records steps by itself" in refused(*two, "--profile", "steps=3:4")

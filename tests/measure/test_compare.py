@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_unlike_replicas_and_stages(shards: str, tmp_path: Path, ranks: int, str
         assert "stages of unlike degrees are not cut anew" in error_line(
             run("calibrate", "--from", str(tmp_path / "run"))
         )
+
+
+@pytest.mark.slow  # compiling takes a minute
+@pytest.mark.parametrize("strategy", [{"pp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
+def test_compiled_layers_are_recorded_too(shards: str, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    job = profiled_job(shards, 2, **strategy)
+    found = compared(replace(job, training=replace(job.training, compile=True)), tmp_path / "run")
+    held = [[0, 1], [2, 3]] if job.strategy.pp == 2 else [[0, 1, 2, 3]] * 2
+    assert [sorted(rank.layers) for rank in found.found.ranks] == held
+    assert all(seconds > 0 for rank in found.found.ranks for seconds in rank.layers.values())
+    if job.strategy.pp == 2:
+        assert len(recut(job, found.found).slowness) == 2
 
 
 def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path) -> None:

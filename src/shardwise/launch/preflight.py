@@ -102,8 +102,6 @@ def _require_recut(job: Job) -> None:
     if job.strategy.has_unlike_stages:
         problem = "stages of unlike degrees (stage_tp, stage_dp) are not cut anew"
         raise SpecError("run.recut", problem, "leave it out")
-    if job.training.compile:
-        raise SpecError("run.recut", "compiled layers are not recorded one by one", "training.compile: false")
 
 
 def require_fits(job: Job) -> None:

@@ -66,7 +66,7 @@ def recut(job: Job, found: Measured) -> Recut:
     priced = pieces_of(job)
     slowness = rank_slowness(job.model, found)
     if slowness is None:
-        raise SpecError("profile", "no layer was recorded", "profile a run with training.compile: false")
+        raise SpecError("profile", "no layer was recorded", "record the run anew")
     pieces = measured_pieces(job, found, priced, slowness)
     forward = _forward_share(found)
     now = _simulated(job, pieces, slowness, forward)

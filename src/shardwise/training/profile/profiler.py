@@ -158,8 +158,7 @@ class Profiler:
     def _begin(self) -> None:
         self._offset_ns, self._error_ns = clock_offset()
         self._open = ExitStack()
-        if not self.trainer.job.training.compile:  # a hook would change a compiled layer
-            self._open.enter_context(layers_named(self.trainer.stages.values()))
+        self._open.enter_context(layers_named(self.trainer.stages.values()))
         self._ranges = self._open.enter_context(recorded(self.trainer.device))
 
     def _end(self) -> None:
