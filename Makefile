@@ -30,7 +30,7 @@ all-tests: $(READY)
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
 test-frameworks: .venv-frameworks/.ready
-	.venv-frameworks/bin/python -m pytest -m frameworks tests/interop
+	.venv-frameworks/bin/python -m pytest -m frameworks tests/interop tests/integrations/test_deepspeed.py
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks

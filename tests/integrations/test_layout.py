@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from integrations.tiny import network
 from shardwise.integrations.accelerate import layout_of
@@ -27,8 +28,8 @@ def state(kind: str, world: int = 8, **more: Any) -> SimpleNamespace:
 
 
 def job(found: Any, rows: int = 2, accumulation: int = 4, cluster: str = "dgx-h100:1", model: Any = None) -> Job:
-    layout = layout_of(found, None, rows, accumulation)
     module = model or network(num_attention_heads=8, num_key_value_heads=8)
+    layout = layout_of(found, module, None, rows, accumulation)
     optimizer = torch.optim.AdamW(module.parameters())
     return job_of(layout, module_facts(module), SEQUENCES, optimizer, cluster_from(cluster))[0]
 
@@ -45,11 +46,10 @@ def job(found: Any, rows: int = 2, accumulation: int = 4, cluster: str = "dgx-h1
         (lambda: state("FSDP", fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2, activation_checkpointing=True)), {"recompute": "full"}),
         (lambda: state("FSDP", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=
-            ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)),
-         {"tp": 2, "dp": 4, "zero": 3, "shard_group": 2, "sequence_parallel": False}),
+            ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)),
+         {"dp": 8, "zero": 3, "shard_group": 4, "accumulate": "local"}),
         (lambda: state("FSDP", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=
             ParallelismConfig(dp_shard_size=4, cp_size=2)), {"cp": 2, "dp": 4, "zero": 3}),
-        (lambda: state("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=8)), {"tp": 8, "dp": 1, "zero": 0}),
         (lambda: state("DEEPSPEED", deepspeed_plugin=SimpleNamespace(deepspeed_config={
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
             "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": "auto"}})),
@@ -80,9 +80,59 @@ def test_what_is_not_read_is_refused() -> None:
     with pytest.raises(NotPriced, match="distributed_type"):
         job(state("MEGATRON_LM"))
     with pytest.raises(NotPriced, match="rows are not divided evenly"):
-        layout_of(state("MULTI_GPU"), SimpleNamespace(total_batch_size=12), None, 1)
-    with pytest.raises(NotPriced, match=r"8 processes are no multiple of tp · cp · pp = 3"):
-        job(state("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=3)))
+        layout_of(state("MULTI_GPU"), network(), SimpleNamespace(total_batch_size=12), None, 1)
+    with pytest.raises(NotPriced, match="tp_size 8, but no weight of the network is split; load it by"):
+        job(state("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=8)))
+    with pytest.raises(NotPriced, match=r"8 processes, but the network is split over 3 · 2"):
+        job(state("MULTI_GPU"), model=loaded(tp=3, fsdp=2))
+    with pytest.raises(NotPriced, match=r"bf16 by autocast beside gathered fp32 weights"):
+        job(state("MULTI_GPU"), model=loaded(tp=2, fsdp=4))
+
+
+def loaded(tp: int, fsdp: int) -> Any:
+    """As transformers leaves a network that it has split; test_sharded.py has those that it really splits."""
+    module = network(num_attention_heads=8, num_key_value_heads=8)
+    module._is_distributed_loading_by_transformers, module._tp_size, module._fsdp_size = True, tp, fsdp
+    return module
+
+
+@table(
+    ("tp", "fsdp", "strategy"),
+    [
+        (8, 1, {"tp": 8, "dp": 1, "zero": 0, "sequence_parallel": False}),
+        (2, 4, {"tp": 2, "dp": 4, "zero": 3, "accumulate": "sharded"}),
+        (1, 8, {"tp": 1, "dp": 8, "zero": 3}),
+    ],
+)
+def test_a_network_that_transformers_splits_says_its_layout(tp: int, fsdp: int, strategy: dict[str, Any]) -> None:
+    made = job(state("MULTI_GPU", mixed_precision="no"), model=loaded(tp, fsdp))
+    assert {name: getattr(made.strategy, name) for name in strategy} == strategy
+
+
+def test_the_policy_of_fsdp_says_what_is_computed_and_reduced_in() -> None:
+    """Accelerate gives the policy one format for both, unless its user gives another."""
+    for version in (1, 2):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        assert job(state("FSDP", fsdp_plugin=plugin)).stack.gradient_reduce == "fp32"  # nothing has set its policy
+        plugin.set_mixed_precision("bf16")
+        made = job(state("FSDP", fsdp_plugin=plugin))
+        assert (made.training.precision, made.stack.gradient_reduce) == ("bf16-fp32-grads", "bf16")
+        own = job(state("FSDP", fsdp_plugin=plugin, mixed_precision="no"))  # FSDP alone computes in bf16
+        assert own.training.precision == "bf16-fp32-grads"
+        with pytest.raises(NotPriced, match="precision: mixed_precision 'fp16' beside an FSDP policy"):
+            job(state("FSDP", fsdp_plugin=plugin, mixed_precision="fp16"))
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=wide)
+    assert job(state("FSDP", fsdp_plugin=plugin)).stack.name == "accelerate"
+
+
+def test_whole_gradients_beside_offload_are_noted() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    layout = layout_of(state("FSDP", fsdp_plugin=plugin), network(), None, 2, 4)
+    facts, cluster = module_facts(network(num_attention_heads=8)), cluster_from("dgx-h100:1")
+    made, notes = job_of(layout, facts, SEQUENCES, torch.optim.AdamW([torch.zeros(1)]), cluster)
+    assert made.strategy.accumulate == "sharded"
+    assert any(one.startswith("the whole gradients that stay on the device") for one in notes)
 
 
 def test_an_attention_that_is_not_fused_and_dropout_are_read() -> None:

@@ -1,4 +1,4 @@
-"""A rank of a Hugging Face `Trainer` and of an Accelerate loop under DDP, and of Lightning under FSDP2, all watched.
+"""A rank of a Hugging Face `Trainer` and of an Accelerate loop, under DDP and FSDP2, and of Lightning under FSDP2.
 
 python -m torch.distributed.run --nproc-per-node 2 trainer_worker.py FOLDER
 """
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from integrations.sharded_worker import CASES
 from integrations.tiny import Examples, network
 from shardwise.integrations.accelerate import ShardwiseWatch
 from shardwise.integrations.huggingface import ShardwiseCallback
@@ -86,3 +87,5 @@ if __name__ == "__main__":
     train_by_trainer(Path(sys.argv[1]) / "trainer")
     train_by_accelerate(Path(sys.argv[1]) / "accelerate")
     train_sharded(Path(sys.argv[1]) / "sharded")
+    for case in ("fsdp2", "trainer-kept"):
+        CASES[case](Path(sys.argv[1]) / case)

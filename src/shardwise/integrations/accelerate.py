@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_settings
+from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_layout
 from shardwise.integrations.module import NotPriced
 from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
+from shardwise.integrations.sharding import (
+    SIZES,
+    fsdp_precision,
+    fsdp_settings,
+    loaded_split,
+    require_tensor_parallel,
+)
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 
 LOGGED_EVERY = 10  # steps
-_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 class ShardwiseWatch:
@@ -66,7 +73,7 @@ class ShardwiseWatch:
                 optimizer=optimizer,
                 loader=loader,
                 settings=(),
-                layout=lambda: layout_of(accelerator.state, loader, None, accumulation),
+                layout=lambda: layout_of(accelerator.state, model, loader, None, accumulation),
                 ranks=Ranks.here(accelerator.num_processes, accelerator.device),
                 is_main=accelerator.is_main_process,
                 folder=options.folder_in(root),
@@ -110,34 +117,56 @@ class ShardwiseWatch:
 # -- the layout --------------------------------------------------------------------------------------------------------
 
 
-def layout_of(state: Any, loader: Any, rows: int | None, accumulation: int) -> RunLayout:
+def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulation: int) -> RunLayout:
     """What the state of an `Accelerator` says, in the words of Accelerate's configuration file, or of DeepSpeed's.
 
     ``rows`` of a rank's batch, where the loader does not say them.
     """
     kind = str(getattr(state.distributed_type, "value", state.distributed_type))
-    mesh = _mesh(getattr(state, "parallelism_config", None))
-    others = mesh["tp_size"] * mesh["cp_size"] * mesh["sp_size"]
-    rows = rows_of_a_rank(loader, state.num_processes // others) or rows
+    mesh, split = _mesh(getattr(state, "parallelism_config", None)), loaded_split(module)
+    if split is not None:
+        mesh |= {"tp_size": split.tp}
+    rows = rows_of_a_rank(loader, state.num_processes // (mesh["tp_size"] * mesh["cp_size"] * mesh["sp_size"])) or rows
     stack: dict[str, Any] = {"elementwise": "compiled"} if is_compiled(state) else {}
     if kind == "DEEPSPEED":
         config = dict(state.deepspeed_plugin.deepspeed_config)
         if mesh["sp_size"] > 1:
             config["sequence_parallel_size"] = mesh["sp_size"]
-        return RunLayout("deepspeed", deepspeed_settings(config, rows, accumulation), rows, accumulation, stack)
-    settings: dict[str, Any] = {
-        "distributed_type": kind,
-        "mixed_precision": str(state.mixed_precision),
-        "num_processes": int(state.num_processes),
-    }
+        return deepspeed_layout(config, rows, accumulation, stack)
+    mixed, processes = str(state.mixed_precision), int(state.num_processes)
+    settings = {"distributed_type": kind, "mixed_precision": mixed, "num_processes": processes}
+    if split is not None and kind != "FSDP":
+        settings |= split.settings(mixed, processes)
+        return RunLayout("accelerate", settings, rows, accumulation, stack)
     if kind == "FSDP":
-        settings |= fsdp_settings(state.fsdp_plugin)
+        settings |= fsdp_settings(state.fsdp_plugin, module)
+        settings["mixed_precision"], reduced = fsdp_precision(state.fsdp_plugin, mixed, module)
+        stack |= reduced
     if max(mesh.values()) > 1:
+        require_tensor_parallel(module, mesh)
         if kind != "FSDP":  # tensor parallelism alone: nothing is sharded over the ranks that are left
             settings |= {"distributed_type": "FSDP", FSDP + "version": 2}
-        settings |= {MESH + name: mesh[name] for name in _SIZES if name != "sp_size"}
+        settings |= {MESH + name: mesh[name] for name in SIZES if name != "sp_size"}
         settings |= _rotation(state.parallelism_config, mesh["cp_size"])
-    return RunLayout("accelerate", settings, rows, accumulation, stack)
+    whole = kind == "FSDP" and not sums_each_batch()
+    notes = () if kind == "FSDP" or not asks_for_fsdp() else (_NOT_SHARDED,)
+    return RunLayout("accelerate", settings, rows, accumulation, stack, notes, keeps_whole_gradients=whole)
+
+
+_NOT_SHARDED = "FSDP is asked for, but Accelerate does not shard here (it does not on a CPU, nor with one process)"
+
+
+def asks_for_fsdp() -> bool:
+    """Accelerate itself sets this where it is given a plugin, and its launcher where the file says so."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def sums_each_batch() -> bool:
+    """Whether gradients are reduced after every microbatch: else FSDP keeps whole ones until the last, since
+    `Accelerator.accumulate` and the Trainer forbid it to reduce them before (`Accelerator.no_sync`)."""
+    from accelerate.state import GradientState
+
+    return bool(GradientState().plugin_kwargs.get("sync_each_batch", False))
 
 
 def is_compiled(state: Any) -> bool:
@@ -147,30 +176,12 @@ def is_compiled(state: Any) -> bool:
 
 
 def _mesh(config: Any) -> dict[str, int]:
-    return {name: int(getattr(config, name, None) or 1) for name in _SIZES}
+    return {name: int(getattr(config, name, None) or 1) for name in SIZES}
 
 
 def _rotation(config: Any, size: int) -> dict[str, Any]:
     method = getattr(getattr(config, "cp_handler", None), "cp_comm_strategy", None)
     return {MESH + "cp_comm_strategy": str(method)} if size > 1 and method else {}
-
-
-def fsdp_settings(plugin: Any) -> dict[str, Any]:
-    """Accelerate's FSDP plugin, of either version."""
-    offload = plugin.cpu_offload
-    settings: dict[str, Any] = {
-        FSDP + "version": int(plugin.fsdp_version),
-        # FSDP1 has a class whose field says it, FSDP2 a policy whose class does.
-        FSDP + "offload_params": bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")),
-        FSDP + "activation_checkpointing": bool(plugin.activation_checkpointing),
-        FSDP + "activation_checkpointing_offload": bool(getattr(plugin, "activation_checkpointing_offload", False)),
-    }
-    if plugin.fsdp_version == 1:
-        chosen = plugin.sharding_strategy or plugin.reshard_after_forward
-        settings[FSDP + "sharding_strategy"] = getattr(chosen, "name", None) or str(chosen)
-    else:
-        settings[FSDP + "reshard_after_forward"] = bool(plugin.reshard_after_forward)
-    return settings
 
 
 def rows_of_a_rank(loader: Any, data_ranks: int) -> int | None:

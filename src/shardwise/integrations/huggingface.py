@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
@@ -61,7 +62,7 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
                 optimizer=objects.get("optimizer"),
                 loader=loader,
                 settings=(args,),
-                layout=lambda: _layout(args, state, loader),
+                layout=lambda: _layout(args, state, objects["model"], loader),
                 ranks=Ranks.here(args.world_size, args.device),
                 is_main=state.is_world_process_zero,
                 folder=self.options.folder_in(args.output_dir),
@@ -108,15 +109,14 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
             self.watch.interrupted()
 
 
-def _layout(args: Any, state: Any, loader: Any) -> RunLayout:
+def _layout(args: Any, state: Any, module: Any, loader: Any) -> RunLayout:
     from accelerate.state import AcceleratorState
 
     if args.n_gpu > 1:
         problem = f"nn.DataParallel over {args.n_gpu} GPUs of one process is not priced"
         raise NotPriced("layout", problem, "start one process per GPU: torchrun --nproc-per-node")
     rows = state.train_batch_size or args.train_batch_size
-    found = layout_of(AcceleratorState(), loader, rows, args.gradient_accumulation_steps)
-    notes = []
+    found = layout_of(AcceleratorState(), module, loader, rows, args.gradient_accumulation_steps)
     if getattr(args, "use_liger_kernel", False):
-        notes.append("Liger's kernels are not priced: those of transformers are")
-    return RunLayout(found.framework, found.settings, found.microbatch, found.accumulation, found.stack, tuple(notes))
+        found = replace(found, notes=(*found.notes, "Liger's kernels are not priced: those of transformers are"))
+    return found

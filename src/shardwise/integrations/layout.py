@@ -24,6 +24,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack, stack_from
+from shardwise.spec.units import readable_bytes
 
 FSDP, MESH = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _CLUSTER = "give cluster=, a preset such as dgx-h100:1 or what `shardwise calibrate` has measured here (cluster.yaml)"
@@ -35,6 +36,7 @@ class RunLayout:
 
     ``stack`` are fields in which the software differs from what that framework usually is. ``microbatch`` are the rows
     of a batch that one rank computes at once, ``accumulation`` how many of those make a step.
+    ``keeps_whole_gradients``: ZeRO-2 and 3 reduce them once, after the last of those.
     """
 
     framework: str
@@ -43,6 +45,7 @@ class RunLayout:
     accumulation: int
     stack: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    keeps_whole_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,38 @@ class Ranks:
         return max(1, self.world // self.per_host)
 
 
-def deepspeed_settings(config: Mapping[str, Any], microbatch: int | None, accumulation: int) -> dict[str, Any]:
+_ZERO = "zero_optimization."
+_BUCKET = _ZERO + "reduce_bucket_size"
+
+
+def deepspeed_layout(
+    config: Mapping[str, Any], microbatch: int | None, accumulation: int, stack: Mapping[str, Any]
+) -> RunLayout:
     """DeepSpeed's configuration with the batch of this run; what the trainer still leaves open is left out."""
     settings = {name: value for name, value in flatten(config, "DeepSpeed configuration").items() if value != "auto"}
     settings.pop("train_batch_size", None)  # follows from the two below, and from the ranks
     settings["gradient_accumulation_steps"] = accumulation
     if microbatch is not None:
         settings["train_micro_batch_size_per_gpu"] = microbatch
-    return {name: value for name, value in settings.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    notes = _bucket_note(settings)
+    settings.pop(_BUCKET, None)
+    return RunLayout("deepspeed", settings, microbatch, accumulation, stack, notes)
+
+
+def _bucket_note(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The memory in which ZeRO collects gradients to reduce them (`setup_buckets` and `stage3.py` of DeepSpeed)."""
+    stage = settings.get(_ZERO + "stage", 0)
+    if stage not in (1, 2, 3) or settings.get(_ZERO + "contiguous_gradients") is False:
+        return ()
+    elements = int(float(settings.get(_BUCKET, 5e8)))
+    wide = stage == 1 and settings.get("data_types.grad_accum_dtype") == "fp32"
+    narrow = any(settings.get(f"{name}.enabled") is True for name in ("fp16", "bf16", "bfloat16")) and not wide
+    buffers = 2 if stage < 3 and settings.get(_ZERO + "overlap_comm") is True else 1
+    held = readable_bytes(elements * buffers * (2 if narrow else 4))
+    return (
+        f"DeepSpeed collects {elements:,} gradients to reduce them (reduce_bucket_size): {held} that are not priced",
+    )
 
 
 def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
@@ -107,6 +134,8 @@ def job_of(
     try:
         imported = _imported(layout, facts, cluster)
         fields = {**imported.fields, **_precision(layout, facts, imported), **_of_module(facts, sequences)}
+        accumulated, assumed = _accumulated(layout, fields)
+        fields |= accumulated
         fields["strategy.microbatch"] = layout.microbatch or imported.fields.get("strategy.microbatch", 1)
         ranks = cluster.devices // _other_degrees(fields)
         fields["training.global_batch"] = fields["strategy.microbatch"] * layout.accumulation * ranks
@@ -120,7 +149,7 @@ def job_of(
     except SpecError as error:
         raise NotPriced(error.field, error.problem, error.remedy) from None
     unused = [f"{setting} is not priced" for setting in imported.unused]
-    return job, [*layout.notes, *facts.notes, *imported.notes, *unused, *notes]
+    return job, [*layout.notes, *facts.notes, *imported.notes, *assumed, *unused, *notes]
 
 
 def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Imported:
@@ -138,6 +167,15 @@ def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Import
 def _other_degrees(fields: Mapping[str, Any]) -> int:
     """Ranks that compute on the same sequences."""
     return math.prod(int(fields.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
+
+
+def _accumulated(layout: RunLayout, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Which gradients microbatches add to, and a note where those of the run have no price."""
+    if not layout.keeps_whole_gradients or layout.accumulation == 1 or fields["strategy.zero"] < 2:
+        return {}, []
+    if fields.get("strategy.offload.gradients"):
+        return {}, ["the whole gradients that stay on the device between microbatches are not priced beside offload"]
+    return {"strategy.accumulate": "local"}, []
 
 
 def _of_module(facts: ModuleFacts, sequences: Sequences) -> dict[str, Any]:

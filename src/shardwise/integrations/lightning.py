@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_settings
+from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_layout
 from shardwise.integrations.module import NotPriced
 from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
+from shardwise.integrations.sharding import loaded_split
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.installation import is_installed, require_packages
 
@@ -130,9 +131,11 @@ def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
     strategy, accumulation = trainer.strategy, int(trainer.accumulate_grad_batches)
     names = [one.__name__ for one in type(strategy).__mro__]
     rows = _rows(loader)
+    if loaded_split(module) is not None:
+        problem = "a network that from_pretrained splits (distributed_config) is not read under Lightning"
+        raise NotPriced("model", problem, "split it in configure_model, with a ModelParallelStrategy")
     if "DeepSpeedStrategy" in names:
-        settings = deepspeed_settings(strategy.config, rows, accumulation)
-        return RunLayout("deepspeed", settings, rows, accumulation, {})
+        return deepspeed_layout(strategy.config, rows, accumulation, {})
     settings = {"mixed_precision": _mixed(str(trainer.precision)), "num_processes": int(trainer.world_size)}
     if "FSDPStrategy" in names:
         # Lightning reduces gradients in the format that it computes in (FSDPPrecision.mixed_precision_config).

@@ -121,9 +121,6 @@ def _refuse_what_is_not_priced(network: nn.Module, config: Any, model: Model) ->
     """Raises NotPriced for weights that are frozen, quantised or split by the model itself; notes on what differs."""
     if getattr(config, "quantization_config", None) is not None or getattr(network, "is_quantized", False):
         raise NotPriced("model", "quantised weights are not priced", "train 16-bit or fp32 weights")
-    if getattr(network, "is_distributed_loading_by_transformers", False):
-        problem = "weights that from_pretrained splits (distributed_config, tp_plan) are not read"
-        raise NotPriced("model", problem, "give Accelerate a ParallelismConfig")
     if len(set(map(str, (getattr(network, "hf_device_map", None) or {}).values()))) > 1:
         raise NotPriced("model", "layers on several devices of one process (device_map) are not priced", "use FSDP")
     sizes = [(_size(one), one.requires_grad) for one in network.parameters()]

@@ -330,7 +330,7 @@ class _TokenCount:
             self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, network: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not network.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation; what from_pretrained loads learns without train(), too
             return
         named = keywords.get("input_ids")
         found = named if named is not None else next((one for one in arguments if isinstance(one, Tensor)), None)
