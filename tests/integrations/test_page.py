@@ -37,6 +37,34 @@ def test_every_option_and_figure_is_on_the_page() -> None:
     assert re.findall(r"`shardwise/(\w+)`", TEXT) == logged
 
 
+# Of every row of the table "What was run" the cases of the workers beside this file that run it.
+RUN = {
+    "DDP": ["plain", "trainer-plain"],
+    "FSDP2": ["fsdp2", "trainer-kept", "sharded"],
+    "FSDP2, parameters kept; recomputed": ["fsdp2-kept", "fsdp2-recomputed", "trainer-kept"],
+    "FSDP2, bf16; activations offloaded; `sync_each_batch`": ["fsdp2-bf16", "fsdp2-recomputed", "fsdp2-each-batch"],
+    "FSDP2, hybrid (`dp_replicate_size` × `dp_shard_size`)": ["hybrid"],
+    "FSDP1, FULL_SHARD": ["fsdp1", "trainer-fsdp1"],
+    "FSDP1, SHARD_GRAD_OP; bf16; wrapped by hand": ["fsdp1-zero2", "fsdp1-bf16", "fsdp1-by-hand"],
+    "tp, or FSDP2, by `from_pretrained`": ["tp", "trainer-tp", "trainer-loaded"],
+    "DeepSpeed ZeRO-1, 2, 3 (`make test-frameworks`)": ["trainer-deepspeed"],
+}
+
+
+def test_the_table_of_what_was_run_names_what_the_workers_run() -> None:
+    workers = "".join(one.read_text(encoding="utf-8") for one in Path(__file__).parent.glob("*_worker.py"))
+    known = {*re.findall(r'^    "([\w-]+)": ', workers, re.MULTILINE), "sharded", "trainer-deepspeed"}
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (.+) \|$", TEXT.partition("## What was run")[2], re.MULTILINE)
+    table = {name: cells for name, *cells in rows[1:] if cells[0] in ("run", "read")}
+    assert len(table) == 12
+    for name, cells in table.items():
+        cases = set(RUN.get(name, []))
+        assert cases <= known
+        kinds = {"Lightning" if one == "sharded" else "Trainer" if one[:7] == "trainer" else "loop" for one in cases}
+        run = {kind for kind, cell in zip(("loop", "Trainer", "Lightning"), cells, strict=True) if cell[:3] == "run"}
+        assert run == kinds, name
+
+
 @pytest.mark.parametrize(("module", "needs"), [("huggingface", "accelerate"), ("lightning", "lightning")])
 def test_a_framework_that_is_missing_is_one_line(module: str, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"shardwise.integrations.{module}"

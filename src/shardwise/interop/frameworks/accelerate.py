@@ -148,16 +148,19 @@ def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
+    """Its plugin has a strategy of its own, FULL_SHARD unless the file has another: that one is run."""
     stages = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-    key = "sharding_strategy" if reading.has(_FSDP + "sharding_strategy") else "reshard_after_forward"
-    word = reading.text(_FSDP + key, "FULL_SHARD")
-    fields["strategy.zero"] = reading.choice(_FSDP + key, stages, 3)
+    word = reading.text(_FSDP + "sharding_strategy", "FULL_SHARD")
+    fields["strategy.zero"] = reading.choice(_FSDP + "sharding_strategy", stages, 3)
+    if reading.value(_FSDP + "reshard_after_forward") is not None:
+        reading.notes.append("fsdp_reshard_after_forward has no effect with FSDP1: fsdp_sharding_strategy has")
     if word.upper().startswith("HYBRID") and reading.cluster is not None:
         fields["strategy.shard_group"] = reading.cluster.node_devices
 
 
 def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
     zero = fields["strategy.zero"] = reading.zero(_DEEPSPEED + "zero_stage", 3, 2)
+    fields["strategy.accumulate"] = "sharded"
     fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's default
     fields["strategy.cp"] = reading.count(_MESH + "sp_size", 1)
     reading.text(_MESH + "sp_backend")
@@ -172,7 +175,12 @@ def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _notes(job: Job) -> list[str]:
-    notes = [f"Accelerator(gradient_accumulation_steps={job.microbatches}) in the training script"]
+    given = f"gradient_accumulation_steps={job.microbatches}"
+    if mode_for(job) == "FSDP" and job.strategy.gradients_sharded and job.microbatches > 1:
+        # Otherwise `Accelerator.no_sync` keeps whole gradients until the last microbatch.
+        plugin = f"GradientAccumulationPlugin(num_steps={job.microbatches}, sync_each_batch=True)"
+        given = f"gradient_accumulation_plugin={plugin}"
+    notes = [f"Accelerator({given}) in the training script"]
     if mode_for(job) == "FSDP":
         notes.append("with FSDP the script passes fsdp_transformer_layer_cls_to_wrap if the model names no layer class")
     return notes
@@ -190,7 +198,11 @@ ACCELERATE = Target(
     notes=_notes,
     stacks=("accelerate",),
     recipe="bf16-fp32-grads",
-    elsewhere={**SCRIPT_AND_OPTIMIZER, "training.attention": "the model's code (attn_implementation)"},
+    elsewhere={
+        **SCRIPT_AND_OPTIMIZER,
+        "training.attention": "the model's code (attn_implementation)",
+        "strategy.accumulate": "the Accelerator of the training script: local unless sync_each_batch",
+    },
     reasons={
         "strategy.pp": "no pipeline of its own (its Megatron-LM plugin has one: export to megatron)",
         "strategy.ep": "no expert parallelism",
@@ -200,7 +212,7 @@ ACCELERATE = Target(
         "strategy.cp": "rotation or gathering with FSDP2, Ulysses with DeepSpeed",
         "strategy.sequence_parallel": "tensor parallelism without sequence parallelism",
         "strategy.shard_group": "only the FSDP2 mode has hybrid sharding, over whole data ranks",
-        "strategy.accumulate": "gradients are reduced after every microbatch",
+        "strategy.accumulate": "DeepSpeed's ZeRO-2 and 3 reduce gradients after every microbatch",
         "strategy.order": "ranks are laid out tp, cp, dp",
         "strategy.recompute": "only FSDP recomputes, whole layers; else call gradient_checkpointing_enable()",
         "strategy.recompute_layers": "all layers alike",
