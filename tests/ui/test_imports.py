@@ -177,6 +177,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "open comments": ("a.json", '{"train_batch_size": ' + "/*" * 200_000),
     "open quotes": ("a.json", '{"train_batch_size": ' + '"\\' * 200_000),
     "doubling": ("a.sh", "A=xxxxxxxxxx\n" + 'A="$A$A"\n' * 200 + "python pretrain_gpt.py --num-layers $A"),
+    "endless script": ("a.sh", "python pretrain_gpt.py --num-layers 2\n" + "A=1\n" * 100_000),
     "half a character": ("a.json", '{"model_type": "llama", "_name_or_path": "\\ud800"}'),
     "no number": ("config.json", '{"model_type": "llama", "rope_theta": NaN}'),
     "zero byte": ("a\0.sh", "--num-layers 2"),

@@ -40,7 +40,8 @@ def imported(given: Mapping[str, Any]) -> Keywords:
     text, name, beside = _checked(given)
     kind = kind_of(text, name)
     try:
-        made = _READERS.get(kind, _of_framework)(text, name, beside)
+        read = {JOB: _of_job, CONFIG: _of_config}.get(kind)
+        made = _of_framework(Configuration(name, kind, text), beside) if read is None else read(text, name, beside)
     except SpecError as error:
         raise AsPrinted(error) from None
     words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
@@ -97,8 +98,7 @@ def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))
 
 
-def _of_framework(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
-    configuration = Configuration(name, kind_of(text, name), text)
+def _of_framework(configuration: Configuration, beside: Mapping[str, Any]) -> _Made:
     alone = configuration.read()
     check_references(alone.nested())
     place = _named(beside, *_PLACE)
@@ -123,6 +123,3 @@ def _placed(job: Job, place: Keywords) -> Keywords:
     preset = place["cluster"].partition(":")[0]
     same = cluster_from(preset).with_devices(job.cluster.devices) == job.cluster
     return {"cluster": preset, "gpus": job.cluster.devices} if same else {"cluster": named}
-
-
-_READERS = {JOB: _of_job, CONFIG: _of_config}

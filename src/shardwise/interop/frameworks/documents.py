@@ -185,6 +185,9 @@ TOML = Format((".toml",), _parser("TOML", _load_toml), _render_toml)
 # -- command lines ------------------------------------------------------------------------------------------
 
 
+_LONGEST_SCRIPT = 2**17  # characters; those that are published have a few thousand
+
+
 def _parse_command(text: str, what: str, names: Names) -> Settings:
     """The options of a command line or script; of ``torchrun ... script.py ...`` only those after the script."""
     words = command_words(text, what)
@@ -209,6 +212,9 @@ def _parse_command(text: str, what: str, names: Names) -> Settings:
 
 def command_words(text: str, what: str) -> list[str]:
     """What a script gives to Python, the name of its script first, if there is one; raises SpecError."""
+    if len(text) > _LONGEST_SCRIPT:
+        problem = f"{len(text):,} characters are too many for a script"
+        raise SpecError(what, problem, "name the script that starts pretrain_gpt.py")
     try:
         words = python_command(text)
     except Malformed as error:
