@@ -78,6 +78,8 @@ def test_a_text_without_a_name_is_known_by_its_content() -> None:
     for kind, text, _ in FILES.values():
         assert kind_of(text) == kind_of(f"\n{text}" if text[0] not in "#" else text) == kind
     assert kind_of(json.dumps(CONFIG)) == "config.json"
+    assert kind_of(FILES["pretrain.sh"][1], "launch.slurm") == kind_of("python pretrain_t5.py\n") == "megatron"
+    assert kind_of(FILES["ds_config.json"][1], "ds_config.txt") == "deepspeed", "an ending of any text says nothing"
     assert {kind for kind, _, _ in FILES.values()} == {*TARGETS, "job"}, "one file of every kind"
 
 

@@ -17,7 +17,7 @@ JOB, CONFIG = "job", "config.json"
 MOST_CHARACTERS = 4 * 2**20  # of a file that may be a configuration
 _TELLING = (".json", ".yaml", ".yml", ".toml", ".sh")  # others are those of any text
 _TOML_SECTION = re.compile(r"^[ \t]*\[{1,2}[A-Za-z_][\w.-]*\]{1,2}[ \t\r]*(#.*)?$", re.MULTILINE)
-_OPTION = re.compile(r"(^|[\s\"'(])--[a-z]")
+_COMMAND = re.compile(r"(^|[\s\"'(])--[a-z]|\.py(\s|$)")
 _BRACE = re.compile(r"(?>\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*+\{", re.DOTALL)  # after comments
 
 
@@ -46,7 +46,7 @@ def format_of(text: str) -> str:
         return ".json"
     if _TOML_SECTION.search(text):
         return ".toml"
-    return ".sh" if _OPTION.search(text) and not isinstance(_yaml(text), Mapping) else ".yaml"
+    return ".sh" if _COMMAND.search(text) and not isinstance(_yaml(text), Mapping) else ".yaml"
 
 
 def is_hf_config(data: Any) -> TypeGuard[Mapping[str, Any]]:
