@@ -19,8 +19,12 @@ import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as Lightning
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -29,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from integrations.tiny import Examples, network
 from shardwise.integrations.accelerate import ShardwiseWatch
 from shardwise.integrations.huggingface import ShardwiseCallback
+from shardwise.integrations.lightning import ShardwiseMonitor
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 CLUSTER, STEPS = f"laptop:{WORLD}", 5
@@ -138,6 +143,38 @@ def loaded(folder: Path, **sizes: int) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
 
 
+class Split(LightningModule):
+    """Its mesh has tensor-parallel ranks; ``splits``: its weights are split over them."""
+
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__()
+        self.splits = splits
+
+    def configure_model(self) -> None:
+        self.network = network()
+        if self.splits:
+            plan: dict[str, Any] = {f"*.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+            plan["*.down_proj"] = RowwiseParallel()
+            for layer in self.network.model.layers:
+                parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return self.network(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(folder: Path, *, splits: bool) -> None:
+    monitor = ShardwiseMonitor(cluster=CLUSTER, folder=folder)
+    trainer = Lightning(
+        accelerator="cpu", devices=WORLD, max_steps=STEPS, callbacks=[monitor], logger=False,
+        strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=WORLD),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Split(splits=splits), DataLoader(Examples(), batch_size=4))
+
+
 def stopped(folder: Path) -> None:
     """Every rank ends the run before its first step."""
     begin()
@@ -181,6 +218,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "trainer-plain": lambda at: train(at, shards=False),
     "trainer-loaded": lambda at: train(at, make=partial(loaded, at.with_name("saved"), fsdp_size=WORLD)),
     "trainer-tp": lambda at: train(at, make=partial(loaded, at.with_name("saved"), tp_size=2, fsdp_size=WORLD // 2)),
+    "lightning-tp": partial(fit, splits=True),
+    "lightning-not-split": partial(fit, splits=False),
     "stopped": stopped,
 }
 

@@ -81,7 +81,7 @@ def test_what_is_not_read_is_refused() -> None:
         job(state("MEGATRON_LM"))
     with pytest.raises(NotPriced, match="rows are not divided evenly"):
         layout_of(state("MULTI_GPU"), network(), SimpleNamespace(total_batch_size=12), None, 1)
-    with pytest.raises(NotPriced, match="tp_size 8, but no weight of the network is split; load it by"):
+    with pytest.raises(NotPriced, match="8 tensor-parallel ranks, but no weight of the network is split"):
         job(state("MULTI_GPU", parallelism_config=ParallelismConfig(tp_size=8)))
     with pytest.raises(NotPriced, match=r"8 processes, but the network is split over 3 · 2"):
         job(state("MULTI_GPU"), model=loaded(tp=3, fsdp=2))

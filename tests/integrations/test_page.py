@@ -47,8 +47,12 @@ RUN = {
     "FSDP1, FULL_SHARD": ["fsdp1", "trainer-fsdp1"],
     "FSDP1, SHARD_GRAD_OP; bf16; wrapped by hand": ["fsdp1-zero2", "fsdp1-bf16", "fsdp1-by-hand"],
     "tp, or FSDP2, by `from_pretrained`": ["tp", "trainer-tp", "trainer-loaded"],
+    "tp by `parallelize_module`": ["lightning-tp"],
     "DeepSpeed ZeRO-1, 2, 3 (`make test-frameworks`)": ["trainer-deepspeed"],
 }
+
+
+KINDS = {"sharded": "Lightning", "lightning": "Lightning", "trainer": "Trainer"}
 
 
 def test_the_table_of_what_was_run_names_what_the_workers_run() -> None:
@@ -56,11 +60,11 @@ def test_the_table_of_what_was_run_names_what_the_workers_run() -> None:
     known = {*re.findall(r'^    "([\w-]+)": ', workers, re.MULTILINE), "sharded", "trainer-deepspeed"}
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (.+) \|$", TEXT.partition("## What was run")[2], re.MULTILINE)
     table = {name: cells for name, *cells in rows[1:] if cells[0] in ("run", "read")}
-    assert len(table) == 12
+    assert len(table) == 13
     for name, cells in table.items():
         cases = set(RUN.get(name, []))
         assert cases <= known
-        kinds = {"Lightning" if one == "sharded" else "Trainer" if one[:7] == "trainer" else "loop" for one in cases}
+        kinds = {KINDS.get(one.partition("-")[0], "loop") for one in cases}
         run = {kind for kind, cell in zip(("loop", "Trainer", "Lightning"), cells, strict=True) if cell[:3] == "run"}
         assert run == kinds, name
 

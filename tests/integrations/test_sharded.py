@@ -26,7 +26,7 @@ FOUR = ("hybrid", "not-split", "trainer-tp")
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    launched("sharded_worker.py", folder, *TWO)
+    launched("sharded_worker.py", folder, *TWO, "lightning-tp", "lightning-not-split")
     return folder
 
 
@@ -134,7 +134,16 @@ def test_fsdp_that_does_not_shard_is_told(two: Path) -> None:
 def test_a_mesh_that_splits_no_weights_has_no_price(four: Path) -> None:
     found = noted(four, "not-split")
     assert found["job"] is None
-    assert found["why"].startswith("model: ParallelismConfig has tp_size 2, but no weight of the network is split")
+    assert found["why"].startswith("model: the mesh has 2 tensor-parallel ranks, but no weight of the network is split")
+
+
+def test_a_lightning_module_is_priced_as_it_is_split(two: Path) -> None:
+    job = read_job(two / "lightning-tp" / "job.yaml")
+    assert (job.strategy.tp, job.strategy.data_parallel, job.strategy.zero, job.sequences) == (2, 1, 0, 4)
+    record = json.loads((two / "lightning-tp" / "shardwise.json").read_text(encoding="utf-8"))
+    assert record["measured"]["tokens_per_step"] == record["predicted"]["tokens_per_step"] == 4 * 16
+    record = json.loads((two / "lightning-not-split" / "shardwise.json").read_text(encoding="utf-8"))
+    assert "no weight of the network is split over them; split it in configure_model" in record["not_priced"]
 
 
 def test_an_uncaught_misfit_ends_every_rank(tmp_path: Path) -> None:

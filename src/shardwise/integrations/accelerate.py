@@ -17,7 +17,7 @@ from shardwise.integrations.sharding import (
     fsdp_precision,
     fsdp_settings,
     loaded_split,
-    require_tensor_parallel,
+    require_split,
 )
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
@@ -143,7 +143,7 @@ def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulati
         settings["mixed_precision"], reduced = fsdp_precision(state.fsdp_plugin, mixed, module)
         stack |= reduced
     if max(mesh.values()) > 1:
-        require_tensor_parallel(module, mesh)
+        require_split(module, mesh["tp_size"], "tp", _SPLITS)
         if kind != "FSDP":  # tensor parallelism alone: nothing is sharded over the ranks that are left
             settings |= {"distributed_type": "FSDP", FSDP + "version": 2}
         settings |= {MESH + name: mesh[name] for name in SIZES if name != "sp_size"}
@@ -153,6 +153,7 @@ def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulati
     return RunLayout("accelerate", settings, rows, accumulation, stack, notes, keeps_whole_gradients=whole)
 
 
+_SPLITS = "load it by from_pretrained(distributed_config=DistributedConfig(tp_size=...))"
 _NOT_SHARDED = "FSDP is asked for, but Accelerate does not shard here (it does not on a CPU, nor with one process)"
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_layout
 from shardwise.integrations.module import NotPriced
 from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
-from shardwise.integrations.sharding import loaded_split
+from shardwise.integrations.sharding import loaded_split, require_split
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.installation import is_installed, require_packages
 
@@ -181,6 +181,7 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
     if data > 1 and not sharded:
         problem = f"{data} data-parallel ranks, but no module is sharded by fully_shard"
         raise NotPriced("strategy", problem, "shard it in configure_model")
+    require_split(module, tensor, "tensor_parallel", "split it in configure_model, by parallelize_module")
     return {
         "distributed_type": "FSDP", FSDP + "version": 2, FSDP + "reshard_after_forward": True,
         MESH + "dp_replicate_size": 1, MESH + "dp_shard_size": data, MESH + "tp_size": tensor, MESH + "cp_size": 1,

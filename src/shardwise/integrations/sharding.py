@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,22 +110,19 @@ def loaded_split(module: nn.Module | None) -> LoadedSplit | None:
     )
 
 
-def require_tensor_parallel(module: nn.Module, sizes: Mapping[str, int]) -> None:
-    """A `ParallelismConfig` splits no weights: Accelerate passes a whole network on, and every rank computes it all."""
-    wanted = sizes["tp_size"]
-    if wanted > 1 and not any(_is_split(one, wanted) for one in module.parameters()):
-        problem = f"ParallelismConfig has tp_size {wanted}, but no weight of the network is split"
-        raise NotPriced(
-            "model", problem, "load it by from_pretrained(distributed_config=DistributedConfig(tp_size=...))"
-        )
+def require_split(module: nn.Module, ranks: int, dimension: str, remedy: str) -> None:
+    """A mesh splits no weights: a framework passes a whole network on, and every rank computes all of it."""
+    if ranks > 1 and not any(_is_split(one, ranks, dimension) for one in module.parameters()):
+        problem = f"the mesh has {ranks} tensor-parallel ranks, but no weight of the network is split over them"
+        raise NotPriced("model", problem, remedy)
 
 
-def _is_split(parameter: nn.Parameter, ranks: int) -> bool:
+def _is_split(parameter: nn.Parameter, ranks: int, dimension: str) -> bool:
     data: Any = parameter
     if not isinstance(data, DTensor):
         return False
     names = data.device_mesh.mesh_dim_names or ()
     return any(
-        name == "tp" and size == ranks and placement.is_shard()
+        name == dimension and size == ranks and placement.is_shard()
         for name, size, placement in zip(names, data.device_mesh.shape, data.placements, strict=False)
     )
