@@ -50,6 +50,9 @@ def job(found: Any, rows: int = 2, accumulation: int = 4, cluster: str = "dgx-h1
          {"dp": 8, "zero": 3, "shard_group": 4, "accumulate": "local"}),
         (lambda: state("FSDP", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=
             ParallelismConfig(dp_shard_size=4, cp_size=2)), {"cp": 2, "dp": 4, "zero": 3}),
+        (lambda: state("DEEPSPEED", parallelism_config=ParallelismConfig(sp_size=2, dp_shard_size=4), deepspeed_plugin=
+            SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})),
+         {"cp": 2, "context_method": "ulysses", "dp": 4, "zero": 3, "accumulate": "sharded"}),
         (lambda: state("DEEPSPEED", deepspeed_plugin=SimpleNamespace(deepspeed_config={
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True},
             "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": "auto"}})),
