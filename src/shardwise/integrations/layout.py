@@ -199,6 +199,8 @@ def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dic
         changes["attention"] = "unfused"
     if facts.compiled:
         changes["elementwise"] = "compiled"
+    if facts.returns_keys and facts.weights == "float32" and imported.fields.get("training.precision") != "fp32":
+        changes["key_value_cache"] = True
     precision: dict[str, Any] = {}
     if facts.weights != "float32" and stack.name != "deepspeed":
         computed = "bf16" if facts.weights == "bfloat16" else "fp16"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -137,9 +136,11 @@ def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
     if "DeepSpeedStrategy" in names:
         return deepspeed_layout(strategy.config, rows, accumulation, {})
     settings = {"mixed_precision": _mixed(str(trainer.precision)), "num_processes": int(trainer.world_size)}
+    # Its closure frees the gradients of the last step after the forward pass (loops/optimization/automatic.py).
+    stack: dict[str, Any] = {"gradients": "replaced"} if getattr(module, "automatic_optimization", True) else {}
     if "FSDPStrategy" in names:
         # Lightning reduces gradients in the format that it computes in (FSDPPrecision.mixed_precision_config).
-        stack: Mapping[str, Any] = {"gradient_reduce": "bf16"} if settings["mixed_precision"] != "no" else {}
+        stack |= {"gradient_reduce": "bf16"} if settings["mixed_precision"] != "no" else {}
         return RunLayout("accelerate", settings | _first_fsdp(strategy), rows, accumulation, stack)
     if "ModelParallelStrategy" in names:
         settings |= _second_fsdp(strategy, module)
@@ -148,7 +149,7 @@ def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
     else:
         problem = f"{type(strategy).__name__} is not read"
         raise NotPriced("strategy", problem, "read are ddp, fsdp, deepspeed and ModelParallelStrategy")
-    return RunLayout("accelerate", settings, rows, accumulation, {})
+    return RunLayout("accelerate", settings, rows, accumulation, stack)
 
 
 def _mixed(precision: str) -> str:

@@ -42,6 +42,7 @@ class ModuleFacts:
     attention: str  # as in a job: flash or unfused
     dropout: bool
     compiled: bool
+    returns_keys: bool  # and values of all layers, with the loss
     notes: tuple[str, ...] = ()
 
 
@@ -56,14 +57,15 @@ def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
     if attention not in ("eager", "sdpa", "flex_attention") and "flash" not in attention:
         notes.append(f"attention {attention!r} is priced as FlashAttention")
     layers = list(module.modules())
+    recomputed = bool(getattr(network, "is_gradient_checkpointing", False))
     return ModuleFacts(
         model,
         weights,
-        recomputed=bool(getattr(network, "is_gradient_checkpointing", False))
-        or any(type(one).__name__ == "CheckpointWrapper" for one in layers),
+        recomputed=recomputed or any(type(one).__name__ == "CheckpointWrapper" for one in layers),
         attention="unfused" if attention == "eager" else "flash",
         dropout=any(_is_positive(getattr(config, name, 0)) for name in _DROPOUTS),
         compiled=any(hasattr(one, "_orig_mod") for one in layers),
+        returns_keys=bool(getattr(config, "use_cache", False)) and not recomputed,  # transformers does not do both
         notes=tuple(notes),
     )
 

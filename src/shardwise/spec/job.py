@@ -61,6 +61,18 @@ class Job(Spec):
         return self.stack.stores(self.training.recipe, whole_masters=self.whole_masters)
 
     @property
+    def autocasts(self) -> bool:
+        """Whether `torch.autocast` computes in 16 bits with whole fp32 weights.
+
+        Hidden states between layers stay fp32. A product casts what it reads and keeps that for its backward pass, the
+        copy of its weight too (aten/src/ATen/autocast_mode.cpp, cached_cast); a cache holds all copies until the
+        outermost context ends. Weights that ZeRO shards are gathered in 16 bits and need none.
+        """
+        mixed = self.training.recipe.master > 0 and self.training.recipe.compute in ("bf16", "fp16")
+        fp32_weights = self.stack.sharded_parameters == "fp32" and self.stack.masters != "none"
+        return self.stack.autocast and mixed and fp32_weights and self.strategy.zero == 0
+
+    @property
     def whole_masters(self) -> bool:
         """Whether others than the optimizer read and write the fp32 masters: a host, or workers that exchange them."""
         strategy = self.strategy

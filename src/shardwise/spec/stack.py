@@ -37,7 +37,10 @@ class Stack(Spec):
     "steps" that write new tensors, the same on an fp32 copy of the logits ("copied"), the plain one on such a copy
     ("plain"), that one "compiled", so that it reads the 16-bit logits, one that turns the 16-bit logits into their
     gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
-    ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
+    ``gated_activation``: a gate that is a kernel of its own keeps its output. ``norms`` made of "separate" kernels, RMS
+    norms as transformers writes them, keep an fp32 input and what comes out before the weight. ``autocast``: whole fp32
+    weights compute in 16 bits under `torch.autocast`, without ZeRO (see `Job.autocasts`). ``key_value_cache``: the
+    model returns keys and values with its loss. ``expert_outputs`` are "kept" where they
     are weighted after they have come back to their tokens. ``fp8_experts``: routed experts too are multiplied in FP8
     or FP4 where other linear layers are. ``saved_activations`` in "8-bit" are those of an FP8 recipe that also keeps
     the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward pass and the
@@ -45,7 +48,8 @@ class Stack(Spec):
     parallelism gathers for, are kept in 16 bit or as the recipe has other inputs. ``latents``, the narrow vectors of
     latent attention, are kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does.
     ``gradients`` have memory from the start ("kept") or are made in the backward pass, so that those of a single
-    microbatch never meet all its activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight
+    microbatch never meet all its activations ("made"), where those of the last step may stay until the loss
+    ("replaced"). ``dummy_gradients``: an empty 16-bit gradient of every weight
     shape stays allocated. ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass.
     ``deferred_head_gradients``: microbatches whose gradient of the head waits for the end of the pipeline.
     ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
@@ -83,12 +87,15 @@ class Stack(Spec):
     routing: Literal["dropless", "capacity", "on device"] = "dropless"
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
     gated_activation: Literal["fused", "separate"] = "fused"
+    norms: Literal["fused", "separate"] = "fused"
+    autocast: bool = False
+    key_value_cache: bool = False
     casts: Literal["fused", "transposed", "separate"] = "transposed"
     dummy_gradients: bool = False
     late_gradients: bool = False
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
     masters: Literal["fp32", "rest", "none"] = "fp32"
-    gradients: Literal["kept", "made"] = "kept"
+    gradients: Literal["kept", "made", "replaced"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
     gathered_inputs: Literal["16-bit", "recipe"] = "recipe"

@@ -26,7 +26,7 @@ def group_of(job: Job) -> Group:
     kinds = rank_kinds(job, range(strategy.pp))
     base = replace(
         strategy,
-        zero=0,
+        zero=strategy.zero if job.stack.autocast else 0,
         shard_group=None,
         keep_parameters=False,
         accumulate="sharded",
@@ -68,7 +68,9 @@ def test_a_table_of_one_equals_the_job(job: Job) -> None:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(valid_jobs(), strategies.sampled_from(("torchtitan", "megatron-core", "nanotron", "megatron-tests")))
+@given(
+    valid_jobs(), strategies.sampled_from(("torchtitan", "accelerate", "megatron-core", "nanotron", "megatron-tests"))
+)
 def test_memory_of_other_software_too(job: Job, stack: str) -> None:
     """Message buffers for each microbatch, whole gradients, workspaces: what other frameworks keep."""
     job = replace(job, stack=stack_from(stack))

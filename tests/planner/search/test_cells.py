@@ -35,6 +35,7 @@ CASES = [
     ("experts", "torus", 32, "bf16-fp32-grads", "adamw", "shardwise"),
     ("latent", "three", "1M-tokens", "bf16", "muon", "shardwise"),
     ("latent", "pcie", 48, "fp8", "adamw", "torchtitan"),
+    ("dense", "h100", 48, "bf16-fp32-grads", "adamw", "accelerate"),
 ]
 
 

@@ -17,6 +17,7 @@ from shardwise.layout.sharding import divided_over
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.parameters import layer_parameters
 from shardwise.spec.schedules import schedule_record
 
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
@@ -26,6 +27,7 @@ class SavedRole(Enum):
     """What a saved tensor is to its layer, in words."""
 
     NORM_INPUTS = "norm inputs"
+    NORM_OUTPUTS = "norm outputs before their weight"
     LINEAR_INPUTS = "linear inputs"
     DROPOUT_MASKS = "dropout masks"
     QUERIES = "queries"
@@ -45,6 +47,7 @@ class SavedRole(Enum):
     ROUTER_SCORES = "router scores"
     DISPATCHED_TOKENS = "dispatched tokens"
     EXPERT_OUTPUTS = "expert outputs"
+    WEIGHT_COPIES = "16-bit copies of weights"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class _Sizes:
     region_input: float  # of layers whose input is cut under sequence parallelism
     separate_gate: bool  # the gate of a gated MLP is a kernel of its own
     gate_input: float
+    stream: float  # an element of the hidden states between layers
     attention_outputs: tuple[float, ...]  # one for the projection's backward pass, one for attention's own, or for both
     kept_casts: bool  # an input is kept as it is cast for its matmul, so that nothing makes it again
 
@@ -98,7 +102,7 @@ def _sizes(job: Job) -> _Sizes:
     cut = strategy.tp > 1 and strategy.sequence_parallel and job.stack.gathered_inputs == "16-bit"
     return _Sizes(
         tokens, region, strategy.tp, job.training.seq, element, linear_input, element if cut else linear_input,
-        separate, gate_input, outputs, job.stack.is_own and not job.training.compile,
+        separate, gate_input, stream_element(job), outputs, job.stack.is_own and not job.training.compile,
     )  # fmt: skip
 
 
@@ -107,28 +111,93 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     sizes, model = _sizes(job), job.model
     wide = sizes.full_tokens * model.ffn / sizes.tensor
     tensors = [
-        *_norm_and_linear_inputs(model, sizes),
+        *_norm_and_linear_inputs(job, sizes, moe=moe),
         *_attention_tensors(job, sizes),
         *(_expert_tensors(job, sizes) if moe and model.moe else _mlp_tensors(model, sizes, wide)),
     ]
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
         tensors.append(SavedTensor(SavedRole.DROPOUT_MASKS, blocks * model.hidden * sizes.region_tokens))
+    if job.autocasts:
+        tensors.append(SavedTensor(SavedRole.WEIGHT_COPIES, layer_copy_bytes(job, moe=moe)))
     return tuple(tensors)
 
 
-def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
-    hidden = model.hidden * sizes.region_tokens
+def stream_element(job: Job) -> float:
+    """Bytes of an element of the hidden states that layers hand on.
+
+    Embeddings are looked up in fp32 under autocast, and sums with 16-bit outputs stay so.
+    """
+    return 4.0 if job.autocasts else job.training.recipe.activation
+
+
+def layer_copy_bytes(job: Job, *, moe: bool) -> float:
+    """The 16-bit copies that autocast makes of the weights of a layer."""
+    strategy = job.strategy
+    held = layer_parameters(
+        job.model,
+        moe=moe,
+        tensor_parallel=strategy.tp,
+        expert_parallel=strategy.ep,
+        expert_tensor_parallel=strategy.expert_tensor_parallel,
+    )
+    return 2 * (held.total - held.norms)
+
+
+def _norm_and_linear_inputs(job: Job, sizes: _Sizes, *, moe: bool) -> list[SavedTensor]:
+    model, hidden = job.model, job.model.hidden * sizes.region_tokens
     normed, inputs = model.norms_per_layer, 2
     if model.parallel_block:  # its norms read one tensor, and attention and MLP what each of them makes of it
         normed, inputs = 1, max(1, model.norms_per_layer)
+    if job.autocasts and job.stack.elementwise == "eager":
+        inputs = _products_of_hidden_states(model, moe=moe)
     again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
-    return [
-        SavedTensor(SavedRole.NORM_INPUTS, normed * hidden * sizes.element),
+    kept = normed * _norm_input(job, sizes)
+    if job.autocasts and job.stack.elementwise == "compiled":
+        # All but the first input are added up again, of the 16-bit outputs that they are sums of.
+        kept -= max(0, normed - 1) * (sizes.stream - sizes.element)
+    tensors = [
+        SavedTensor(SavedRole.NORM_INPUTS, kept * hidden),
         SavedTensor(
             SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.region_input, sizes.again(again, sizes.region_input)
         ),
     ]
+    if output := _norm_output(job, sizes):
+        tensors.append(SavedTensor(SavedRole.NORM_OUTPUTS, normed * hidden * output, "norm"))
+    return tensors
+
+
+def _has_separate_norms(job: Job) -> bool:
+    """LayerNorm is one kernel of PyTorch everywhere."""
+    return job.stack.norms == "separate" and job.model.norm == "rmsnorm" and job.stack.elementwise == "eager"
+
+
+def _norm_input(job: Job, sizes: _Sizes) -> float:
+    """Bytes of each of its elements."""
+    return 4.0 if _has_separate_norms(job) else sizes.stream
+
+
+def _norm_output(job: Job, sizes: _Sizes) -> float:
+    """The same before it is multiplied by its weight, where that is a kernel of its own.
+
+    It has the format of the norm's input again (transformers, LlamaRMSNorm), unless weights multiply in fp32
+    (GemmaRMSNorm, Olmo2RMSNorm).
+    """
+    if not (_has_separate_norms(job) and job.model.norm_weight):
+        return 0.0
+    return 4.0 if job.model.numerics.norm_plus_one or job.model.norm_after else sizes.stream
+
+
+def _products_of_hidden_states(model: Model, *, moe: bool) -> int:
+    """Linear layers of transformers that read hidden states as they come from a norm: each casts its own input.
+
+    Models with RMS norms, Llama's family, project queries, keys and values apart, older ones all three at once.
+    """
+    attention = 2 if model.mla else (3 if model.norm == "rmsnorm" else 1)
+    wide = 2 if model.gated else 1
+    if moe and model.moe:
+        return attention + 1 + (wide if model.moe.shared_ffn else 0)  # the router
+    return attention + wide
 
 
 def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
@@ -153,7 +222,10 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         by_sequences = tokens * heads * model.value_dim * sizes.element
         tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES, by_sequences))
     if model.qk_norm:
-        before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
+        element = sizes.element
+        if _has_separate_norms(job):  # an fp32 input, and the output before its weight
+            element = 8.0 if model.norm_after else 4.0 + sizes.element
+        before = tokens * (heads + kv_heads) * model.query_key_dim * element
         tensors.append(SavedTensor(SavedRole.QUERIES_AND_KEYS_BEFORE_THEIR_NORM, before))
     if model.mla:
         # Inputs of the latent norms, with the key's rotary part besides, and of the up-projections.
@@ -242,7 +314,7 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
     if mode == "full":
         # Only the layer's input; under sequence parallelism it is already divided.
         sizes = _sizes(job)
-        return job.model.hidden * sizes.region_tokens * sizes.element
+        return job.model.hidden * sizes.region_tokens * sizes.stream
     tensors = layer_saved_tensors(job, moe=moe)
     if mode == "selective" and "alternate-products" in job.selective_operators and not moe:
         return _alternate_products_bytes(job)
@@ -288,9 +360,12 @@ def head_activation_bytes(job: Job) -> float:
     module has a loss of its own, keeps the inputs of its two norms, and of the projection that reads both.
     """
     sizes = _sizes(job)
-    inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
+    normed = _norm_input(job, sizes) + _norm_output(job, sizes)
+    inputs = job.model.hidden * sizes.region_tokens * (normed + sizes.linear_input)
     per_logit = kept_per_logit(job)
     made = loss_gradient_element(job) * head_weights(job) if job.stack.loss == "pieces" else 0.0
+    if job.autocasts:
+        made += 2 * head_weights(job)  # the copy that its product has read
     joined = 2 * inputs * job.model.mtp_layers
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + joined + made
 

@@ -21,7 +21,14 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.memory.offload import OffloadedActivations, last_layer_stays, layers_at_loss
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of, message_buffer_bytes, transient_bytes
+from shardwise.cost.memory.transient import (
+    MOMENTS,
+    Moment,
+    cached_copy_bytes,
+    kinds_of,
+    message_buffer_bytes,
+    transient_bytes,
+)
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.layout.views import held_by, ranks_to_price
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -108,6 +115,10 @@ def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, fl
     moments = [one for one in MOMENTS if one != "loss" or contents.has_head]
     kinds, messages = kinds_of(contents), job.microbatches * message_buffer_bytes(job)
     each = {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
+    if "loss" in each:
+        communication, temporary = each["loss"]
+        layers = ((contents.dense_layers, False), (contents.moe_layers, True))
+        each["loss"] = communication, temporary + cached_copy_bytes(job, layers, fully_recomputed_share(job, contents))
     return {moment: (communication + messages, temporary) for moment, (communication, temporary) in each.items()}
 
 

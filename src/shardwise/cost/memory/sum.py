@@ -238,7 +238,7 @@ class MomentMemory:
         reduced: Any = 0.0
         growing: Any = 0.0
         not_yet: Any = 0.0
-        if held.job.stack.gradients == "made" and some(passes.alone):
+        if held.job.stack.gradients in (("made",) if at_loss else ("made", "replaced")) and some(passes.alone):
             if some(held.left_over):
                 left = passes.alone * spread(held.left_over)
             later: Any = spread(held.unreplicated)

@@ -7,6 +7,7 @@ traces it and compares.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
@@ -17,16 +18,19 @@ from shardwise.cost.memory.activations import (
     head_weights,
     kept_per_logit,
     key_value_features,
+    layer_copy_bytes,
     layer_saved_tensors,
     logits_bytes,
     loss_gradient_element,
     loss_tokens,
     rounds_head_gradient,
+    stream_element,
 )
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
+from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Recipe
 
 # A pass has its loss, and its layers; what one has in memory the other has not.
@@ -46,7 +50,8 @@ def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_he
     if job.stack.gradients == "kept":
         return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
-        return 0.0, loss_moment_bytes(job) if has_head else 0.0
+        at_loss = plain_loss_bytes(job) if job.stack.loss == "plain" else loss_moment_bytes(job)
+        return 0.0, at_loss if has_head else 0.0
     return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
 
 
@@ -178,6 +183,55 @@ def logits_temporary_bytes(job: Job) -> float:
     return logits_bytes(job, per_logit[job.stack.loss])
 
 
+def plain_loss_bytes(job: Job) -> float:
+    """Beside what is kept, of a plain cross entropy: in its forward pass, in its backward pass, or in the head's.
+
+    Where gradients are replaced, those of the last step are gone in the last two.
+    """
+    backward = max(logits_temporary_bytes(job), _head_backward_bytes(job))
+    if job.autocasts:
+        # The gradient of the head becomes fp32 when those of the logits and the copy of the head are gone.
+        rounded = 4 * head_weights(job) + 2 * job.model.hidden * job.microbatch_tokens
+        backward = max(backward, rounded - logits_bytes(job, kept_per_logit(job)))
+        if job.stack.gradients == "replaced":
+            backward -= job.recipe.gradient * parameter_count(job.model) / job.strategy.tp
+    return max(_plain_forward_bytes(job), backward)
+
+
+def _plain_forward_bytes(job: Job) -> float:
+    """16-bit logits and their fp32 copy, while autocast's outermost context, around the model and its loss, still runs.
+
+    The fp32 output of the last norm is still there too. Keys and values that the model returns are fp32: the first of
+    them are, and a cache has one format (transformers, DynamicLayer.lazy_initialization).
+    """
+    element, tokens = job.training.recipe.activation, job.microbatch_tokens
+    logits = logits_bytes(job, 4.0 + (element if element < 4 else 0.0))
+    if not job.autocasts:
+        return logits
+    returned = 4 * key_value_features(job) * tokens * job.model.layers if job.stack.key_value_cache else 0.0
+    return logits + 4 * job.model.hidden * tokens + returned
+
+
+def cached_copy_bytes(job: Job, layers: Iterable[tuple[int, bool]], share: float) -> float:
+    """What autocast's cache adds at the loss: copies of the weights of ``layers`` that a ``share`` of recompute drops.
+
+    ``layers``: how many there are of each kind, with experts or without. The cache is cleared before the backward pass
+    of the loss, so they count as far as the forward pass has more with them.
+    """
+    return max(0.0, sum(count * share * only_cached_bytes(job, moe=moe) for count, moe in layers) - cache_slack(job))
+
+
+def only_cached_bytes(job: Job, *, moe: bool) -> float:
+    """Copies of the weights of a recomputed layer in the cache; a compiled layer makes its own and leaves none."""
+    held = job.autocasts and job.stack.elementwise == "eager" and job.stack.loss == "plain"
+    return layer_copy_bytes(job, moe=moe) if held else 0.0
+
+
+def cache_slack(job: Job) -> float:
+    """Bytes by which the loss has more elsewhere than in its forward pass."""
+    return plain_loss_bytes(job) - _plain_forward_bytes(job) if job.autocasts else 0.0
+
+
 def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, which their gradients are written over; the gradients of the head and of its input.
 
@@ -207,7 +261,10 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and
     # its gradient have been exchanged for each other. A compiled kernel makes the first two and that input at once,
     # beside its gradient (measured: bench/peak_memory.py).
+    # Of a gate that is a kernel of its own the activated one is kept: gradients of it and of the other factor.
     more = (3 if job.training.compile else 4) if model.gated else 1
+    if model.gated and job.stack.gated_activation == "separate":
+        more = 2
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
     if moe and model.moe:
         routed = tokens / tp * model.moe.top_k
@@ -216,8 +273,9 @@ def _layer_bytes(job: Job, moe: bool) -> float:
         held = model.moe.experts / strategy.ep / strategy.expert_tensor_parallel
         last_product = model.moe.ffn * model.hidden * held
     gathered = 2 * tokens * model.hidden - tokens * model.ffn / tp if tp > 1 and not moe else 0.0
-    made = max(more * wide, gathered) + region * model.hidden
-    return element * made + job.training.recipe.gradient * last_product
+    made = element * max(more * wide, gathered) + stream_element(job) * region * model.hidden
+    # Under autocast the 16-bit copy of that weight is gone, and its gradient fp32.
+    return made + (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
 
 
 def gathered_bytes(

@@ -56,6 +56,8 @@ class ShardChoice:
 class Group:
     """``base`` has the degrees, the rank order, and the overlap and dispatch of all strategies here.
 
+    Under autocast it also has a stage of ZeRO: all strategies shard weights then, or none does (`Job.autocasts`).
+
     The schedules of a group put the same layers on the ranks: ``ranks`` holds one of each kind, ``counts`` how many
     are like it and ``members`` which.
     """

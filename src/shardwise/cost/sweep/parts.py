@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.states import Sharding
-from shardwise.cost.memory.transient import MOMENTS, Moment, message_buffer_bytes, transient_bytes
+from shardwise.cost.memory.transient import (
+    MOMENTS,
+    Moment,
+    cache_slack,
+    message_buffer_bytes,
+    only_cached_bytes,
+    transient_bytes,
+)
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.traffic.context import context_traffic
@@ -45,7 +52,7 @@ PROBES = (
     RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
     RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
 )
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED = range(6)
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED, CACHED = range(7)
 
 
 def probes(job: Job, base: Strategy, layer: LayerChoice) -> Probes:
@@ -65,12 +72,15 @@ def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
     return (*seconds.passes, seconds.attention.forward, seconds.attention.backward)
 
 
-def probed_saved_bytes(job: Job, probe: RankContents) -> tuple[float, ...]:
+def probed_bytes(job: Job, probe: RankContents) -> tuple[float, float]:
+    """What is saved, and what autocast's cache alone holds at the loss, less what the loss has room for."""
     if probe.has_embedding:
-        return (embedding_activation_bytes(job),)
+        return embedding_activation_bytes(job), 0.0
     if probe.has_head:
-        return (head_activation_bytes(job),)
-    return (layer_activation_bytes(job, moe=probe.moe_layers > 0),)
+        return head_activation_bytes(job), -cache_slack(job)
+    moe = probe.moe_layers > 0
+    recomputed = job.strategy.recompute == "full"
+    return layer_activation_bytes(job, moe=moe), only_cached_bytes(job, moe=moe) if recomputed else 0.0
 
 
 @dataclass(frozen=True)
@@ -135,11 +145,15 @@ class PartBook:
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places
         key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places["tp"],
-               places["cp"], places["ep"], places["expert_tp"])  # fmt: skip
+               places["cp"], places["ep"], places["expert_tp"], self._whole(base))  # fmt: skip
         found = self._parts.get(key)
         if found is None:
             found = self._parts[key] = self._priced(group, layer)
         return found
+
+    def _whole(self, base: Strategy) -> bool:
+        """Whether products may keep copies of whole weights (`Job.autocasts`)."""
+        return self.job.stack.autocast and base.zero == 0
 
     def stack(self, parts: Sequence[Parts]) -> PartStack:
         """The parts as one array; layouts that differ only in pipeline or data parallelism share it."""
@@ -206,12 +220,14 @@ class PartBook:
         tokens = layer.microbatch * self.job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
+        whole = self._whole(base)
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
         # Context ranks see unequal parts of a sliding window, and equal parts of everything else.
         windowed = base.cp if method and not exchanged and self.job.model.sliding_window is not None else 1
         timed = (*common, exchanged, windowed, base.ep)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
-        saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
+        held = (*common, base.cp, base.ep, method, whole)
+        saved = self._piece("saved", held, lambda: self._figures(jobs, 2, probed_bytes))
         lines: dict[LineKey, PartLine] = {}
         tensor = (*common, exchanged, base.ep == 1, places["tp"], places["expert_tp"])
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
@@ -223,7 +239,7 @@ class PartBook:
             lines |= self._piece("ep", expert, lambda: self._lines(jobs, expert_traffic))
         buffers = self._piece(
             "buffers",
-            (*common, base.cp, base.ep, base.pp > 1, method),
+            (*common, base.cp, base.ep, base.pp > 1, method, whole),
             lambda: {
                 (moment, kinds, has_head): sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
                 for moment in MOMENTS

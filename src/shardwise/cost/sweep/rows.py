@@ -22,6 +22,7 @@ from shardwise.cost.sweep.group import Group, groups_alike
 from shardwise.cost.sweep.parts import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
+    CACHED,
     FORWARD,
     INPUT_GRADIENT,
     MODES,
@@ -237,14 +238,16 @@ class _RowBuilder:
         passes = passes_with_exposed(compute, transfers, hidden, self.m)
         head = self.counts[:, 3, None, None, None] * self.stack.figures[FORWARD, :, 3, 0][:, None, None]
         in_layers = 1 - head / compute.forward
-        return passes, self._rank_rows(figures[SAVED], in_layers, *layer_windows(transfers, hidden, windows))
+        return passes, self._rank_rows(
+            figures[SAVED], figures[CACHED], in_layers, *layer_windows(transfers, hidden, windows)
+        )
 
     def _transfer(self, figures: Array, number: int) -> OverlappedTransfer:
         """A line of all layer choices."""
         import numpy as np
 
         key, width = self.stack.keys[number], self.book.line_width
-        start = SAVED + 1 + number * width
+        start = CACHED + 1 + number * width
         seconds, unhideable, repeated, *on_links = figures[start : start + width]
         whole = np.where(seconds > 0, seconds, 1.0)
         return OverlappedTransfer(
@@ -259,14 +262,17 @@ class _RowBuilder:
 
     # -- memory --------------------------------------------------------------------------------------
 
-    def _rank_rows(self, saved_figures: Array, in_layers: Array, lasting: Any, busy: Any) -> RankRows:
+    def _rank_rows(self, saved_figures: Array, cached: Array, in_layers: Array, lasting: Any, busy: Any) -> RankRows:
         import numpy as np
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
         stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
+        transient = {moment: self._transient(moment) for moment in MOMENTS}
+        if cached.any():
+            transient["loss"] = transient["loss"] + np.maximum(0.0, cached)
         passes = pass_memory(
-            {moment: self._transient(moment) for moment in MOMENTS},
+            transient,
             saved_figures - head,
             head,
             self._restored(),

@@ -330,8 +330,20 @@ class Space:
             recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
             if batches and recomputes:
                 ranks, members = zip(*kinds)
-                yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
-                            tuple(batches.values()))  # fmt: skip
+                for alone, columns in self._columns(own, shards):
+                    yield Group(alone, tuple(batches), tuple(alike), recomputes, columns, offloads, ranks, members,
+                                tuple(batches.values()))  # fmt: skip
+
+    def _columns(
+        self, base: Strategy, shards: tuple[ShardChoice, ...]
+    ) -> Iterator[tuple[Strategy, tuple[ShardChoice, ...]]]:
+        """Columns under which passes hold the same: under autocast those without ZeRO hold more (`Job.autocasts`)."""
+        if not self.job.stack.autocast:
+            yield base, shards
+            return
+        for whole in (True, False):
+            if columns := tuple(one for one in shards if (one.zero == 0) == whole):
+                yield base.unchecked(zero=columns[0].zero), columns
 
     @property
     def _hides_exchange(self) -> bool:
