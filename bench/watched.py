@@ -2,6 +2,7 @@
 
     python bench/watched.py                      # a GPU: a Llama with 1.1 billion parameters
     python bench/watched.py --tiny --cluster laptop:1
+    python bench/watched.py --again bench/results/watched-h200.json     # recorded memory, beside today's price; no GPU
 
 Every case trains the same network twice, watched and not, and times the steps after the first ten by a clock of its
 own: the ratio of the two is what watching costs.
@@ -18,6 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,14 +102,14 @@ class Clock:
             self.seconds = (now - self.began) / (self.steps - BEFORE)
 
 
-def network(sizes: Sizes, case: Case) -> LlamaForCausalLM:
+def network(sizes: Sizes, case: Case, device: str | None = None) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 2,
         max_position_embeddings=sizes.seq,
     )  # fmt: skip
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
         return LlamaForCausalLM(config).to(getattr(torch, case.weights))
 
 
@@ -214,6 +216,50 @@ def measured(case: Case, sizes: Sizes, cluster: str | None) -> dict[str, Any]:
     return {"case": asdict(case), "sizes": asdict(sizes), **clocks, **told}
 
 
+def priced_again(record: dict[str, Any]) -> float:
+    """Bytes that a recorded run allocates by the cost model of today; the network has shapes, but no weights."""
+    from shardwise.cost.memory.device import peak_memory
+    from shardwise.cost.memory.reserved import allocated_bytes
+    from shardwise.integrations.layout import job_of
+    from shardwise.integrations.module import Sequences, module_facts
+    from shardwise.spec.clusters import cluster_from
+
+    sizes, case = Sizes(**record["sizes"]), Case(**record["case"])
+    module = network(sizes, case, "meta")
+    if case.recompute:
+        module.gradient_checkpointing_enable()
+    module.config.use_cache = case.framework != "huggingface"  # the Trainer turns it off
+    loader = DataLoader(Tokens(sizes), batch_size=sizes.rows)
+    cluster = cluster_from("dgx-h200:1").with_devices(1)
+    optimizer, sequences = torch.optim.AdamW(module.parameters()), Sequences(sizes.seq, "given")
+    job, _ = job_of(_layout(case, module, loader), module_facts(module), sequences, optimizer, cluster)
+    return allocated_bytes(job, peak_memory(job))
+
+
+def _layout(case: Case, module: Any, loader: Any) -> Any:
+    """That of one GPU, as the framework's own objects say it."""
+    if case.framework == "lightning":
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+        from shardwise.integrations.lightning import strategy_layout
+
+        said = SimpleNamespace(
+            strategy=SingleDeviceStrategy("cpu"), precision="bf16-mixed", world_size=1, accumulate_grad_batches=1
+        )
+        return strategy_layout(said, module, loader)
+    from shardwise.integrations.accelerate import layout_of
+
+    state = SimpleNamespace(distributed_type="NO", mixed_precision="bf16", num_processes=1, parallelism_config=None)
+    return layout_of(state, None, loader.batch_size, 1)
+
+
+def print_again(path: Path) -> None:
+    print("memory predicted today, measured")
+    for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
+        held, used = priced_again(record), record["measured"]["memory_bytes"]
+        print(f"{record['case']['name']:30} {held / 2**30:6.2f} GiB {used / 2**30:6.2f} GiB {used / held - 1:+6.1%}")
+
+
 def clear_memory() -> None:
     """So that the next peak is the next run's own."""
     gc.collect()
@@ -228,7 +274,11 @@ def main() -> None:
     parser.add_argument("--cluster", help="the machine; default: this one's GPUs")
     parser.add_argument("--only", choices=sorted(TRAINED_BY), help="one framework")
     parser.add_argument("--json", type=Path, help="a file for the records")
+    parser.add_argument("--again", type=Path, help="a file of records: prices their memory again, and trains nothing")
     given = parser.parse_args()
+    if given.again is not None:
+        print_again(given.again)
+        return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     print(
         f"{device}, torch {torch.__version__}: predicted and measured step and memory; what watching costs by a clock"

@@ -16,7 +16,8 @@ def network(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=64, **{**sizes, **heads, **changes}))
+    words = {"vocab_size": VOCAB, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**{**words, **sizes, **heads, **changes}))
 
 
 class Examples(Dataset[dict[str, torch.Tensor]]):

@@ -199,7 +199,8 @@ def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dic
         changes["attention"] = "unfused"
     if facts.compiled:
         changes["elementwise"] = "compiled"
-    if facts.returns_keys and facts.weights == "float32" and imported.fields.get("training.precision") != "fp32":
+    mixed = facts.weights == "float32" and imported.fields.get("training.precision") != "fp32"
+    if facts.returns_keys and mixed and stack.autocast and imported.fields.get("strategy.zero") == 0:
         changes["key_value_cache"] = True
     precision: dict[str, Any] = {}
     if facts.weights != "float32" and stack.name != "deepspeed":

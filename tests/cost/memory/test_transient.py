@@ -16,6 +16,7 @@ from shardwise.cost.memory.activations import (
     layer_saved_tensors,
 )
 from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
+from shardwise.cost.memory.terms import memory_terms
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.cost.traffic.traffic import Share
 from shardwise.layout.stages import rank_contents
@@ -252,3 +253,32 @@ def test_our_inputs_are_in_one_byte_but_where_sequence_parallelism_gathers_them(
 
     for strategy, bytes_each in (({}, 1), ({"tp": 2, "sequence_parallel": False}, 1), ({"tp": 2}, 2)):
         assert inputs("shardwise", **strategy) == bytes_each * inputs("megatron-core", **strategy)
+
+
+def test_autocast_copies_whole_weights_only() -> None:
+    case = on("accelerate", job(LLAMA, dp=2, training={"precision": "bf16-fp32-grads"}))
+
+    def copies(case: Job) -> float:
+        kept = layer_saved_tensors(case, moe=False)
+        return sum(one.bytes for one in kept if one.role is SavedRole.WEIGHT_COPIES)
+
+    matrices = rank_contents(case, 0).layer_matrices / LLAMA.layers
+    assert copies(case) == pytest.approx(2 * matrices)
+    assert not copies(case.with_strategy(zero=3)) and not copies(on("deepspeed", case))
+    wide = replace(case, training=replace(case.training, precision="fp32"))
+    assert not copies(wide)
+    # fp32 hidden states between layers, which is all that a recomputed one keeps
+    whole, sharded = (
+        layer_activation_bytes(one, moe=False, recompute="full") for one in (case, case.with_strategy(zero=3))
+    )
+    assert whole == 2 * sharded
+
+
+def test_the_formula_names_the_copies() -> None:
+    case = on("accelerate", job(LLAMA, dp=1, training={"precision": "bf16-fp32-grads"}))
+    (copies,) = [one for one in memory_terms(case, peak_memory(case))["activations"] if "autocast makes" in one.what]
+    assert copies.bytes == pytest.approx(2 * rank_contents(case, 0).layer_matrices)
+    recomputed = case.with_strategy(recompute="full")
+    assert not [
+        one for one in memory_terms(recomputed, peak_memory(recomputed))["activations"] if "autocast makes" in one.what
+    ]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.memory.activations import microbatches_in_flight
+from shardwise.cost.compute.operators import fully_recomputed_share
+from shardwise.cost.memory.activations import layer_copy_bytes, microbatches_in_flight
 from shardwise.cost.memory.device import DeviceMemory, kept_by_layers
 from shardwise.cost.memory.states import ParameterGroup, Sharding, StateBytes, group_states, sharding_of
 from shardwise.cost.memory.transient import divided_units
@@ -60,7 +61,7 @@ def memory_terms(job: Job, memory: DeviceMemory) -> dict[str, tuple[MemoryTerm, 
 _REST = {
     "gradients": "not there yet at the peak",
     "optimizer": "kept for less communication, or on the device for an update",
-    "activations": "inputs of the loss, less what is offloaded",
+    "activations": "inputs of the loss, with autocast a copy of the head, less what is offloaded",
     "recomputed": "one layer, restored for its backward pass",
     "allowance": "of driver and libraries, as the device's file says",
 }
@@ -111,15 +112,32 @@ def _parameters(
 
 
 def _activations(job: Job, contents: RankContents) -> Iterator[MemoryTerm]:
-    if contents.layers:
-        yield MemoryTerm(
-            "saved for the backward pass",
-            (
-                MemoryFactor("microbatches in flight", microbatches_in_flight(job, contents.rank)),
-                MemoryFactor("layers", contents.layers),
-                MemoryFactor("bytes that a layer saves", kept_by_layers(job, contents) / contents.layers, "bytes"),
-            ),
-        )
+    if not contents.layers:
+        return
+    in_flight = MemoryFactor("microbatches in flight", microbatches_in_flight(job, contents.rank))
+    copied = _copied_weights(job, contents)
+    saved = (kept_by_layers(job, contents) - 2 * copied) / contents.layers
+    yield MemoryTerm(
+        "saved for the backward pass",
+        (
+            in_flight,
+            MemoryFactor("layers", contents.layers),
+            MemoryFactor("bytes that a layer saves", saved, "bytes"),
+        ),
+    )
+    if copied:
+        each = MemoryFactor("bytes of each", 2, "bytes")
+        factors = (in_flight, MemoryFactor("parameters of layers that are not recomputed", copied), each)
+        yield MemoryTerm("copies that autocast makes of their fp32 weights, saved too", factors)
+
+
+def _copied_weights(job: Job, contents: RankContents) -> float:
+    """Parameters of layers that autocast makes 16-bit copies of, as far as recompute leaves them."""
+    if not job.autocasts or "alternate-products" in job.recomputed_operators:
+        return 0.0
+    kinds = ((contents.dense_layers, False), (contents.moe_layers, True))
+    every = sum(count * layer_copy_bytes(job, moe=moe) for count, moe in kinds if count) / 2
+    return every * (1 - fully_recomputed_share(job, contents))
 
 
 def _gathered(job: Job, contents: RankContents, size: float) -> Iterator[MemoryTerm]:
@@ -145,5 +163,8 @@ def _communication(job: Job, size: float) -> Iterator[MemoryTerm]:
 
 def _temporary(job: Job, size: float) -> Iterator[MemoryTerm]:
     tokens = job.microbatch_tokens
-    each = MemoryFactor("bytes of each: logits, or gradients on their way", size / tokens, "bytes")
+    held = "logits, or gradients on their way"
+    if job.autocasts:
+        held += ", with what autocast's cache still holds"
+    each = MemoryFactor(f"bytes of each: {held}", size / tokens, "bytes")
     yield MemoryTerm("temporary tensors", (MemoryFactor("tokens of a microbatch", tokens), each))
