@@ -250,7 +250,7 @@ def _layout(case: Case, module: Any, loader: Any) -> Any:
     from shardwise.integrations.accelerate import layout_of
 
     state = SimpleNamespace(distributed_type="NO", mixed_precision="bf16", num_processes=1, parallelism_config=None)
-    return layout_of(state, None, loader.batch_size, 1)
+    return layout_of(state, module, None, loader.batch_size, 1)
 
 
 def print_again(path: Path) -> None:

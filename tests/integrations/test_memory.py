@@ -66,7 +66,7 @@ def test_a_loop_of_accelerate_holds_what_is_priced(model: Any) -> None:
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    layout = layout_of(accelerator.state, None, ROWS, 1)
+    layout = layout_of(accelerator.state, module, None, ROWS, 1)
     job, _ = job_of(layout, module_facts(module), Sequences(SEQ, "given"), optimizer, cluster_from(CLUSTER))
     module, optimizer = accelerator.prepare(module, optimizer)
     tokens = torch.randint(100, (ROWS, SEQ))
