@@ -17,7 +17,7 @@ import io
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,9 +268,15 @@ def clear_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def sizes_in(text: str) -> dict[str, int]:
+    pairs = (one.partition("=") for one in text.split(",") if one)
+    return {name: int(value) for name, _, value in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a network for a CPU")
+    parser.add_argument("--sizes", default="", help="other ones: hidden=3072,layers=10")
     parser.add_argument("--cluster", help="the machine; default: this one's GPUs")
     parser.add_argument("--only", choices=sorted(TRAINED_BY), help="one framework")
     parser.add_argument("--json", type=Path, help="a file for the records")
@@ -279,13 +285,14 @@ def main() -> None:
     if given.again is not None:
         print_again(given.again)
         return
+    sizes = replace(TINY if given.tiny else Sizes(), **sizes_in(given.sizes))
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     print(
         f"{device}, torch {torch.__version__}: predicted and measured step and memory; what watching costs by a clock"
     )
     records = []
     for case in (one for one in CASES if given.only in (None, one.framework)):
-        found = measured(case, TINY if given.tiny else Sizes(), given.cluster)
+        found = measured(case, sizes, given.cluster)
         records.append(found)
         step, held = found["predicted"]["predicted_seconds"], found["predicted"]["tensor_bytes"]
         took, used = found["measured"]["step_seconds"], found["measured"]["memory_bytes"] or float("nan")
