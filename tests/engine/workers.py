@@ -43,6 +43,11 @@ def pool() -> Pool:
     return made
 
 
+def fresh_pool() -> Pool:
+    """Processes in which nothing has run yet."""
+    return _QuickPool(preload=PRELOAD)
+
+
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
     """What ``function(*arguments)`` returns on each of ``world`` processes that form a new default process group."""
     return pool().run(_in_world, world, function, arguments, timeout_seconds=timeout_seconds)
