@@ -93,7 +93,7 @@ def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
     model = {} if fields.get("model") is not None else _named(beside, "model")
     job, notes = job_from(replace(arguments_from({**place, **model}), fields=fields))
-    if job.run not in (None, Run(memory_risk=job.run.memory_risk)):
+    if job.run != Run(memory_risk=job.run.memory_risk):
         notes.append("run is not used: this page runs nothing")
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))
 

@@ -153,7 +153,7 @@ def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
     word = reading.text(_FSDP + "sharding_strategy", "FULL_SHARD")
     fields["strategy.zero"] = reading.choice(_FSDP + "sharding_strategy", stages, 3)
     if reading.value(_FSDP + "reshard_after_forward") is not None:
-        reading.notes.append("fsdp_reshard_after_forward has no effect with FSDP1: fsdp_sharding_strategy has")
+        reading.notes.append("fsdp_reshard_after_forward has no effect with FSDP1: use fsdp_sharding_strategy")
     if word.upper().startswith("HYBRID") and reading.cluster is not None:
         fields["strategy.shard_group"] = reading.cluster.node_devices
 
