@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--run-device", choices=("auto", *RUN_DEVICES), help="device to measure (default: GPUs if any; with --on cpu)"
     )
-    parser.add_argument("--only", metavar="PARTS", help="only some of device,links,storage; the rest is unchanged")
+    parser.add_argument("--only", metavar="PARTS", help="only some of device,host,links,storage; the rest is unchanged")
     add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

@@ -227,9 +227,9 @@ def storage_costs(analysis: Analysis) -> list[StorageCost]:
     costs = []
     size = checkpoint_bytes(analysis)
     for storage in analysis.job.cluster.storage:
-        bandwidth = storage.bandwidth(analysis.job.cluster.nodes)
-        seconds = size / bandwidth + storage.link.latency
-        costs.append(StorageCost(storage.name, bandwidth, seconds, seconds, data_rate(analysis) / bandwidth))
+        read, write = (storage.bandwidth(analysis.job.cluster.nodes, out=out) for out in (False, True))
+        to, back = (size / rate + storage.link.latency for rate in (write, read))
+        costs.append(StorageCost(storage.name, read, to, back, data_rate(analysis) / read))
     return costs
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.cost.memory.offload import updates_on_device
+from shardwise.cost.memory.states import updates_on_device
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence

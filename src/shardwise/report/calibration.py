@@ -60,8 +60,11 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
             rows.append(("kernel launch", readable_seconds(own.operator_seconds)))
         if device.vendor != "generic":
             rows.append(("matmuls slowed down by the power limit, at most", f"{own.power_slowdown - 1:.0%}"))
-        if cluster.storage:
-            rows.append((cluster.storage[0].name, readable_rate(cluster.storage[0].bandwidth(1))))
+        rows.append(("host memory, copies", readable_rate(cluster.host.copied_bytes)))
+        rows.append(("optimizer on the host", f"{cluster.host.updates / 1e9:.3g}B parameters/s"))
+        for out, way in ((False, "read"), (True, "written")) if cluster.storage else ():
+            first = cluster.storage[0]
+            rows.append((f"{first.name}, {way}", readable_rate(first.bandwidth(1, out=out))))
         return rows
 
     return [(name, old, new) for (name, old), (_, new) in zip(shown(before), shown(after))]

@@ -107,5 +107,6 @@ def cluster_of(emulation: Emulation, base: Cluster) -> Cluster:
         devices_per_node=emulation.ranks_per_node,
         # Virtual nodes share what the machine has.
         host_memory=None if base.host_memory is None else base.host_memory * base.nodes / emulation.nodes,
+        host=replace(base.host, memory_bandwidth=base.host.memory_bandwidth * base.nodes / emulation.nodes),
         source=f"{emulation} emulated on one machine",
     )

@@ -1,4 +1,4 @@
-"""What a cluster is made of: devices, their network, storage."""
+"""What a cluster is made of: devices, the hosts they share, their network, storage."""
 
 from __future__ import annotations
 
@@ -84,9 +84,46 @@ class Device(Spec):
             raise SpecError("driver_memory", f"{kept} bytes leave nothing of {there}", "give less, or more memory")
 
 
+UPDATE_BYTES = 30  # of a parameter: gradient, master and two moments read, the three written, a 16-bit weight written
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHost(Spec):
+    """The processors and the memory of one node, which its devices share.
+
+    Of ``memory_bandwidth`` copies reach the share ``copied``, and an optimizer's update the share ``updated``, unless
+    the ``cores`` are too few for it: each updates ``core_updates`` parameters in a second. The default is an assumed
+    socket with 8 channels of DDR4-3200.
+    """
+
+    memory_bandwidth: float = quantity("bytes/s", 204.8e9)
+    cores: int = count(32)
+    # A prior, as for the link `ddr5`.
+    copied: float = field(default=0.8, metadata={"above": 0, "maximum": 1})
+    # CPU-Adam updates 10B parameters in 2.57 s (Ren et al. 2021, arXiv 2101.06840, table 4, recalled), 117 GB/s of a
+    # DGX-2's 256: 12 channels of DDR4-2666.
+    updated: float = field(default=0.46, metadata={"above": 0, "maximum": 1})
+    # Measured: PyTorch's fused AdamW on one core of a server.
+    core_updates: float = field(default=5e8, metadata={"above": 0})
+    source: str = ""
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes per second that copies read and write together."""
+        return self.memory_bandwidth * self.copied
+
+    @property
+    def updates(self) -> float:
+        """Parameters per second that all cores update together."""
+        return min(self.memory_bandwidth * self.updated / UPDATE_BYTES, self.cores * self.core_updates)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Storage(Spec):
-    """Where checkpoints and data live: a link per node, and a cap for the whole cluster if it is shared."""
+    """Where checkpoints and data live: a link per node, and a cap for the whole cluster if it is shared.
+
+    The link's ``bandwidth`` is that of reads; writes have ``outward`` times as much.
+    """
 
     name: str = "storage"
     link: Link = preset_field("link", Link)
@@ -94,9 +131,10 @@ class Storage(Spec):
     shared: bool = False
     total: float | None = quantity("bytes/s", None)
 
-    def bandwidth(self, nodes: int) -> float:
-        """Bytes per second that ``nodes`` nodes reach together."""
+    def bandwidth(self, nodes: int, *, out: bool = False) -> float:
+        """Bytes per second that ``nodes`` nodes read, or write, together."""
         together = self.link.bandwidth * self.link.efficiency * self.count_per_node * nodes
+        together *= self.link.outward if out else 1.0
         return min(together, self.total) if self.total is not None else together
 
 
@@ -115,6 +153,7 @@ class Cluster(Spec):
     devices_per_node: int | None = count(None)
     host_memory: float | None = quantity("bytes", None)
     host_link: Link | None = preset_field("link", Link, default=None)
+    host: NodeHost = field(default_factory=NodeHost)
     pipelined_levels: bool = False
     library: Literal["any", "nccl", "gloo"] = "any"
     storage: tuple[Storage, ...] = ()
@@ -148,6 +187,10 @@ class Cluster(Spec):
     def host_memory_per_device(self) -> float:
         """A device's part of its node's ``host_memory``; infinite where the cluster does not say."""
         return math.inf if self.host_memory is None else self.host_memory / self.node_devices
+
+    def disk_share(self, *, out: bool) -> float:
+        """Bytes per second that a device reads from its node's first storage, or writes there, while all others do."""
+        return self.storage[0].bandwidth(self.nodes, out=out) / self.devices
 
     def with_nodes(self, nodes: int) -> Cluster:
         """The same cluster with ``nodes`` members of its innermost level."""

@@ -16,20 +16,12 @@ from shardwise.cost.memory.transient import Moment
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
-from shardwise.spec.strategy import Offload
 
 # States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves. Those
 # that the forward pass needs first have come before the update begins.
 MOVING_SLOTS = 3
 UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state, so that the latency of a copy does not count
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
-
-
-def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without gradients,
-    and with all of the weights or none."""
-    taken = not offload.gradients and offload.weights in (0, 1)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and taken
 
 
 def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from shardwise.collectives.arrays import select
 from shardwise.layout.sharding import divided_over, expert_shards, sums_once
 from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 
@@ -59,6 +60,13 @@ def sharding_of(strategy: Strategy) -> Sharding:
         kept_bytes(strategy),
         moved_bytes(strategy),
     )
+
+
+def updates_on_device(job: Job, offload: Offload) -> bool:
+    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without gradients,
+    and with all of the weights or none."""
+    taken = not offload.gradients and offload.weights in (0, 1)
+    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and taken
 
 
 def last_weights_stay(pp: int, sharding: Sharding) -> Any:

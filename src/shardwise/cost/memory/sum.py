@@ -20,9 +20,8 @@ from shardwise.cost.memory.offload import (
     layers_at_loss,
     update_chunk,
     update_slots,
-    updates_on_device,
 )
-from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes
+from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, updates_on_device
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job

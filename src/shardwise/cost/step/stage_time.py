@@ -18,9 +18,16 @@ from shardwise.cost.compute.operators import (
     share_run_again,
 )
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds
-from shardwise.cost.memory.states import Sharding, last_weights_stay, owned_parameters
+from shardwise.cost.memory.states import (
+    Sharding,
+    last_weights_stay,
+    owned_parameters,
+    rank_state_bytes,
+    updates_on_device,
+)
 from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import EngineKernels
+from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 
@@ -230,17 +237,34 @@ def copied_alone_seconds(job: Job, contents: RankContents, sharding: Sharding) -
     return share * each / rate, share * _MASTER_BYTES * contents.total / rate
 
 
+def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
+    """What offloaded states take longer to be updated by the cores of a host than on the device.
+
+    Our engine reads and writes states on a disk while it updates others; DeepSpeed by default does not.
+    """
+    share, cluster = sharding.offload.optimizer, job.cluster
+    if not share or job.run_device == "cpu" or updates_on_device(job, sharding.offload):
+        return 0.0
+    updated = owned_parameters(contents, sharding) * share
+    seconds = updated * cluster.node_devices / cluster.host.updates
+    if job.stack.is_own and sharding.offload.target == "nvme" and cluster.storage:
+        stored = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer).stored
+        seconds = maximum(0.0, seconds - sum(stored / cluster.disk_share(out=out) for out in (False, True)))
+    return seconds - _update_seconds(job, UPDATE_BYTES * updated, updated)
+
+
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written), 8 per
-    local one (gradient norm and zeroing), and the bytes that gradient compression moves, at sustained bandwidth.
+    `UPDATE_BYTES` per owned parameter, 8 per local one (gradient norm and zeroing), and the bytes that gradient
+    compression moves, at sustained bandwidth; what is offloaded where it is updated.
     """
     device = job.cluster.device
     owned = owned_parameters(contents, sharding)
     local = owned if sharding.gradients_sharded else contents.total
-    moved = 30 * owned + 8 * local + sharding.moved_bytes * contents.total
+    moved = UPDATE_BYTES * owned + 8 * local + sharding.moved_bytes * contents.total
     seconds = _update_seconds(job, moved, owned) + _accumulation_seconds(job, contents) + step_overhead(job)
+    seconds = seconds + host_update_seconds(job, contents, sharding)
     if sharding.offload.weights:
         each, once = copied_alone_seconds(job, contents, sharding)
         seconds = seconds + job.microbatches * each + once

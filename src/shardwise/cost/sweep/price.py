@@ -12,7 +12,7 @@ from shardwise.cost.memory.offload import moved_share
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
-from shardwise.cost.step.stage_time import copied_alone_seconds, optimizer_seconds
+from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
 from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
@@ -98,6 +98,7 @@ class Offloaded:
                 by_row(1.0 * one, lengths) for one in copied_alone_seconds(self.job, self.contents, self.sharding)
             )
             tail = tail + rows.microbatches[part] * each + once
+        tail = tail + by_row(host_update_seconds(self.job, self.contents, self.sharding), lengths)
         transfers = self._transfers(rows, part, lengths)
         hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
         together = {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}

@@ -23,7 +23,6 @@ from shardwise.cost.memory.offload import (
     moved_share,
     share_on_device,
     update_chunk,
-    updates_on_device,
 )
 from shardwise.cost.memory.states import (
     Sharding,
@@ -32,6 +31,7 @@ from shardwise.cost.memory.states import (
     owned_parameters,
     rank_state_bytes,
     sharding_of,
+    updates_on_device,
 )
 from shardwise.cost.step.stage_time import part_seconds, stage_seconds
 from shardwise.cost.traffic.overlap import Window
@@ -83,8 +83,10 @@ class OffloadLine:
 
     def topology(self, cluster: Cluster, target: Target) -> Topology:
         """Its link; ``target`` is the offload's."""
-        out = self.payload.role in LEAVING
-        return host_topology(cluster, self.link or target, out=out, both_ways=self.both_ways)
+        role = self.payload.role
+        if target == "nvme" and role in _ON_THE_HOST:
+            return disk_topology(cluster, out=role is Role.STATES_TO_DISK)
+        return host_topology(cluster, self.link or target, out=role in LEAVING, both_ways=self.both_ways)
 
     def window_if(self, overlapped: bool) -> Window:
         return self.payload.in_pass if overlapped and self.hidden else "none"
@@ -271,22 +273,39 @@ LEAVING = (Role.GRADIENTS_TO_HOST, Role.LAST_GRADIENTS_TO_HOST, Role.WEIGHTS_TO_
            Role.ACTIVATIONS_TO_HOST)  # fmt: skip
 
 
+# Between a disk and host memory, where the host updates or adds: none of it crosses the device's link.
+_ON_THE_HOST = (Role.STATES_FROM_DISK, Role.STATES_TO_DISK, Role.GRADIENTS_FROM_DISK)
+
+
+def disk_topology(cluster: Cluster, *, out: bool) -> Topology:
+    """A device's share of its node's first storage, as a network of two."""
+    if not cluster.storage:
+        problem = "nvme, but the cluster names no storage"
+        raise SpecError("strategy.offload.target", problem, "add storage, or use cpu")
+    disk = cluster.storage[0]
+    return _one_link(cluster.disk_share(out=out), disk.link.latency, disk.name)
+
+
 def host_topology(cluster: Cluster, target: Target, *, out: bool = False, both_ways: bool = False) -> Topology:
     """The link to the offload target, as a network of two; of the host's, one direction, ``both_ways`` if the other is
-    used as much."""
-    if target == "nvme":
-        if not cluster.storage:
-            problem = "nvme, but the cluster names no storage"
-            raise SpecError("strategy.offload.target", problem, "add storage, or use cpu")
-        disk = cluster.storage[0]
-        bandwidth = disk.bandwidth(1) / cluster.node_devices
-        return _one_link(bandwidth, disk.link.latency, disk.name)
+    used as much.
+
+    It is no faster than the device's share of host memory, which reads or writes every byte: both for traffic in both
+    directions, and for what a disk reads or writes on the other side.
+    """
     if cluster.host_link is None:
         raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
-    link = cluster.host_link
+    link, of_memory = cluster.host_link, cluster.host.copied_bytes / cluster.node_devices
     share = link.duplex if both_ways else link.outward if out else 1.0
     name = "host link, out" if out else "host link, in"
-    return _one_link(link.bandwidth * link.efficiency * share, link.latency, name)
+    bandwidth, latency = (
+        min(link.bandwidth * link.efficiency * share, of_memory / (2 if both_ways else 1)),
+        link.latency,
+    )
+    if target == "nvme":
+        disk = disk_topology(cluster, out=out).levels[0]
+        bandwidth, latency, name = min(bandwidth, of_memory / 2, disk.bandwidth), latency + disk.latency, disk.name
+    return _one_link(bandwidth, latency, name)
 
 
 def _one_link(bandwidth: float, latency: float, name: str) -> Topology:

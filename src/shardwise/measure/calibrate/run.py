@@ -1,8 +1,7 @@
-"""The whole calibration: device, network levels, overlap, storage; each measured, fitted, and put into a cluster."""
+"""The whole calibration: device, host, network, overlap, storage; each measured, fitted, and put into a cluster."""
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from shardwise.measure.calibrate.device_samples import DeviceSamples, HostLinkSa
 from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
 from shardwise.measure.calibrate.fit_gpu import fitted_gpu
 from shardwise.measure.calibrate.gpu_samples import middle_gpu
+from shardwise.measure.calibrate.hosts import measure_disk, measure_host, with_host, with_storage
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, measure_overlap, slowest
-from shardwise.measure.calibrate.ranks import PoolRanks, Rank, Ranks, hosts_of, started_ranks
-from shardwise.measure.doctor.host import MOST_BYTES, timed_read, timed_write
+from shardwise.measure.calibrate.ranks import PoolRanks, Ranks, hosts_of, started_ranks
 from shardwise.spec.emulation import Emulation
-from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 from shardwise.spec.units import readable_seconds
@@ -77,51 +75,9 @@ def slow_links(
     yield from slow_ranks(f"collectives over {name}", seconds, hosts)
 
 
-# -- the hosts' disks, measured at once: the slowest counts ------------------------------------------
-
-
-@dataclass(frozen=True)
-class DiskSample:
-    """``size`` bytes written and synced, and read; the slower took ``seconds``. Or a ``problem``."""
-
-    size: int
-    seconds: float
-    problem: str = ""
-
-
-def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
-    """By the first rank of every host; others have none."""
-    if not rank.first_of_host:
-        return None
-    path = folder / f".shardwise-calibrate-{rank.number}"  # hosts may share the folder
-    try:
-        room = min(MOST_BYTES, shutil.disk_usage(folder).free // 10)
-        size, write_seconds = timed_write(path, room)
-        return DiskSample(size, max(write_seconds, timed_read(path) or 0.0))
-    except OSError as error:
-        return DiskSample(0, 0.0, f"{folder} cannot be written ({error.strerror})")
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: Sequence[str]) -> Cluster:
-    """The cluster with its first storage as fast as the slowest host's."""
-    found = [(one, host) for one, host in zip(samples, hosts) if one is not None]
-    for one, host in found:
-        if one.problem:
-            raise SpecError("--out", f"{one.problem} on {host}", "name a file in a folder that every host has")
-    rates = [one.size / one.seconds for one, _ in found if one.size]
-    if not rates:
-        return cluster
-    first = cluster.storage[0]
-    source = "measured: written and synced" + (f", the slowest of {len(rates)} hosts" if len(rates) > 1 else "")
-    link = Link(bandwidth=min(rates), latency=first.link.latency, name=first.link.name, source=source)
-    return replace(cluster, storage=(replace(first, link=link, count_per_node=1), *cluster.storage[1:]))
-
-
 # -- the whole calibration ---------------------------------------------------------------------------
 
-PARTS = ("device", "links", "storage")
+PARTS = ("device", "host", "links", "storage")
 _PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.engine.collectives")
 _DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays separate the wire's part of a step from the software's
 
@@ -164,6 +120,9 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             to_hosts = [one.host_link for one in samples if one.host_link is not None]
             if to_hosts:
                 cluster = replace(cluster, host_link=_host_link(to_hosts))
+        if "host" in request.parts:
+            report("host: copies and optimizer updates in its memory")
+            cluster = with_host(cluster, ranks.run(measure_host, request.threads), hosts)
         if "links" in request.parts and cluster.devices > 1:
             links = _measured_links(request, ranks, network, report)
             cluster, found = _with_links(request, cluster, links)
@@ -268,7 +227,7 @@ def _provenance(
     errors = "; ".join(f"{one.what}: median {one.median_error:.0%}, worst {one.worst_error:.0%}" for one in residuals)
     parts = [
         f"shardwise calibrate, {date.today().isoformat()}, PyTorch {torch.__version__}, {where}",
-        "Devices: the median; collectives and disks: the slowest",
+        "Devices: the median; hosts, collectives and disks: the slowest",
         *([f"Errors: {errors}"] if errors else ()),
         *(f"Slow: {one}" for one in slow),
     ]
