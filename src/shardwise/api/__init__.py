@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +28,6 @@ VERBS = {
     "validate": "validation",
     "generate": "generation",
 }
-_FLAG = re.compile(r"--([a-z][a-z-]*)")
-_OTHER_NAMES = {"for": "framework", "from": "run", "set": "strategy", "grace": "grace_seconds"}
 
 
 def __getattr__(name: str) -> Any:
@@ -49,11 +46,8 @@ def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return verb(*arguments, **keywords)
         except SpecError as error:
-            raise type(error)(*map(in_keywords, (error.field, error.problem, error.remedy))) from None
+            from shardwise.api.words import in_keywords, keywords_of
+
+            raise in_keywords(error, keywords_of(verb), keywords) from None
 
     return called
-
-
-def in_keywords(text: str) -> str:
-    """A message that names keywords where the command line has flags."""
-    return _FLAG.sub(lambda flag: _OTHER_NAMES.get(flag[1], flag[1].replace("-", "_")), text)

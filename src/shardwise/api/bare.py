@@ -20,8 +20,16 @@ DEFAULT_DEVICE = "h100-sxm"
 DEFAULT_LATENCY = "5us"
 
 
+_MODEL = ("params", "layers", "hidden", "heads")
+
+
 def gives_model(arguments: JobArguments) -> bool:
-    return any(getattr(arguments, name) is not None for name in ("params", "layers", "hidden", "heads"))
+    return any(getattr(arguments, name) is not None for name in _MODEL)
+
+
+def model_flags(arguments: JobArguments) -> str:
+    """The flags of bare numbers that describe a model."""
+    return ", ".join(f"--{name}" for name in _MODEL if getattr(arguments, name) is not None)
 
 
 def gives_cluster(arguments: JobArguments) -> bool:

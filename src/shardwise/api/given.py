@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.interop.frameworks import Configuration
 
 # Keywords of strategy and training under other names, or of another part.
-_PATHS = {
+_PATHS: dict[str, str] = {
     "batch": "training.global_batch",
     "expert_tp": "strategy.expert_tp",
     "stack": "stack",
@@ -159,10 +159,19 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
+def keyword_path(name: str) -> str:
+    """The path of the field that a keyword sets; one that sets none has its own name."""
+    return _field_paths().get(name, name)
+
+
+def _field_paths() -> dict[str, str]:
+    strategy = {one.name: f"strategy.{one.name}" for one in fields(Strategy)}
+    return strategy | {one.name: f"training.{one.name}" for one in fields(Training)} | _PATHS
+
+
 def _path(name: str) -> str:
-    """The path of the field that a keyword sets."""
-    known = {one.name: f"strategy.{one.name}" for one in fields(Strategy)}
-    known |= {one.name: f"training.{one.name}" for one in fields(Training)} | _PATHS
+    """The path of the field that a keyword of a job sets."""
+    known = _field_paths()
     if name not in known:
         raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *NAMED, *_PARTS]))
     return known[name]

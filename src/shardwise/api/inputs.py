@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardwise.api import bare
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
+from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
@@ -59,6 +60,7 @@ def job_from(
             notes += cut
     _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
+    check_algorithm(job.strategy.collective, "strategy.collective")
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
 
 
@@ -94,6 +96,7 @@ def planning_job(
         fields["run"], cut = _fitting_run({**fields["run"], **({"steps": steps} if steps else {})})
         notes += cut
     job = Job.from_dict(fields)
+    check_algorithm(job.strategy.collective, "strategy.collective")
     notes += planned_precision_notes(job)
     notes += filter(None, [sequence_note(job.model, job.training)])
     try:
@@ -280,7 +283,7 @@ def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
     named = fields.get("model") if arguments.model is None else arguments.model
     if bare.gives_model(arguments):
         if arguments.model is not None:
-            raise exclusive("--model", arguments.model, "bare numbers")
+            raise exclusive("--model", arguments.model, bare.model_flags(arguments))
         strategy = fields.get("strategy")
         return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if named is None:

@@ -148,9 +148,7 @@ def plan(
         thorough=thorough,
         time_limit_seconds=_time_limit(time_limit),
     ).started()
-    questions = Questions(
-        chosen, tuple((text, parse_constraints(text)) for text in _listed(why_not)), _listed(what_if), pareto
-    )
+    questions = Questions(chosen, _conditions(why_not, "--why-not"), _listed(what_if), pareto)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     # An error in a further question should not wait for the search.
     terms_from(run, wanted.training)
@@ -226,7 +224,15 @@ def constraints(bounds: Mapping[str, Allowed], exclude: Sequence[str], offload: 
     own = dict(bounds)
     if isinstance(offload, str) and offload != "any":
         own["offload"] = allowed("offload", offload)
-    return Constraints(own, tuple(parse_constraints(text) for text in _listed(exclude)))
+    return Constraints(own, tuple(parsed for _, parsed in _conditions(exclude, "--exclude")))
+
+
+def _conditions(texts: Sequence[str], flag: str) -> tuple[tuple[str, Mapping[str, Allowed]], ...]:
+    """Strategies as a caller names them, such as "tp=8,pp=1", with what each allows."""
+    try:
+        return tuple((text, parse_constraints(text)) for text in _listed(texts))
+    except SpecError as error:
+        raise SpecError(f"{flag} {error.field}".strip(), error.problem, error.remedy) from None
 
 
 def _text(value: Any) -> str:

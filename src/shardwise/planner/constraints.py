@@ -108,7 +108,7 @@ def field_name(text: str) -> str:
     name = text.strip().lstrip("-").replace("-", "_")
     name = _SHORT.get(name, name)
     if name not in FIELDS:
-        raise SpecError("constraint", f"{shown(text)} is not a field of a strategy", nearest_name(name, FIELDS))
+        raise SpecError("", f"{shown(text)} is not a field of a strategy", nearest_name(name, FIELDS))
     return name
 
 
@@ -132,7 +132,7 @@ def parse_constraints(text: str) -> dict[str, Allowed]:
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals or not value.strip():
-            raise SpecError("constraint", f"{shown(part)} is not FIELD=VALUE", "write it like tp=8,pp=1")
+            raise SpecError("", f"{shown(part)} is not FIELD=VALUE", "write it like tp=8,pp=1")
         name = field_name(name)
         if name in result:
             raise SpecError(name, "is given twice", "give each field once")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
-from shardwise.api import in_keywords
-from shardwise.api.given import NAMED, JobArguments, job_arguments
+from shardwise.api.given import NAMED, JobArguments, JobKeywords, job_arguments
 from shardwise.api.inputs import job_from
+from shardwise.api.words import in_keywords
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.recognise import is_hf_config
 from shardwise.spec import presets
@@ -114,8 +114,7 @@ class AsPrinted(SpecError):
 
 def error_data(error: SpecError) -> dict[str, Any]:
     """The one line of an error, naming keywords, and the field beside which it belongs."""
-    words = (error.field, error.problem, error.remedy)
-    told = SpecError(*(words if isinstance(error, AsPrinted) else map(in_keywords, words)))
+    told = error if isinstance(error, AsPrinted) else in_keywords(error, JobKeywords.__annotations__)
     return {"error": {**vars(told), "text": str(told)}}
 
 
