@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.client import HTTPConnection
@@ -30,7 +30,8 @@ class StoreFault:
     """The next ``times`` requests of ``method`` whose path and query match ``path``.
 
     ``what``: a status such as 500 or 403, ``slow`` (one second later), ``short`` (an answer of half its length),
-    ``lose`` (it is answered, but half of what was sent is not kept).
+    ``lose`` (it is answered, but half of what was sent is not kept), ``silent`` (it is never answered), ``trickle``
+    (the answer comes at a byte a second). Any of ``method``, separated by ``|``.
     """
 
     method: str
@@ -40,7 +41,7 @@ class StoreFault:
     met: int = 0
 
     def meets(self, method: str, path: str) -> bool:
-        if self.met >= self.times or method != self.method or not re.search(self.path, path):
+        if self.met >= self.times or method not in self.method.split("|") or not re.search(self.path, path):
             return False
         self.met += 1
         return True
@@ -135,11 +136,22 @@ def _handler(server: ObjectServer) -> type[BaseHTTPRequestHandler]:
                 return self._send(int(what), [("Content-Type", "application/xml")], text.encode())
             if what == "slow":
                 time.sleep(1)
+            if what in ("silent", "trickle"):
+                return self._unanswered(fault, b"HTTP/1.1 200 OK\r\n" * 1000 if what == "trickle" else b"")
             headers = dict(self.headers.items())
             if what == "lose":
                 body = _half(body, headers)
             status, names, answer = _send(server.behind, self.command, self.path, body, headers)
             return self._send(status, names, answer, short=what == "short")
+
+        def _unanswered(self, fault: StoreFault | None, answer: bytes) -> None:
+            """As long as the fault lasts."""
+            self.close_connection = True
+            with suppress(OSError):  # the client has given up
+                while fault in server.faults:
+                    self.wfile.write(answer[:1])
+                    answer = answer[1:]
+                    time.sleep(1 if answer else 0.1)
 
         def _send(self, status: int, names: Any, answer: bytes, *, short: bool = False) -> None:
             self.send_response_only(status)

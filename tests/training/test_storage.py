@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +29,10 @@ from shardwise.training.checkpoint.shards import Entry, open_shards
 from shardwise.training.data.order import Stream
 from shardwise.training.data.remote_tokens import RemoteArray
 from shardwise.training.data.token_files import open_pair
-from shardwise.training.storage import fsspec_store
+from shardwise.training.storage import fsspec_store, limits
 from shardwise.training.storage.blocks import BlockCache, BlockReader
 from shardwise.training.storage.place import RemotePlace, place_of
+from shardwise.training.storage.stores import StoreError
 from training.faults import SETTINGS, STEPS, small_job, train
 from training.faulty_worker import Fault
 from training.object_store import BUCKET, ObjectServer, StoreFault, object_server
@@ -340,6 +341,55 @@ def test_retries_are_bounded_and_said(server: ObjectServer, caplog: pytest.LogCa
         place.read_range(0, 7)
     assert [f"retry {number} of 5" in record.message for number, record in enumerate(caplog.records, 1)] == [True] * 5
     assert place.read_range(0, 7) == b"content"
+
+
+@pytest.mark.parametrize("how", ["silent", "trickle"])
+def test_no_call_to_a_store_waits_longer_than_its_limit(
+    server: ObjectServer, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what is sent and never answers, or answers a byte a second: every call says so and ends; what a store
+    does not give is not called damaged.
+    """
+    monkeypatch.setattr(limits, "SILENT_SECONDS", 0.2)
+    place = remote(server.uri(f"{how}/step-00000001")).within(limits.Limit(0.5))
+    store, shard = place.store, str(place / "shard")
+    part = memoryview(bytes(fsspec_store.PART_BYTES + 1))  # so that it is sent in parts
+    calls: dict[str, Callable[[], Any]] = {
+        "put": lambda: store.put(shard, b"content"),
+        "upload": lambda: store.upload(shard, lambda: iter([memoryview(b"content")])),
+        "parts": lambda: store.upload(shard, lambda: iter([part, part])),
+        "read": lambda: store.read(shard, 0, 7),
+        "facts": lambda: store.facts(shard),
+        "listed": lambda: store.listed(str(place)),
+        "delete": lambda: store.delete([shard]),
+        "problems": lambda: problems_of(place),
+    }
+    with server.failing(StoreFault("GET|PUT|POST|HEAD|DELETE", how, how, times=999)):
+        for name, call in calls.items():
+            caplog.clear()
+            with pytest.raises(StoreError, match="no answer within"):
+                call()
+            assert any("no answer for" in record.message for record in caplog.records), name
+    again = place.with_name("again").within(limits.USUAL)
+    again.write_bytes(b"content")
+    assert again.read_range(0, 7) == b"content", "it is well again"
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_a_store_does_not_answer(server: ObjectServer, shards: str, tmp_path: Path) -> None:
+    """The checkpoint of step 2 is never answered, nor the notice that it failed; the later ones are there."""
+    uri = server.uri("unanswered")
+    checkpoints = {**SETTINGS["checkpoints"], "folder": uri}
+    timeouts = {**SETTINGS["timeouts"], "checkpoint": 3}
+    silent = StoreFault("PUT|POST", "unanswered/step-00000002", "silent", times=999)
+    with server.failing(silent):
+        ended = train(small_job(shards, run={"checkpoints": checkpoints, "timeouts": timeouts}), tmp_path / "run")
+    ended.require(0)
+    assert len(list((tmp_path / "run" / "attempts").iterdir())) == 1, "no restart"
+    (failed,) = (one["checkpoint_failed"] for one in ended.lines() if "checkpoint_failed" in one)
+    assert "no answer within" in failed and "no answer within" in ended.logs()
+    kept = checkpoint_folder(uri)
+    assert kept.present() == kept.committed() == [8, 6] and not problems_of(kept.of_step(8))
 
 
 def test_a_moved_run_is_not_begun_again(server: ObjectServer, shards: str, tmp_path: Path) -> None:

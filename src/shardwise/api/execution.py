@@ -240,7 +240,7 @@ def ready_run(
         note(text)
     checked = preflight(job, here=here, started=started_as, elsewhere=elsewhere)
     job = _placed(job, given, go_on=go_on, note=note)
-    folder = RunFolder(Path(str(job.run.folder)), job.run.checkpoints.folder)
+    folder = RunFolder(Path(str(job.run.folder)), job.run)
     if here and not elsewhere and (started_as is None or started_as.hosts == 1):
         from shardwise.launch.preflight import with_fitting_microbatch
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from shardwise.spec.errors import SpecError, nearest_name
+from shardwise.training.storage.stores import StoreError
 
 VERBS = {
     "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
@@ -56,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     except SpecError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
         return error.status
+    except StoreError as error:
+        print(f"shardwise: error: {error.filename}: {error.strerror}; check the store and the network", file=sys.stderr)
+        return SpecError.status
     except BrokenPipeError:
         # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

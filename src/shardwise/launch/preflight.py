@@ -78,8 +78,9 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
         if job.run.start_from is not None:
             from shardwise.training.checkpoint.expected import require_weights  # imports torch
 
-            require_start(job.model, place_of(job.run.start_from))
-            require_weights(job.model, place_of(job.run.start_from))
+            start = place_of(job.run.start_from, job.run.timeouts.checkpoint)
+            require_start(job.model, start)
+            require_weights(job.model, start)
     notes = check_data(job) if here else []
     price = candidate(job)
     require_fits(job)

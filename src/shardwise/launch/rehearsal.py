@@ -51,7 +51,7 @@ def rehearse(
         raise SpecError("--rehearse", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
     elsewhere = job.run.checkpoints.folder
     checkpoints = replace(job.run.checkpoints, folder=None if elsewhere is None else f"{elsewhere}/rehearsal")
-    here = RunFolder(folder.path / "rehearsal", checkpoints.folder)
+    here = RunFolder(folder.path / "rehearsal", replace(job.run, checkpoints=checkpoints))
     shutil.rmtree(here.path, ignore_errors=True)
     here.checkpoints.remove_all()
     logging = replace(job.run.logging, interval=1, memory=max(1, (steps - 3) // 3))

@@ -162,10 +162,10 @@ def _spelled(value: Any) -> str:
 
 def contents_of_data(job: Job) -> dict[str, str]:
     """A checksum of each shard that is here, of its size and 64 blocks of 64 KiB: all of it may be terabytes."""
-    found = {}
+    found, limit_seconds = {}, job.run.timeouts.checkpoint
     for name in job.run.data.shards:
-        files = [path for suffix in _SUFFIXES if (path := place_of(f"{name}{suffix}")).is_file()]
-        sums = place_of(f"{name}.sums.json")
+        files = [path for suffix in _SUFFIXES if (path := place_of(f"{name}{suffix}", limit_seconds)).is_file()]
+        sums = place_of(f"{name}.sums.json", limit_seconds)
         if isinstance(sums, RemotePlace) and sums.is_file():  # one request instead of hundreds
             found[name] = hashlib.sha256(sums.read_bytes()).hexdigest()
         elif files:

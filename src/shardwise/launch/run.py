@@ -38,7 +38,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
     folder.checkpoints.clear_unfinished()
     if not folder.checkpoints.present():
         start = job.run.start_from
-        came_from = None if start is None else companions_at(place_of(start))
+        came_from = None if start is None else companions_at(place_of(start, job.run.timeouts.checkpoint))
         folder.checkpoints.keep_companions(came_from or model_folder)
     try:
         write_job(job, folder, checked.price)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.save import SaveError, Saver
+from shardwise.training.storage.limits import CLEANUP, CLEANUP_SECONDS
 
 _logger = logging.getLogger("shardwise.training")
 
@@ -38,9 +40,11 @@ class CheckpointManager:
         self._last_at = time.monotonic()
         self.last_begun: int | None = None  # the step of the newest, unless it failed
         self._unsettled: int | None = None
-        limit = timedelta(seconds=run.timeouts.checkpoint)
+        # Others may still write when this rank has given up, and a store that is gone is told so, and cleared.
+        self.limit_seconds = run.timeouts.checkpoint + 3 * CLEANUP_SECONDS
         self._group = None
         if self.saver.world > 1:
+            limit = timedelta(seconds=self.limit_seconds)
             self._group = dist.new_group(backend="gloo", timeout=limit, group_desc="checkpoint")
 
     def due_at(self, step: int) -> bool:
@@ -64,6 +68,10 @@ class CheckpointManager:
         if wait:
             self.settle()
 
+    @property
+    def unsettled(self) -> bool:
+        return self._unsettled is not None
+
     def settle(self) -> None:
         """Waits for the save in flight on all ranks; raises SpecError if it failed and the policy is to stop."""
         if self._unsettled is None:
@@ -73,13 +81,18 @@ class CheckpointManager:
         if problem:
             self.last_begun = None
         if problem and self.run.checkpoints.disk_full == "stop":
-            raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run continues from the one before")
+            remedy = f"{self._mend}: the run continues from the one before"
+            raise SpecError(str(self.folder.of_step(step)), problem, remedy)
 
     def require(self, step: int) -> None:
         """Raises SpecError if the checkpoint of ``step``, the last of a run, was not written."""
         if self.last_begun != step:
-            remedy = "make room and start it again: it resumes from the checkpoint before"
+            remedy = f"{self._mend} and start it again: it resumes from the checkpoint before"
             raise SpecError(str(self.folder.of_step(step)), "could not be written, so the run is not done", remedy)
+
+    @property
+    def _mend(self) -> str:
+        return "make room" if isinstance(self.folder.path, Path) else "check the store"
 
     def _ended(self, step: int) -> str:
         """Why the checkpoint of ``step`` was not written, according to rank 0; empty if it was."""
@@ -92,12 +105,20 @@ class CheckpointManager:
         if self._group is not None:  # a file that a rank still writes could not be cleared
             dist.barrier(self._group)
         if self.saver.rank == 0:
-            if problem:
-                self.folder.clear_unfinished()
-            else:
-                self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every, newest_step=step)
+            self._clear_up(step, failed=bool(problem))
             self.on_settled(step, problem)
         of_rank_0: list[Any] = [problem]
         if self._group is not None:
             dist.broadcast_object_list(of_rank_0, group=self._group)
         return str(of_rank_0[0])
+
+    def _clear_up(self, step: int, *, failed: bool) -> None:
+        """What cannot be removed now goes later: after the next save, or when the run starts again."""
+        folder, kept = self.folder.within(CLEANUP), self.run.checkpoints
+        try:
+            if failed:
+                folder.clear_unfinished()
+            else:
+                folder.retain(kept.keep, kept.keep_every, newest_step=step)
+        except OSError as error:
+            _logger.warning("%s: what is not kept could not be removed: %s", self.folder.path, error.strerror or error)

@@ -227,7 +227,7 @@ class Loop:
         """Reloads the newest checkpoint and skips the bad batch."""
         self._late = None
         batch = figures.position.batch
-        self.checkpoints.settle()
+        self._settle()
         if self.copies is not None:
             self.copies.finish()
         self.parts.reporter.phase("checkpoint", self.position.step)
@@ -296,7 +296,7 @@ class Loop:
         self.agreement.finish()
         if self.copies is not None:
             self.copies.finish()
-        self.checkpoints.settle()
+        self._settle()
         if self.checkpoints.last_begun != self.position.step:
             self._save(wait=True)
             self.checkpoints.require(self.position.step)
@@ -309,8 +309,15 @@ class Loop:
             loss = evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)
         self._record_event({"validation_loss": loss})
 
+    def _settle(self) -> None:
+        """A save that is given up in time is no failure of the run."""
+        if self.checkpoints.unsettled:
+            self.parts.reporter.phase("checkpoint", self.position.step, self.checkpoints.limit_seconds)
+            self.checkpoints.settle()
+
     def _save(self, *, wait: bool = False) -> None:
-        self.parts.reporter.phase("checkpoint", self.position.step)
+        self._settle()
+        self.parts.reporter.phase("checkpoint", self.position.step, self.checkpoints.limit_seconds)
         with named(StepPhase.CHECKPOINT):
             self.checkpoints.save(self.position.step, self._numbers(), wait=wait)
 
@@ -352,7 +359,7 @@ class Loop:
         if self.checkpoints.last_begun is not None and self.checkpoints.last_begun >= self.agreement.requested_at:
             return False  # the requests predate the newest checkpoint
         if not agreed.saving:
-            self.checkpoints.settle()
+            self._settle()
         if agreed.save and self._read_last() is not StepVerdict.ROLL_BACK:
             self._save()
             self._since = Timestamp(self.trainer.device)

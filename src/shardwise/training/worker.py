@@ -123,7 +123,7 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
         if state is None:
             state = State()
             if job.run.start_from is not None:
-                start_from(engine, place_of(job.run.start_from))
+                start_from(engine, place_of(job.run.start_from, job.run.timeouts.checkpoint))
         for problem in damaged:
             _logger.warning("skipped a damaged checkpoint: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None

@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -20,7 +24,10 @@ from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.manifest import Manifest, Shard
 from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpoint.shards import Entry, blocks_of, shard_content, shard_name, write_shard
-from shardwise.training.storage.place import Place
+from shardwise.training.storage.limits import CLEANUP, CLEANUP_SECONDS
+from shardwise.training.storage.place import Place, RemotePlace
+
+_logger = logging.getLogger("shardwise.training")
 
 ReadTensors = Callable[[], Iterable[Tensor]]  # the tensors of a shard, from the first each time it is called
 
@@ -96,10 +103,20 @@ class RemoteDraft:
 
     poll_seconds = 0.2
 
-    def __init__(self, folder: RemoteCheckpointFolder, step: int, name: str) -> None:
-        self.folder, self.step, self.place = folder, step, folder.of_step(step)
+    def __init__(self, folder: RemoteCheckpointFolder, step: int, name: str, seconds: float) -> None:
+        self._folder, self.step = folder, step
         self.own = name  # of eight hexadecimal digits and a number: see `manifest.py`
-        self._written: set[str] = set()
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def folder(self) -> RemoteCheckpointFolder:
+        """With the time that is left, or enough to say that there is none."""
+        late = time.monotonic() + CLEANUP_SECONDS > self._deadline
+        return self._folder.within(CLEANUP if late else replace(self._folder.path.limit, deadline=self._deadline))
+
+    @property
+    def place(self) -> RemotePlace:
+        return self.folder.of_step(self.step)
 
     def file_name(self, number: int) -> str:
         return shard_name(number).replace(".", f".{self.own}.", 1)
@@ -118,7 +135,6 @@ class RemoteDraft:
 
         place = self.place / name
         place.store.upload(str(place), blocks)
-        self._written.add(name)
         return sent[0]
 
     def announce(self, rank: int, outcome: Shard | OSError) -> None:
@@ -142,16 +158,22 @@ class RemoteDraft:
 
     def discard(self) -> None:
         """Notices and shards of this save, unless a manifest names them: then nothing of it is left but those."""
-        if (self.place / "manifest.json").is_file():
-            return
-        names = [name for name in self.place.objects() if f".{self.own}" in name]
-        self.place.store.delete(str(self.place / name) for name in names)
+        place = self.place
+        try:
+            if not (place / "manifest.json").is_file():
+                names = [name for name in place.objects() if f".{self.own}" in name]
+                place.store.delete(str(place / name) for name in names)
+        except OSError as error:
+            _logger.warning("%s: what was not committed is left there (%s)", place, _reason(error))
 
 
-def draft_of(folder: CheckpointFolder, step: int, name: str) -> Draft:
-    """A new draft; every process that writes one checkpoint gives the same name, no other save does."""
+def draft_of(folder: CheckpointFolder, step: int, name: str, seconds: float = math.inf) -> Draft:
+    """A new draft; every process that writes one checkpoint gives the same name, no other save does.
+
+    A store has ``seconds`` for all of it.
+    """
     if isinstance(folder, RemoteCheckpointFolder):
-        return RemoteDraft(folder, step, name)
+        return RemoteDraft(folder, step, name, seconds)
     return LocalDraft(folder, step, name)
 
 

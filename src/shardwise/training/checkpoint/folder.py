@@ -25,7 +25,9 @@ from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run, Timeouts
 from shardwise.training.checkpoint.manifest import NAME, read_manifest
+from shardwise.training.storage.limits import Limit
 from shardwise.training.storage.place import Place, RemotePlace, place_of
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
@@ -46,6 +48,10 @@ class CheckpointFolder:
 
     def of_step(self, step: int) -> Place:
         return self.path / f"step-{step:08d}"
+
+    def within(self, limit: Limit) -> CheckpointFolder:
+        """The same, in which no call to a store takes longer; of calls to a disk none can be given up."""
+        return self
 
     def _of_step(self, step: int) -> Path:
         return self._here / self.of_step(step).name
@@ -149,11 +155,12 @@ class CheckpointFolder:
 class RunFolder:
     """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt.
 
-    ``checkpoints`` may be kept elsewhere: where the caller says, or else the job in the folder.
+    Checkpoints may be kept elsewhere: where ``run`` says, or else the job in the folder.
     """
 
-    def __init__(self, path: Path, checkpoints: str | None = None) -> None:
-        self.path, self._elsewhere = path, checkpoints
+    def __init__(self, path: Path, run: Run | None = None) -> None:
+        self.path = path
+        self._elsewhere = None if run is None else _checkpoints_of(run.checkpoints.folder, run.timeouts)
         self.job = path / "job.yaml"
         self.metrics = path / "metrics.jsonl"
         self.data = path / "data.json"  # a fingerprint of the data when the run began
@@ -182,7 +189,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             self.copied.write_text(str(step), encoding="utf-8")
 
-    def _of_job(self) -> str | None:
+    def _of_job(self) -> Place | None:
         """Where the job in the folder keeps its checkpoints, if it says so; raises SpecError if it is damaged."""
         if not self.job.is_file():
             return None
@@ -192,15 +199,24 @@ class RunFolder:
             raise self._damaged(error.problem) from None
         if not isinstance(found, dict):
             raise self._damaged("it is no job")
-        for name in ("run", "checkpoints", "folder"):
-            found = found.get(name) if isinstance(found, dict) else None
-        if found is not None and not isinstance(found, str):
-            raise self._damaged(f"run.checkpoints.folder is {shown(found)}")
-        return found or None
+        run = found.get("run")
+        run = run if isinstance(run, dict) else {}
+        kept = run.get("checkpoints")
+        folder = kept.get("folder") if isinstance(kept, dict) else None
+        if folder is not None and not isinstance(folder, str):
+            raise self._damaged(f"run.checkpoints.folder is {shown(folder)}")
+        try:
+            return _checkpoints_of(folder, Timeouts.from_dict(run.get("timeouts") or {}))
+        except SpecError as error:
+            raise self._damaged(f"run.timeouts.{error}") from None
 
     def _damaged(self, how: str) -> SpecError:
         """`train` writes the file, and nothing else says where the checkpoints are."""
         return SpecError(str(self.job), f"is damaged: {how}", "remove it; `shardwise train` writes it anew")
+
+
+def _checkpoints_of(folder: str | None, timeouts: Timeouts) -> Place | None:
+    return place_of(folder, timeouts.checkpoint) if folder else None
 
 
 def run_folder(text: str) -> RunFolder:

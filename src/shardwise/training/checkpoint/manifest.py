@@ -19,6 +19,7 @@ from typing import Any
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box, fill
 from shardwise.training.storage.place import Place
+from shardwise.training.storage.stores import StoreError
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -97,13 +98,15 @@ class Manifest:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """Raises SpecError with what is wrong; no name in it can lead outside the folder."""
+    """Raises SpecError with what is wrong, StoreError if that cannot be known; no name leads outside the folder."""
     path = folder / NAME
     try:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:
             raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
         raw = path.read_bytes()
         document = json.loads(raw)
+    except StoreError:  # it may be intact: a run must not begin anew because of it
+        raise
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
     except SpecError:

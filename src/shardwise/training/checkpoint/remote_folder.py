@@ -20,6 +20,7 @@ from shardwise.interop.companions import KEPT_IN, companions
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import INNER, CheckpointFolder
 from shardwise.training.checkpoint.manifest import NAME
+from shardwise.training.storage.limits import Limit
 from shardwise.training.storage.place import RemotePlace
 from shardwise.training.storage.probe import refused
 from shardwise.training.storage.stores import ObjectFacts
@@ -35,6 +36,9 @@ class RemoteCheckpointFolder(CheckpointFolder):
 
     def __init__(self, path: RemotePlace, run: Path | None = None) -> None:
         self.path, self._run = path, run
+
+    def within(self, limit: Limit) -> RemoteCheckpointFolder:
+        return RemoteCheckpointFolder(self.path.within(limit), self._run)
 
     def of_step(self, step: int) -> RemotePlace:
         return self.path / f"step-{step:08d}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.spec.errors import SpecError
 from shardwise.training.storage.blocks import BlockCache, BlockReader
 from shardwise.training.storage.place import RemotePlace
+from shardwise.training.storage.stores import StoreError
 
 BLOCK_BYTES = 8 * 2**20
 CACHE_BYTES = 16 * BLOCK_BYTES
@@ -76,6 +77,8 @@ def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tu
     """As `shards.header_problem`."""
     try:
         there = _RemoteFile(place, BlockCache(CACHE_BYTES)).entries
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read ({error})"
     for entry, (dtype, shape) in wanted.items():
@@ -105,7 +108,7 @@ class RemoteShardReader:
                 raise SpecError(str(place), problem, "take another checkpoint")
             return self._open[file].slice_of(entry, index)
         except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, SpecError):
+            if isinstance(error, (SpecError, StoreError)):
                 raise
             raise SpecError(str(place), f"{entry} cannot be read ({error})", "take another checkpoint") from None
 

@@ -109,7 +109,7 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, tensors: ReadTensors, written: dict[str, Any]) -> None:
-        draft = draft_of(self.folder, step, f"{self._name}-{self._saves}")
+        draft = draft_of(self.folder, step, f"{self._name}-{self._saves}", self.timeout_seconds)
         try:
             shard = draft.write(draft.file_name(self.rank), [one.entry for one in self.boxes], tensors)
             draft.announce(self.rank, shard)

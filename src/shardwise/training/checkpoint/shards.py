@@ -34,7 +34,7 @@ from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.manifest import Shard
 from shardwise.training.checkpoint.remote_shards import RemoteShardReader, remote_header_problem
 from shardwise.training.storage.place import Place, RemotePlace
-from shardwise.training.storage.stores import Content
+from shardwise.training.storage.stores import Content, StoreError
 
 BLOCK_BYTES = 8 * 2**20
 BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk
@@ -166,7 +166,10 @@ def shard_content(
 
 
 def content_problem(path: Place, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
-    """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read."""
+    """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read.
+
+    Raises StoreError if a store does not give it: that says nothing of the file.
+    """
     if problem := size_problem(path, wanted):
         return problem
     try:
@@ -175,6 +178,8 @@ def content_problem(path: Place, wanted: Shard, progress: Callable[[int], None] 
         for chunk in chunks:
             checksum.update(chunk)
             progress(len(chunk))
+    except StoreError:
+        raise
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
@@ -192,6 +197,8 @@ def size_problem(path: Place, wanted: Shard) -> str | None:
         if path.is_symlink() or not path.is_file():
             return "is missing" if not path.is_symlink() else "is a link"
         size = path.stat().st_size
+    except StoreError:
+        raise
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if size == wanted.size else f"has {size:,} bytes instead of {wanted.size:,}"

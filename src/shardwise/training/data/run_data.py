@@ -33,8 +33,8 @@ _COPY_BYTES = 2**23
 def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
     """What a run trains on, and what it evaluates on; ``folder`` keeps the built-in corpus."""
     data = job.run.data
-    names = [place_of(name) for name in data.shards] or [builtin_corpus(folder)]
-    here = staged([*names, *map(place_of, data.validation)], data.stage, data.stage_limit)
+    names = _places(job, data.shards) or [builtin_corpus(folder)]
+    here = staged([*names, *_places(job, data.validation)], data.stage, data.stage_limit)
     pairs = [open_pair(name, data.cache) for name in here]
     return _mixtures(job, pairs[: len(names)], pairs[len(names) :])
 
@@ -42,11 +42,12 @@ def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
 def check_data(job: Job) -> list[str]:
     """Before a process starts: notes on a run's data for the user; raises SpecError for unusable data."""
     data = job.run.data
-    trained = [open_pair(name, data.cache) for name in data.shards] or [_to_be_built()]
-    others = [open_pair(name, data.cache) for name in data.validation]
+    shards, validation = _places(job, data.shards), _places(job, data.validation)
+    trained = [open_pair(name, data.cache) for name in shards] or [_to_be_built()]
+    others = [open_pair(name, data.cache) for name in validation]
     training, evaluated = _mixtures(job, trained, others)
     built = 0 if data.shards else trained[0].tokens.nbytes
-    require_staging([place_of(one) for one in (*data.shards, *data.validation)], built, data.stage, data.stage_limit)
+    require_staging([*shards, *validation], built, data.stage, data.stage_limit)
     for stream in [*training.streams, *(evaluated.streams if evaluated else [])]:
         stream.checked(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
     if evaluated is None or others:
@@ -57,6 +58,11 @@ def check_data(job: Job) -> list[str]:
         for stream in evaluated.streams
         if stream.tokens > 1 + data.held_out * len(stream.pair.tokens)
     ]
+
+
+def _places(job: Job, names: Sequence[str]) -> list[Place]:
+    """A store has as long to answer as a step may take."""
+    return [place_of(name, job.run.timeouts.step) for name in names]
 
 
 def builtin_corpus(folder: Path) -> Path:

@@ -6,15 +6,18 @@ Endpoints and credentials come from where each store's own tools take them (AWS_
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.installation import is_installed, require_packages
+from shardwise.spec.units import readable_duration
+from shardwise.training.storage.limits import USUAL, Limit, NoAnswer, PendingAnswer, in_time
 from shardwise.training.storage.stores import Blocks, ObjectFacts, StoreError
 
 RETRIES = 5
@@ -36,7 +39,6 @@ _LIBRARIES = (
 )
 _CREDENTIALS = ("Credential", "Auth", "ProfileNotFound", "TokenRetrieval")
 _OPTIONS: dict[str, dict[str, Any]] = {
-    # s3fs tries each part again by itself, and `_said` has it do so after the server's own failures too.
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"total_max_attempts": 1}}}
 }
 _ALIASES = {"s3a": "s3"}
@@ -47,21 +49,33 @@ _Answer = TypeVar("_Answer")
 
 
 class FsspecStore:
-    """All objects of one scheme and authority, such as ``s3://bucket``."""
+    """All objects of one scheme and authority, such as ``s3://bucket``.
 
-    def __init__(self, uri: str, retries: int = RETRIES) -> None:
-        self.fs, self.retries, self._options = _file_system(uri), retries, _options(uri)
+    Every try is ours, and a line of the log, but those of the parts of an upload: a part that fails is sent again by
+    ``parts``, the library's own retries, since all of them anew may be hours.
+    """
+
+    def __init__(self, uri: str, retries: int = RETRIES, limit: Limit = USUAL) -> None:
+        self.fs, self.parts = _file_system(uri), _file_system(uri)
+        if hasattr(self.fs, "retries"):
+            self.fs.retries = 1
+        self.retries, self.limit, self._options = retries, limit, _options(uri)
+
+    def within(self, limit: Limit) -> Self:
+        other = copy.copy(self)
+        other.limit = limit
+        return other
 
     def put(self, uri: str, content: bytes) -> None:
-        self._retried(uri, lambda: self.fs.pipe_file(self._key(uri), content))
+        self._retried(uri, lambda _: self.fs.pipe_file(self._key(uri), content))
 
     def upload(self, uri: str, content: Blocks) -> None:
-        self._retried(uri, lambda: self._uploaded(uri, content))
+        self._retried(uri, lambda waiting: self._uploaded(uri, waiting.uploaded(content())), self.limit)
 
-    def _uploaded(self, uri: str, content: Blocks) -> None:
-        file, size = self.fs.open(self._key(uri), "wb", block_size=PART_BYTES), 0
+    def _uploaded(self, uri: str, blocks: Iterator[memoryview]) -> None:
+        file, size = self.parts.open(self._key(uri), "wb", block_size=PART_BYTES), 0
         try:
-            for block in content():
+            for block in blocks:
                 size += file.write(block)
             file.close()
         except BaseException:
@@ -74,7 +88,7 @@ class FsspecStore:
             raise StoreError(uri, f"has {there:,} of the {size:,} bytes that were sent")
 
     def read(self, uri: str, first: int = 0, last: int | None = None) -> bytes:
-        def once() -> bytes:
+        def once(_: PendingAnswer[bytes]) -> bytes:
             found: bytes = self.fs.cat_file(self._key(uri), start=first, end=last)
             if last is not None and len(found) != last - first:
                 raise StoreError(uri, f"gave {len(found):,} of {last - first:,} bytes")
@@ -85,7 +99,7 @@ class FsspecStore:
         return self._retried(uri, once)
 
     def facts(self, uri: str) -> ObjectFacts:
-        return self._retried(uri, lambda: self._facts(uri))
+        return self._retried(uri, lambda _: self._facts(uri))
 
     def _facts(self, uri: str) -> ObjectFacts:
         self.fs.invalidate_cache()
@@ -97,7 +111,7 @@ class FsspecStore:
     def listed(self, uri: str) -> dict[str, ObjectFacts]:
         key = self._key(uri).rstrip("/")
 
-        def once() -> dict[str, Any]:
+        def once(_: PendingAnswer[dict[str, Any]]) -> dict[str, Any]:
             self.fs.invalidate_cache()
             try:
                 return dict(self.fs.find(key, detail=True))
@@ -110,24 +124,31 @@ class FsspecStore:
     def delete(self, uris: Iterable[str]) -> None:
         for uri in uris:
             with contextlib.suppress(FileNotFoundError):
-                self._retried(uri, lambda uri=uri: self.fs.rm_file(self._key(uri)))  # type: ignore[misc]
+                self._retried(uri, lambda _, uri=uri: self.fs.rm_file(self._key(uri)))  # type: ignore[misc]
 
     def _key(self, uri: str) -> str:
         import fsspec
 
         return str(fsspec.core.url_to_fs(uri, **self._options)[1])  # the instance is cached there
 
-    def _retried(self, uri: str, call: Callable[[], _Answer]) -> _Answer:
+    def _retried(
+        self, uri: str, call: Callable[[PendingAnswer[_Answer]], _Answer], limit: Limit | None = None
+    ) -> _Answer:
         """What ``call`` returns, the first time it does; raises an OSError of one line, with the URI."""
+        began, limit = time.monotonic(), limit or self.limit.for_all()
         for number in range(1, self.retries + 2):
             try:
-                return call()
+                return in_time(uri, limit, call)
             except _NOT_AGAIN as error:
                 raise type(error)(error.errno or 0, _words(error), uri) from None
+            except NoAnswer:
+                problem = f"no answer within {readable_duration(time.monotonic() - began)}"
+                raise StoreError(uri, problem + _times(number)) from None
             except Exception as error:
-                if not _may_go_away(error) or number > self.retries:
-                    raise _final(uri, error, number) from None
                 wait_seconds = FIRST_WAIT_SECONDS * 2 ** (number - 1) * random.uniform(0.8, 1.2)
+                late = time.monotonic() + wait_seconds >= limit.deadline
+                if not _may_go_away(error) or number > self.retries or late:
+                    raise _final(uri, error, number) from None
                 words = (uri, _words(error), number, self.retries, wait_seconds)
                 _logger.warning("%s: %s; retry %d of %d in %.1f s", *words)
                 time.sleep(wait_seconds)
@@ -148,7 +169,7 @@ def _file_system(uri: str) -> Any:
     if package == "s3fs":
         _say_retries_of_s3fs()
     try:
-        fs, _ = fsspec.core.url_to_fs(uri, **_options(uri))
+        fs, _ = fsspec.core.url_to_fs(uri, skip_instance_cache=True, **_options(uri))
     except Exception as error:
         raise SpecError(uri, f"cannot be used ({_words(error)})", "check the URI and its credentials") from None
     return fs
@@ -192,7 +213,11 @@ def _final(uri: str, error: Exception, tries: int) -> OSError:
         return PermissionError(0, _words(error), uri)
     if isinstance(error, StoreError):
         return error
-    return StoreError(uri, _words(error) + (f" ({tries} times)" if tries > 1 else ""))
+    return StoreError(uri, _words(error) + _times(tries))
+
+
+def _times(tries: int) -> str:
+    return f" ({tries} times)" if tries > 1 else ""
 
 
 def _words(error: Exception) -> str:

@@ -6,18 +6,21 @@ processes that hold the objects are `launch/keeper.py`, started beside the ranks
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
+from shardwise.training.storage.limits import USUAL, Limit, NoAnswer, PendingAnswer, in_time
 from shardwise.training.storage.stores import Blocks, ObjectFacts, StoreError, fresh_bytes
 
+_Answer = TypeVar("_Answer")
 KEEPER = "keeper"  # the scheme
 _FRAME = struct.Struct("<I")  # as in `launch/keeper.py`
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 60.0
@@ -33,9 +36,14 @@ class KeeperStore:
     """
 
     def __init__(self, file: Path, node: int) -> None:
-        self.file, self.node = file, node
+        self.file, self.node, self.limit = file, node, USUAL
         self._read: dict[tuple[str, int, int], memoryview] = {}
         self._lock = threading.Lock()
+
+    def within(self, limit: Limit) -> Self:
+        other = copy.copy(self)
+        other.limit = limit
+        return other
 
     def _keepers(self) -> tuple[str, list[str]]:
         """The secret and the addresses, this node's first, then the one with its copies, then all others.
@@ -49,10 +57,13 @@ class KeeperStore:
 
     def put(self, uri: str, content: bytes) -> None:
         """A small object is on every node that answers."""
+        self._in_time(uri, lambda _: self._put(uri, content))
+
+    def _put(self, uri: str, content: bytes) -> None:
         secret, addresses = self._keepers()
         for number, address in enumerate(addresses):
             try:
-                self._sent(uri, secret, [address], lambda: iter([memoryview(content)]))
+                self._sent(uri, secret, [address], iter([memoryview(content)]))
             except OSError:
                 if number < 2:
                     raise
@@ -61,13 +72,13 @@ class KeeperStore:
         with self._lock:
             self._read.clear()
         secret, addresses = self._keepers()
-        self._sent(uri, secret, addresses[:2], content)
+        self._in_time(uri, lambda waiting: self._sent(uri, secret, addresses[:2], waiting.uploaded(content())))
 
-    def _sent(self, uri: str, secret: str, addresses: list[str], content: Blocks) -> None:
+    def _sent(self, uri: str, secret: str, addresses: list[str], blocks: Iterator[memoryview]) -> None:
         try:
             with ExitStack() as stack:
                 files = [stack.enter_context(_asked(address, secret, "put", key=uri)) for address in addresses]
-                for block in content():
+                for block in blocks:
                     for file in files:
                         file.write(_FRAME.pack(len(block)))
                         file.write(block)
@@ -80,13 +91,13 @@ class KeeperStore:
 
     def read(self, uri: str, first: int = 0, last: int | None = None) -> memoryview:
         if last is None:
-            return self._fetched(uri, first, last)
+            return self._in_time(uri, lambda _: self._fetched(uri, first, last))
         key = (uri, first, last)
         with self._lock:
             found = self._read.pop(key, None)
         if found is not None:
             return found
-        found = self._fetched(uri, first, last)
+        found = self._in_time(uri, lambda _: self._fetched(uri, first, last))
         with self._lock:
             if sum(map(len, self._read.values())) + len(found) <= MOST_READ_BYTES:
                 self._read[key] = found
@@ -107,14 +118,15 @@ class KeeperStore:
         raise FileNotFoundError(0, "is in no node's memory", uri)
 
     def facts(self, uri: str) -> ObjectFacts:
-        found = self._below(uri).get(uri)
+        found = self._in_time(uri, lambda _: self._below(uri)).get(uri)
         if found is None:
             raise FileNotFoundError(0, "is in no node's memory", uri)
         return found
 
     def listed(self, uri: str) -> dict[str, ObjectFacts]:
         prefix = f"{uri.rstrip('/')}/"
-        return {key[len(prefix) :]: facts for key, facts in self._below(prefix).items()}
+        found = self._in_time(uri, lambda _: self._below(prefix))
+        return {key[len(prefix) :]: facts for key, facts in found.items()}
 
     def _below(self, prefix: str) -> dict[str, ObjectFacts]:
         """Of all nodes that answer."""
@@ -130,14 +142,23 @@ class KeeperStore:
         return found
 
     def delete(self, uris: Iterable[str]) -> None:
+        if keys := list(uris):
+            self._in_time(keys[0], lambda _: self._delete(keys))
+
+    def _delete(self, keys: list[str]) -> None:
         secret, addresses = self._keepers()
-        keys = list(uris)
-        for address in addresses if keys else []:
+        for address in addresses:
             try:
                 with _asked(address, secret, "delete", keys=keys) as file:
                     _answer(file)
             except OSError:
                 continue
+
+    def _in_time(self, uri: str, call: Callable[[PendingAnswer[_Answer]], _Answer]) -> _Answer:
+        try:
+            return in_time(uri, self.limit, call)
+        except NoAnswer as error:
+            raise StoreError(uri, str(error)) from None
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from shardwise.spec.errors import SpecError, shown
+from shardwise.training.storage.limits import LIMIT_SECONDS, USUAL, Limit
 from shardwise.training.storage.stores import Content, ObjectFacts, ObjectStore, store_of
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -28,15 +29,19 @@ AHEAD = 4  # requests in flight of one that reads from begin to end
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """An object, or the prefix of several; ``uri`` has no slash at its end."""
+    """An object, or the prefix of several; ``uri`` has no slash at its end. ``limit``: of every call to its store."""
 
     uri: str
+    limit: Limit = field(default=USUAL, compare=False)
+
+    def within(self, limit: Limit) -> RemotePlace:
+        return replace(self, limit=limit)
 
     def __str__(self) -> str:
         return self.uri
 
     def __truediv__(self, name: str) -> RemotePlace:
-        return RemotePlace(f"{self.uri}/{name}")
+        return replace(self, uri=f"{self.uri}/{name}")
 
     @property
     def name(self) -> str:
@@ -44,14 +49,14 @@ class RemotePlace:
 
     @property
     def parent(self) -> RemotePlace:
-        return RemotePlace(self.uri.rpartition("/")[0])
+        return replace(self, uri=self.uri.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePlace:
         return self.parent / name
 
     @property
     def store(self) -> ObjectStore:
-        return store_of(self.uri)
+        return store_of(self.uri).within(self.limit)
 
     def stat(self) -> ObjectFacts:
         return self.store.facts(self.uri)
@@ -130,13 +135,13 @@ def scheme_of(text: str | PathLike[str]) -> str | None:
     return None if found is None or found[1].lower() in _LOCAL else found[1].lower()
 
 
-def place_of(text: str | PathLike[str]) -> Place:
-    """Where ``text``, a path or a URI, leads."""
+def place_of(text: str | PathLike[str], limit_seconds: float = LIMIT_SECONDS) -> Place:
+    """Where ``text``, a path or a URI, leads; ``limit_seconds`` is the longest wait for an answer of its store."""
     text = str(text)
     if (scheme := scheme_of(text)) is not None:
         if not text.removeprefix(f"{scheme}://").strip("/"):
             raise SpecError("", f"{shown(text)} names no bucket", f"write it like {scheme}://bucket/run")
-        return RemotePlace(text.rstrip("/"))
+        return RemotePlace(text.rstrip("/"), Limit(limit_seconds))
     return Path(unquote(urlsplit(text).path)) if _URI.match(text) else Path(text)
 
 

@@ -7,41 +7,42 @@ import secrets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 from shardwise.training.storage.fsspec_store import FsspecStore
-from shardwise.training.storage.place import RemotePlace, place_of
+from shardwise.training.storage.place import Place, RemotePlace, place_of
 
 _PROBE_RETRIES = 1
+PROBE_SECONDS = 60.0  # for one small object: somebody waits for the run to start
 _IN_ONE_PROCESS = ("memory",)
 
 
 def require_stores(run: Run) -> None:
     """Raises SpecError if a run cannot use a store that it names: reads from it, or keeps checkpoints there."""
+    limit_seconds = min(PROBE_SECONDS, run.timeouts.checkpoint)
     for number, name in enumerate(run.data.shards):
-        _require_readable(f"run.data.shards[{number}]", name)
+        _require_readable(f"run.data.shards[{number}]", place_of(name, limit_seconds))
     for number, name in enumerate(run.data.validation):
-        _require_readable(f"run.data.validation[{number}]", name)
+        _require_readable(f"run.data.validation[{number}]", place_of(name, limit_seconds))
     if run.start_from is not None:
-        _require_readable("run.start_from", run.start_from)
+        _require_readable("run.start_from", place_of(run.start_from, limit_seconds))
     if run.checkpoints.folder is not None:
-        place = place_of(run.checkpoints.folder)
+        place = place_of(run.checkpoints.folder, limit_seconds)
         if isinstance(place, RemotePlace):
             require_writable_store(place, "run.checkpoints.folder")
 
 
-def _require_readable(field: str, name: str) -> None:
-    place = place_of(name)
+def _require_readable(field: str, place: Place) -> None:
     if isinstance(place, RemotePlace):
         require_shared(place, field)
         try:
-            FsspecStore(name, _PROBE_RETRIES).listed(name)
+            FsspecStore(place.uri, _PROBE_RETRIES, place.limit).listed(place.uri)
         except OSError as error:
-            raise refused(field, name, "cannot be read", error) from None
+            raise refused(field, place.uri, "cannot be read", error) from None
 
 
 def require_writable_store(place: RemotePlace, field: str) -> None:
     """Writes, reads and deletes a small object below ``place``; raises SpecError with what does not work."""
     require_shared(place, field)
     probe, content = str(place / f".probe-{secrets.token_hex(4)}"), secrets.token_bytes(32)
-    store = FsspecStore(str(place), _PROBE_RETRIES)
+    store = FsspecStore(str(place), _PROBE_RETRIES, place.limit)
     doing = "written to"
     try:
         store.put(probe, content)

@@ -10,7 +10,9 @@ import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, Self
+
+from shardwise.training.storage.limits import Limit
 
 Blocks = Callable[[], Iterator[memoryview]]  # the content of an object, from its begin each time it is called
 Content = bytes | memoryview
@@ -39,7 +41,10 @@ class StoreError(OSError):
 
 
 class ObjectStore(Protocol):
-    """Objects by their URIs. What is absent raises FileNotFoundError."""
+    """Objects by their URIs. What is absent raises FileNotFoundError; what takes too long, StoreError."""
+
+    def within(self, limit: Limit) -> Self:
+        """The same store, in which no call takes longer, tries included."""
 
     def put(self, uri: str, content: bytes) -> None: ...
 

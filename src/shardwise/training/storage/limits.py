@@ -1,0 +1,95 @@
+"""A call to a store that may never return: it is waited for so long, in a thread of its own, and then left behind."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from shardwise.spec.run import Timeouts
+from shardwise.spec.units import readable_duration
+
+LIMIT_SECONDS = Timeouts().checkpoint  # of every wait on a store, where no run says otherwise
+CLEANUP_SECONDS = 20.0  # to say that a save failed and to clear up after it: neither may keep training waiting
+SILENT_SECONDS = 20.0  # without an answer: then a line says so
+
+_logger = logging.getLogger("shardwise.training")
+_Answer = TypeVar("_Answer")
+
+
+class NoAnswer(TimeoutError):
+    """A call did not return in time."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """``seconds`` without progress, which only an upload has; and a ``deadline`` of the monotonic clock for all."""
+
+    seconds: float = LIMIT_SECONDS
+    deadline: float = math.inf
+
+    def for_all(self) -> Limit:
+        """``seconds`` from now on are the deadline, of several tries too."""
+        return Limit(self.seconds, min(self.deadline, time.monotonic() + self.seconds))
+
+    def left(self, since: float) -> float:
+        """Seconds until a call without progress ``since`` then is given up."""
+        return min(since + self.seconds, self.deadline) - time.monotonic()
+
+
+USUAL = Limit()
+CLEANUP = Limit(CLEANUP_SECONDS)
+
+
+class PendingAnswer(Future[_Answer]):
+    """Somebody waits for a call to return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = time.monotonic()
+
+    def uploaded(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        """The blocks of an upload, as long as somebody waits for it: later their memory has another content."""
+        for block in blocks:
+            if self.cancelled():
+                raise ConnectionAbortedError("was given up")
+            yield block
+            self.since = time.monotonic()
+
+    def settle(self, call: Callable[[Self], _Answer]) -> None:
+        try:
+            found = call(self)
+        except BaseException as error:
+            with suppress(InvalidStateError):  # nobody waits any more
+                self.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                self.set_result(found)
+
+
+def in_time(uri: str, limit: Limit, call: Callable[[PendingAnswer[_Answer]], _Answer]) -> _Answer:
+    """What ``call`` returns or raises within the limit; after that raises NoAnswer.
+
+    No library of a store has such a limit: theirs are of the silence between two bytes, and begin anew with each.
+    """
+    answer: PendingAnswer[_Answer] = PendingAnswer()
+    began = answer.since
+    threading.Thread(target=answer.settle, args=(call,), name=f"store {uri}", daemon=True).start()
+    while not answer.done():
+        since = answer.since
+        left = limit.left(since)
+        if left <= 0:
+            if not answer.cancel():
+                break
+            raise NoAnswer(f"no answer within {readable_duration(time.monotonic() - began)}")
+        wait_for([answer], min(SILENT_SECONDS, left))
+        if not answer.done() and answer.since == since:
+            _logger.warning("%s: no answer for %.0f s", uri, time.monotonic() - since)
+    return answer.result()
