@@ -38,7 +38,7 @@ from shardwise.api.execution import ready_run, trained
 from shardwise.api.given import job_arguments
 from shardwise.cost.campaign import HOUR, Campaign
 from shardwise.launch.emulate.network import Network, emulated
-from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.outcome import DONE, STOPPED, Event, Outcome
 from shardwise.launch.run import Launch
 from shardwise.training.attempt import RankProgress, rank_file, read_progress
 from shardwise.training.checkpoint.folder import RunFolder
@@ -463,7 +463,7 @@ def main() -> int:
 
         outcome, line = trained_run(described, Path(name) / "disturbed", 10**6, begin)
         (chaos,) = disturbances
-        if outcome is None or outcome.status:
+        if outcome is None or outcome.status not in (DONE, STOPPED):
             chaos.problems.append(
                 f"the run ended with status {outcome and outcome.status}: {outcome and outcome.failure}"
             )

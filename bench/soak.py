@@ -25,7 +25,7 @@ from pathlib import Path
 
 import yaml
 
-from shardwise.training.attempt import rank_file, read_progress
+from shardwise.training.attempt import STOPPED, rank_file, read_progress
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.data.build import build
@@ -139,7 +139,7 @@ class Soak:
         self._until(lambda: self._step() is not None, START_LIMIT_SECONDS)
         launcher.process.send_signal(signal.SIGTERM)
         status = launcher.ended(START_LIMIT_SECONDS)
-        if status:
+        if status != STOPPED:
             self.problems.append(f"the run was stopped with status {status}")
 
     def newest(self) -> int:

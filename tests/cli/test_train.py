@@ -18,7 +18,7 @@ import pytest
 
 from cli.running import does_not_fit_line, error_line, run, run_json
 from launch.warm import warm_ranks
-from shardwise.launch.outcome import FAILED, MISTAKE, Attempt, Failure, Outcome
+from shardwise.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, Attempt, Failure, Outcome
 from shardwise.launch.run import Launch
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.manifest import read_manifest
@@ -80,10 +80,10 @@ def job_in(folder: Path, steps: int) -> Path:
     return folder / "job.yaml"
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    """What a run said that has ended well."""
+def ended(process: subprocess.Popen[str], status: int = DONE) -> str:
+    """What a run said that has ended, well if nothing else is expected."""
     output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
@@ -109,9 +109,11 @@ def test_stopped_and_started_again_it_ends_as_in_one_go(tmp_path: Path, monkeypa
     assert {"compute", "dp", "optimizer", "data", "checkpoint"} <= {name for name in parts if parts[name]["measured"]}
     first = start(job, broken)
     wait_until(lambda: last_step(broken) >= 2, first)
-    first.send_signal(signal.SIGTERM)
-    output = ended(first)
-    assert 2 <= CheckpointFolder(broken / "checkpoints").committed()[0] < 10, output
+    os.kill(process_of_rank(first.pid, 1), signal.SIGTERM)  # whoever is told: all stop
+    output = ended(first, STOPPED)
+    step = CheckpointFolder(broken / "checkpoints").committed()[0]
+    assert 2 <= step < 10 and f"Stopped at step {step} of 10: the same command resumes from there" in output, output
+    assert "start the same command again to resume" in run("status", str(broken)).out
     with warm_ranks():
         again = run("train", str(job), "--run-folder", str(broken))
     assert again.status == 0, again

@@ -30,7 +30,7 @@ from shardwise.launch.elastic.here import HereTarget
 from shardwise.launch.elastic.splits import SmallerSplits
 from shardwise.launch.emulate.network import Network, emulated, why_not, wired
 from shardwise.launch.emulate.reach import Reach, most_together
-from shardwise.launch.outcome import Failure
+from shardwise.launch.outcome import STOPPED, Failure
 from shardwise.launch.targets import hosts as over_ssh
 from shardwise.spec import Job, SpecError
 from shardwise.spec.emulation import Emulation
@@ -201,7 +201,9 @@ def test_a_run_does_without_a_device_and_uses_it_again(shards: str, tmp_path: Pa
     threading.Thread(target=stop_after, args=(folder, 4), daemon=True).start()
     with mock.patch("shardwise.launch.local.LOOK_SECONDS", 0.2):
         ended = train(whole, folder, *(Fault("kill", "begin", 3, 1, attempt) for attempt in (1, 2)))
-    ended.require(0, "restart 1 of 1", "goes on without device 1, from step 2", "changing: there is room for 2 ranks")
+    ended.require(
+        STOPPED, "restart 1 of 1", "goes on without device 1, from step 2", "changing: there is room for 2 ranks"
+    )
     assert worlds(ended.said) == [2, 2, 1, 2]
     ended.require_whole()
     learned_the_same(ended, shards, tmp_path)
@@ -261,7 +263,7 @@ def test_a_run_does_without_a_lost_node_and_uses_it_again(shards: str, tmp_path:
     )  # fmt: skip
     with beside(act):
         ended = train(whole, folder, arguments=("--emulate", "3x1,1Gbit,1ms"))
-    ended.require(0, "changing: there is room for 3 ranks instead of 2")
+    ended.require(STOPPED, "changing: there is room for 3 ranks instead of 2")
     assert worlds(ended.said) == [3, 2, 3]
     ended.require_whole()
     if memory:
@@ -298,7 +300,7 @@ def test_a_run_does_without_a_lost_host_and_uses_it_again(
         restarts = {"most": 1, "shrink": True, "wait": 2}
         whole = small_job(shards, 2, run={**FEW, "steps": 10_000, "restarts": restarts}, dp=2)
         ended = train(whole, folder, arguments=("--on", str(hosts.file)))
-    ended.require(0, "changing: 2 ranks have room again instead of 1")
+    ended.require(STOPPED, "changing: 2 ranks have room again instead of 1")
     assert worlds(ended.said) == [2, 1, 2]
     ended.require_whole()
     learned_the_same(ended, shards, tmp_path)
@@ -315,7 +317,7 @@ def test_stages_are_cut_anew_while_a_rank_is_slow(shards: str, tmp_path: Path, c
     threading.Thread(target=stop_after, args=(folder, 2), daemon=True).start()
     with mock.patch("shardwise.launch.local.LOOK_SECONDS", 0.2):
         ended = train(whole, folder, Fault("slow", "begin", 0, 1, None), Fault("slow", "begin", 10, 1, None))
-    ended.require(0, "changing: rank 1 took ", "stages of 2, 2 layers become ")
+    ended.require(STOPPED, "changing: rank 1 took ", "stages of 2, 2 layers become ")
     cut = Job.from_yaml((folder / "recut.yaml").read_text())
     assert cut.strategy.stage_layers in ((3, 1), (4, 0))  # by how much slower it is, on this machine
     assert Job.from_yaml((folder / "job.yaml").read_text()) == cut

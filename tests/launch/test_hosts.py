@@ -24,7 +24,7 @@ from launch.ssh_hosts import SshHosts, ssh_hosts
 from launch.test_torchrun import job
 from shardwise.cli.on_target import without_option
 from shardwise.launch.local import supervise
-from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.outcome import STOPPED, Event, Outcome
 from shardwise.launch.targets import hosts as over_ssh
 from shardwise.launch.targets.host_file import Host, placed, read_hosts
 from shardwise.launch.targets.host_target import start_on
@@ -264,6 +264,7 @@ reporter.phase("step", 0)
 note()
 while not stopped:
     time.sleep(0.05)
+sys.exit(76)
 """
 
     def stop(target: Any) -> None:
@@ -272,7 +273,7 @@ while not stopped:
         os.kill(os.getpid(), signal.SIGUSR1)
 
     outcome, _ = launched(two_hosts, folder, body, stop)
-    assert (outcome.status, outcome.stopped, outcome.failure) == (0, True, None)
+    assert (outcome.status, outcome.stopped, outcome.failure) == (STOPPED, True, None)
     nobody_left(folder)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from launch.running import PREFACE, QUICK, alive, launch, noted_pids, program, wait_until
 from shardwise.launch.local import KEPT, new_folder, supervise
-from shardwise.launch.outcome import Commit, Event
+from shardwise.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, Commit, Event
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Timeouts
 
@@ -282,6 +282,46 @@ others_wait()
     wait_until(lambda: not any(alive(pid) for pid in pids), seconds=5)
 
 
+KILL_GUARD = """
+for one in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split():
+    if b"guard.py" in Path(f"/proc/{one}/cmdline").read_bytes():
+        os.kill(int(one), signal.SIGNAL)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_guard_that_is_gone_ends_no_run(name: str, tmp_path: Path) -> None:
+    """The guard first, then a rank: the run starts again, and ends."""
+    body = f"""
+reporter.phase("step", 7)
+if attempt == 1:
+    if rank == 0:
+        {KILL_GUARD.replace("SIGNAL", name).strip().replace(chr(10), chr(10) + "        ")}
+        os.kill(os.getpid(), signal.SIGKILL)
+    others_wait()
+"""
+    found = launch(tmp_path, body, restarts=1)
+    assert (found.status, len(found.attempts)) == (0, 2)
+    assert found.attempts[0].failure is not None and found.attempts[0].failure.rank == 0
+
+
+ENDS = {  # how a rank ends, and what a run is if no rank ends worse
+    "sys.exit(0)": DONE,
+    f"sys.exit({STOPPED})": STOPPED,
+    "sys.exit(2)": MISTAKE,
+    "os._exit(1)": FAILED,
+    "raise BrokenPipeError(32, 'Broken pipe')": FAILED,
+    "os.kill(os.getpid(), signal.SIGKILL)": FAILED,
+    "os.kill(os.getpid(), signal.SIGTERM)": FAILED,
+}
+
+
+@pytest.mark.parametrize("worse", ENDS)
+def test_a_run_is_done_only_if_all_its_ranks_are(worse: str, tmp_path: Path) -> None:
+    found = launch(tmp_path, f"reporter.phase('step', 7)\nif rank == 1:\n    {worse}")
+    assert (found.status, found.stopped) == (ENDS[worse], ENDS[worse] == STOPPED)
+
+
 # -- signals, which need a launcher of their own -----------------------------------------------------
 
 LAUNCHER = """
@@ -326,7 +366,7 @@ def test_a_signal_gives_the_ranks_time_to_stop(number: signal.Signals, tmp_path:
     body = f"""
 def stop(*_):
     (run / f"saved-{{rank}}").touch()
-    sys.exit(0)
+    sys.exit({STOPPED})
 signal.signal(signal.SIGTERM, stop)
 {READY}
 others_wait()
@@ -334,7 +374,7 @@ others_wait()
     process = launcher(tmp_path, body, 30)
     process.send_signal(number)
     said, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, said
+    assert process.returncode == STOPPED, said
     assert f"stopping {number.name}: the ranks have 30 s for a checkpoint" in said
     assert said.endswith("ended True 1\n")
     assert len(list((tmp_path / "run").glob("saved-*"))) == 2
@@ -354,7 +394,7 @@ def test_a_run_that_is_stopped_while_it_starts_has_nothing_to_save(tmp_path: Pat
     process = launcher(tmp_path, f"{DEAF}\n{READY}\nothers_wait()", 0.3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, said
+    assert process.returncode == STOPPED, said
     wait_until(lambda: not any(alive(pid) for pid in noted_pids(tmp_path / "run")), 10)  # who is killed takes a moment
 
 
@@ -364,18 +404,28 @@ def test_a_rank_that_does_not_listen_yet_keeps_nobody_waiting(tmp_path: Path) ->
     process = launcher(tmp_path, f"if rank:\n    {DEAF}\n{READY}\nothers_wait()", 1000, preface)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, said
+    assert process.returncode == STOPPED, said
     wait_until(lambda: not any(alive(pid) for pid in noted_pids(tmp_path / "run")), 10)  # who is killed takes a moment
 
 
-@pytest.mark.parametrize("before", ["", DEAF, "STOP"])
+def guard_of(pid: int) -> int:
+    """The guard process of a launcher."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(int(one) for one in children if b"guard.py" in Path(f"/proc/{one}/cmdline").read_bytes())
+
+
+@pytest.mark.parametrize("before", ["", DEAF, "STOP", "GUARD"])
 def test_no_rank_outlives_a_launcher_that_is_killed(before: str, tmp_path: Path) -> None:
-    stop = before == "STOP"
-    process = launcher(tmp_path, f"{'' if stop else before}\n{READY}\nothers_wait()", 30)
+    """Nor do its children; a guard that was killed before has a successor."""
+    process = launcher(tmp_path, f"{before if before == DEAF else ''}\n{READY}\nothers_wait()", 30)
     pids = noted_pids(tmp_path / "run")
-    if stop:
+    if before == "STOP":
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
+    if before == "GUARD":
+        os.kill(guard_of(process.pid), signal.SIGKILL)
+        assert process.stdout is not None
+        assert any(line.startswith("guard it ended with status -9") for line in process.stdout)
     process.kill()
     process.wait()
     wait_until(lambda: not any(alive(pid) for pid in pids), seconds=10)

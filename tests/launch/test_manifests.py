@@ -147,7 +147,7 @@ def test_a_job_set_starts_all_pods_again_unless_the_job_is_wrong() -> None:
     (pattern,) = final["onJobFailureMessagePatterns"]
     assert [status for status in (1, 2, 20, 75, 137) if re.search(pattern, message.format(status))] == [2]
     statuses = [one["onExitCodes"]["values"] for one in job["podFailurePolicy"]["rules"] if "onExitCodes" in one]
-    assert statuses == [[2], [75]]
+    assert statuses == [[2], [75, 76]]
     assert pod(documents)["terminationGracePeriodSeconds"] == 120
     environment = {one["name"]: one.get("value") for one in pod(documents)["containers"][0]["env"]}
     assert environment == {
@@ -206,7 +206,7 @@ def test_a_task_of_skypilot() -> None:
         "image_id": "docker:registry.example.com/shardwise:1", "accelerators": {"H100": 8}, "network_tier": "best",
         "infra": "aws/us-east-1", "cpus": "64", "memory": "500+", "use_spot": True,
         "job_recovery": {
-            "strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [75]
+            "strategy": "EAGER_NEXT_REGION", "max_restarts_on_errors": 3, "recover_on_exit_codes": [75, 76]
         },
     }  # fmt: skip
     assert task["file_mounts"] == {"/data": {"source": "s3://bucket/corpus", "mode": "MOUNT"}}
@@ -371,7 +371,7 @@ def test_pods_train_are_evicted_and_end_as_plain_train(tmp_path: Path) -> None:
         time.sleep(0.02)
     started[1].terminate()  # as Kubernetes evicts one pod
     statuses, said = ended(started)
-    assert statuses[1] == 75, said  # it has saved, and is not done: Kubernetes must start all again
+    assert statuses[1] == 76, said  # it has saved, and is not done: Kubernetes must start all again
     done = len(losses(pods.run))
     assert 0 < done < 40 and len(list((pods.run / "checkpoints").glob("step-*"))) == 1
     statuses, said = ended(pods.start())

@@ -20,6 +20,7 @@ from launch.running import alive, wait_until
 from required import require
 from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
 from shardwise.launch.local import supervise
+from shardwise.launch.outcome import STOPPED
 from shardwise.launch.ray.placement import RayNode, missing_words, ranks_of_bundles
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import HostRanks
@@ -89,7 +90,7 @@ def test_a_stop_while_a_place_is_waited_for(tmp_path: Path) -> None:
         return HostRanks.never_begun([(Host("ray"), range(2))], folder)
 
     outcome = supervise(["unused"], 2, tmp_path / "run", start=start)
-    assert (outcome.status, outcome.stopped, len(outcome.attempts)) == (0, True, 1)
+    assert (outcome.status, outcome.stopped, len(outcome.attempts)) == (STOPPED, True, 1)
 
 
 # -- a real cluster ----------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_a_stop_writes_a_checkpoint_and_leaves_nothing(nodes: RayNodes, tmp_path
     ranks = ranks_of(folder)
     process.send_signal(signal.SIGINT)
     status, said = ended(process, folder)
-    assert status == 0 and "stopping: SIGINT" in said, said
+    assert status == STOPPED and "stopping: SIGINT" in said, said
     assert list((folder / "checkpoints").glob("step-*"))
     nothing_left(nodes, *ranks.values())
 

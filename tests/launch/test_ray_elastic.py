@@ -14,6 +14,7 @@ from launch.running import wait_until
 from launch.test_ray import SMALL, begun, ended, losses, nothing_left, ranks_of, reaches
 from launch.test_torchrun import job
 from shardwise.launch.elastic.splits import SmallerSplits
+from shardwise.launch.outcome import STOPPED
 
 
 def test_the_split_for_fewer_devices_keeps_the_batches() -> None:
@@ -62,7 +63,7 @@ def test_one_two_four_two_workers_keep_the_batches_and_the_losses(tmp_path: Path
         goes_on_with(2)
         process.send_signal(signal.SIGTERM)
         status, said = ended(process, folder)
-        assert status == 0, said
+        assert status == STOPPED, said
         worlds = re.findall(r"started: (\d) process", said)
         assert worlds == ["1", "2", "4", "2"], said
         found = losses(folder)

@@ -60,7 +60,7 @@ class WarmProcess:
 @contextmanager
 def warm_ranks() -> Iterator[None]:
     """Here the launcher's ranks start warm, but for those whose environment PyTorch reads when it is imported."""
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     with mock.patch("shardwise.launch.ranks.subprocess", SimpleNamespace(Popen=_start, **names)):
         yield
 

@@ -61,8 +61,13 @@ class TrainingResult(Result):
 
     @property
     def status(self) -> int:
-        """The command's exit status: 0 done or stopped with a checkpoint, 1 failed, 2 a mistake, 75 stopped without."""
+        """The command's exit status: 0 done, 1 failed, 2 a mistake, 76 stopped with a checkpoint, 75 without."""
         return 0 if self.outcome is None else self.outcome.status
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended it before its last step: called again, it resumes."""
+        return self.outcome is not None and self.outcome.stopped
 
     @property
     def folder(self) -> Path:

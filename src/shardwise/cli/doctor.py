@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from shardwise.cli.on_target import (
     target_of_verb,
     without_option,
 )
+from shardwise.cli.streams import ReaderGone
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.interop.fabric.switches import read_switches
@@ -59,7 +61,8 @@ def run(arguments: list[str]) -> int:
             print_finding(out, found)
     failed = any(found.status == "fail" for found in findings)
     if shows and parsed.json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
+        with suppress(ReaderGone):
+            print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
     return 1 if failed and shows else 0
 
 

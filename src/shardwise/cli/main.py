@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+from shardwise.cli.streams import ReaderGone, piped_streams
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.training.storage.stores import StoreError
 
@@ -52,20 +53,20 @@ The exit status is 0; 1 if a job does not fit its devices or a check fails; 2 fo
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; the exit status is 0, 1 if a job does not fit or a check fails, 2 for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        return _run(arguments)
-    except SpecError as error:
-        print(f"shardwise: error: {error}", file=sys.stderr)
-        return error.status
-    except StoreError as error:
-        print(f"shardwise: error: {error.filename}: {error.strerror}; check the store and the network", file=sys.stderr)
-        return SpecError.status
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    with piped_streams(sys.stdout, sys.stderr):
+        try:
+            return _run(arguments)
+        except SpecError as error:
+            print(f"shardwise: error: {error}", file=sys.stderr)
+            return error.status
+        except StoreError as error:
+            said = f"{error.filename}: {error.strerror}; check the store and the network"
+            print(f"shardwise: error: {said}", file=sys.stderr)
+            return SpecError.status
+        except ReaderGone:  # it has seen enough
+            return 0
+        except KeyboardInterrupt:
+            return 130
 
 
 def _run(arguments: list[str]) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
+from shardwise.cli.streams import ReaderGone
 from shardwise.report.page import Page
 
 
@@ -30,12 +32,14 @@ def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
 
 def show_line(parsed: argparse.Namespace, line: str, data: Any) -> None:
     """Prints a line, or the data as JSON on one line."""
-    print(json.dumps(data) if parsed.json else line)
+    with suppress(ReaderGone):
+        print(json.dumps(data) if parsed.json else line)
 
 
 def show(parsed: argparse.Namespace, page: Callable[[], Page], data: Callable[[], Any]) -> None:
-    """Prints a page, or the data as JSON."""
-    if parsed.json:
-        print(json.dumps(data(), indent=2, ensure_ascii=False))
-    else:
-        page().print(form_of(parsed))
+    """Prints a page, or the data as JSON; what was found stays the exit status, however little of it is read."""
+    with suppress(ReaderGone):
+        if parsed.json:
+            print(json.dumps(data(), indent=2, ensure_ascii=False))
+        else:
+            page().print(form_of(parsed))

@@ -29,7 +29,7 @@ from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, ke
 from shardwise.cli.inputs import print_notes, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.as_rank import FollowsRankZero
-from shardwise.launch.outcome import Attempt, Event, Failure, Outcome
+from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, hosts_named, target_named
 from shardwise.report.training import points_page
@@ -50,7 +50,7 @@ shardwise train --model tiny --emulate 2x1,200Mbit,1ms --seq 128 --global-batch 
 """
 _DOES = """Prices the job, starts one process per device, trains, shows progress, and starts again after a failure.
 Everything is kept in the run's folder; the same command resumes from the last checkpoint.
-SIGTERM or Ctrl-C writes a checkpoint first: exit 0 if it could within the time of --grace, else 75."""
+SIGTERM or Ctrl-C writes a checkpoint first: exit 76 if it could within the time of --grace, else 75."""
 
 # Flags of targets that write a file: their kind of target, and its names.
 _FILE_FLAGS = (
@@ -180,8 +180,9 @@ def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) ->
     with _progress(ready.folder, ready.job, quiet=parsed.json) as progress:
         progress.print(f"submitted: job {job.number}, {written.path}; it goes on without this command")
         status = job.wait()
-    failure = Failure(None, "exited", f"job {job.number} ended with status {status}") if status else None
-    outcome = Outcome(status, False, (Attempt(ready.folder.path, time.monotonic() - began, failure),))
+    ended = f"job {job.number} ended with status {status}"
+    failure = None if status in (DONE, STOPPED) else Failure(None, "exited", ended)
+    outcome = Outcome(status, status == STOPPED, (Attempt(ready.folder.path, time.monotonic() - began, failure),))
     return _show(TrainingResult(ready.job, run_summary(ready.folder, None), outcome), parsed)
 
 
@@ -228,11 +229,13 @@ def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRu
         found = trained_as_rank(here, made_ready, watched, debug=parsed.debug)
     except FollowsRankZero as error:
         return error.status
+    if here.rank == 0 and found.status in (DONE, STOPPED):
+        _show(found, parsed)
     if found.status:
         from shardwise.training.worker import leave
 
         leave(found.status)
-    return _show(found, parsed) if here.rank == 0 else 0
+    return DONE
 
 
 def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.outcome import DONE, MISTAKE, Attempt, Failure, Outcome
+from shardwise.launch.outcome import DONE, MISTAKE, STOPPED, Attempt, Failure, Outcome
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder
@@ -57,9 +57,9 @@ class Prepared:
         with folder.checkpoints.locked() if here.rank == 0 and place.folder is not None else nullcontext():
             status = (take_part if here.rank else recorded_part)(folder, train, place, stop)
         failure = None
-        if status != DONE:
+        if status not in (DONE, STOPPED):
             failure = Failure(here.rank, "raised", "failed, as printed above", mistake=status == MISTAKE)
-        return Outcome(status, stop.requested, (Attempt(folder.path, time.monotonic() - began, failure),))
+        return Outcome(status, status == STOPPED, (Attempt(folder.path, time.monotonic() - began, failure),))
 
 
 def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepared:

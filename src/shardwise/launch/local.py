@@ -19,7 +19,9 @@ from shardwise.launch.outcome import (
     DONE,
     FAILED,
     MISTAKE,
+    STOPPED,
     STOPPED_WITHOUT_CHECKPOINT,
+    STOPS,
     Attempt,
     Commit,
     Event,
@@ -106,10 +108,11 @@ def supervise(
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
-            if one.changes and status == DONE and not stop.requested:
+            if one.changes and status == STOPPED and not stop.requested:
                 continue
             if failure is None or status != FAILED or stop.requested:
-                return Outcome(status, stop.requested > 0, tuple(attempts))
+                stopped = status in STOPS or (stop.requested > 0 and status != DONE)
+                return Outcome(status, stopped, tuple(attempts))
             now = last_commit()
             tries, committed = (1, now) if now > committed else (tries + 1, committed)
             if tries > restarts and (without := layouts.leave_out(failure)):
@@ -141,11 +144,13 @@ class _Supervision:
         try:
             while True:
                 self._ranks.poll()
+                while self._ranks.news:
+                    report("guard", self._ranks.news.pop(0))
                 if self._stop.requested:
                     end_seconds = 0
                     return self._stopped(report)
-                if not self._ranks.running and all(rank.status == DONE for rank in self._ranks.all):
-                    return DONE, None
+                if not self._ranks.running and not any(_failed(rank) for rank in self._ranks.all):
+                    return self._ended_well(report), None
                 stuck = bool(overdue(self._ranks.running, self._timeouts))
                 if stuck or any(_failed(rank) for rank in self._ranks.all):
                     failure = self._settled(stuck)
@@ -158,6 +163,14 @@ class _Supervision:
                 time.sleep(POLL_SECONDS)
         finally:
             self._ranks.end(end_seconds)
+
+    def _ended_well(self, report: Callable[[EventKind, str], None]) -> int:
+        """Done; or stopped, for a better layout or by a signal that somebody sent to a rank."""
+        if all(rank.status == DONE for rank in self._ranks.all):
+            return DONE
+        if not self.changes:
+            report("stopping", "a signal asked a rank to stop: all have saved a checkpoint")
+        return STOPPED
 
     def _better(self) -> str | None:
         """Asked now and then, while all ranks train: before that they have nothing to save."""
@@ -204,20 +217,25 @@ class _Supervision:
         deadline = time.monotonic() + self._grace_seconds
         while self._ranks.running and time.monotonic() < deadline and self._stop.requested == requests:
             if any(_ended_before_it_began(rank) for rank in self._ranks.all):
-                return DONE, None  # the others would wait for it
+                return STOPPED, None  # the others would wait for it
             time.sleep(POLL_SECONDS)
             self._ranks.poll()
         if self._ranks.running:
             names = ", ".join(str(rank.number) for rank in self._ranks.running)
             report("killing", f"still running: rank {names}")
+        if all(rank.status == DONE for rank in self._ranks.all):  # the signal came too late
+            return DONE, None
         nothing_to_save = any(_is_starting(rank) for rank in self._ranks.running)  # a step takes all ranks
-        ended_well = all(rank.status == DONE or _ended_before_it_began(rank) for rank in self._ranks.all)
-        return (DONE if ended_well or nothing_to_save else STOPPED_WITHOUT_CHECKPOINT), None
+        ended_well = all(rank.status in _WELL or _ended_before_it_began(rank) for rank in self._ranks.all)
+        return (STOPPED if ended_well or nothing_to_save else STOPPED_WITHOUT_CHECKPOINT), None
+
+
+_WELL = (DONE, STOPPED)
 
 
 def _failed(rank: RankProcess) -> bool:
     if rank.ended is not None:
-        return rank.status != DONE
+        return rank.status not in _WELL
     progress = rank.progress()
     return progress is not None and progress.phase == "failed"
 

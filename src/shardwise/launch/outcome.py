@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-DONE, FAILED, MISTAKE, STOPPED_WITHOUT_CHECKPOINT = 0, 1, 2, 75
+from shardwise.training.attempt import STOPPED as STOPPED
 
-EventKind = Literal["started", "failed", "changing", "stopping", "killing"]
+DONE, FAILED, MISTAKE, STOPPED_WITHOUT_CHECKPOINT = 0, 1, 2, 75
+STOPS = (STOPPED_WITHOUT_CHECKPOINT, STOPPED)  # the run is not done: the same command goes on
+
+EventKind = Literal["started", "failed", "changing", "stopping", "killing", "guard"]
 Cause = Literal["raised", "killed", "exited", "silent", "stuck"]
 
 
@@ -47,10 +50,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; ``status`` is for the shell: 0 done or stopped with a checkpoint, 1 failed, 2, 75."""
+    """How a run ended; ``status`` is for the shell: 0 done, 1 failed, 2 a mistake, 75 or 76 stopped (`STOPS`)."""
 
     status: int
-    stopped: bool  # by request
+    stopped: bool  # before its last step, by a signal to the launcher or to a rank
     attempts: tuple[Attempt, ...]
 
     @property

@@ -24,6 +24,7 @@ from shardwise.training.environment.reader import OWN_LAUNCHER
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
 _RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
+_GUARD_SECONDS = 2.0  # for a guard to end; and between two of them, should they end by themselves
 _STACKS_SECONDS = 0.3  # for a rank to dump its stacks
 FLIGHT_SECONDS = 1.0  # and for its collectives, which a busy interpreter writes later
 
@@ -116,9 +117,10 @@ class RankProcess:
 
 
 class RankGroup(Protocol):
-    """All ranks of one attempt, wherever they are."""
+    """All ranks of one attempt, wherever they are; ``news`` are lines for the user, who removes those it has read."""
 
     all: list[RankProcess]
+    news: list[str]
 
     def poll(self) -> None: ...
     @property
@@ -157,11 +159,9 @@ class RankProcesses:
         self.folder, self._gang = folder, gang
         self._seats = seats
         self.all: list[RankProcess] = []
+        self.news: list[str] = []
         self._rendezvous = _rendezvous(folder)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(self._rendezvous.path)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        self._guard, self._guarded = self._start_guard(), time.monotonic()
         try:
             for number in gang.ranks:
                 self.all.append(self._start(command, number, environment))
@@ -185,6 +185,8 @@ class RankProcesses:
 
     def poll(self) -> None:
         """Collects ended processes, and kills their children at once: later their process ids may be reused."""
+        if self._guard.poll() is not None and time.monotonic() - self._guarded > _GUARD_SECONDS:
+            self._replace_guard()
         for rank in self.all:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.monotonic()
@@ -222,16 +224,28 @@ class RankProcesses:
             rank.process.wait()
             rank.close()
         self.poll()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
-        self._guard.wait()
+        _end_guard(self._guard)
         self._rendezvous.close()
 
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """Unbuffered: a line that could not be written would be in the way when the pipe is closed."""
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(self._rendezvous.path)],
+            bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def _replace_guard(self) -> None:
+        """It was killed: another one watches from now on."""
+        _end_guard(self._guard)
+        self.news.append(f"it ended with status {self._guard.returncode}: another one guards the ranks")
+        self._guard, self._guarded = self._start_guard(), time.monotonic()
+        for rank in self.running:
+            self._notify_guard(f"+{rank.process.pid}")
+
     def _notify_guard(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the guard was killed: the ranks still watch their parent themselves
+        with contextlib.suppress(OSError):  # it was killed, which `poll` finds
             assert self._guard.stdin is not None
             self._guard.stdin.write(f"{line}\n".encode())
-            self._guard.stdin.flush()
 
 
 def await_flights(
@@ -242,6 +256,17 @@ def await_flights(
     while time.monotonic() < deadline and any((rank.flight_age(asked_at) or 0) > 0 for rank in ranks):
         time.sleep(0.02)
         poll()
+
+
+def _end_guard(process: subprocess.Popen[bytes]) -> None:
+    """It ends with its input; one that is stopped (SIGSTOP) is killed."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_GUARD_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _kill_group(rank: RankProcess) -> None:

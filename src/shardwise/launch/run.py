@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.launch.elastic.here import HereTarget
@@ -16,7 +16,7 @@ from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import keepers
 from shardwise.launch.local import supervise
 from shardwise.launch.observe.prometheus import MetricsServer
-from shardwise.launch.outcome import Commit, Event, Outcome
+from shardwise.launch.outcome import DONE, FAILED, Commit, Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
 from shardwise.launch.targets.registry import StartsRanks
@@ -72,9 +72,19 @@ class Launch:
 
         served = nullcontext() if self.metrics is None else self.metrics.serving(self.folder)
         with ends_recorded(log, 0), served:
-            outcome = self._supervised(note)
+            outcome = self._checked(self._supervised(note))
         why = "" if outcome.failure is None else str(outcome.failure)
         log.ended(len(outcome.attempts) - 1, outcome.status, stopped=outcome.stopped, why=why)
+        return outcome
+
+    def _checked(self, outcome: Outcome) -> Outcome:
+        """A run whose last checkpoint is not there is not done, whatever its ranks say."""
+        last = self.job.run.last_step
+        with suppress(OSError, SpecError):  # a store that does not answer: the ranks have seen it written
+            if outcome.status == DONE and last not in self.folder.checkpoints.committed():
+                failure = Failure(None, "exited", f"ended well, and there is no checkpoint of the last step, {last:,}")
+                attempts = (*outcome.attempts[:-1], replace(outcome.attempts[-1], failure=failure))
+                return Outcome(FAILED, False, attempts)
         return outcome
 
     def _supervised(self, on_event: Callable[[Event], None]) -> Outcome:

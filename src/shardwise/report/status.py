@@ -46,6 +46,8 @@ def status_page(found: RunState) -> Iterator[Piece | str]:
             yield f"{text[0].upper()}{text[1:]}."
     if found.state == "killed":
         yield "Nobody trains in it, and its end was not recorded: start the same command again to resume."
+    if found.state == "stopped":
+        yield "A signal stopped it before its last step: start the same command again to resume."
     yield table("", ("", ""), _rows(found), numbers_from=2)
     if found.ranks:
         yield from _ranks(found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.launch.outcome import Outcome
+from shardwise.launch.outcome import STOPPED, Outcome
 from shardwise.launch.rehearsal import RehearsalCheck
 from shardwise.report.console import table
 from shardwise.report.page import Page, Piece, paged
@@ -50,17 +50,19 @@ def training_page(found: RunSummary, job: Job, outcome: Outcome | None) -> Itera
         return
     if found.step_seconds is not None:
         yield from summary_pieces(found, job.training.recipe.compute)
-    if outcome.stopped or outcome.status:
-        yield f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command resumes from there."
+    if outcome.status:
+        saved = "there" if outcome.status == STOPPED else "the last checkpoint"
+        yield f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command resumes from {saved}."
     else:
         yield f"Done: {job.run.folder}"
 
 
 def training_data(found: RunSummary, outcome: Outcome | None) -> dict[str, Any]:
     if outcome is None:
-        return {**asdict(found), "status": 0, "attempts": 0}
+        return {**asdict(found), "status": 0, "stopped": False, "attempts": 0}
     failure = outcome.failure if outcome.status else None
-    figures = {**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}
+    ended = {"status": outcome.status, "stopped": outcome.stopped, "attempts": len(outcome.attempts)}
+    figures = {**asdict(found), **ended}
     return {**figures, "failure": None if failure is None else failure.reason}
 
 

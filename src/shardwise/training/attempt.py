@@ -28,6 +28,7 @@ from shardwise.training.environment.reader import OWN_LAUNCHER, Started, started
 Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
 BEAT_SECONDS = 0.5
+STOPPED = 76  # of a rank that a signal stopped before the last step, with a checkpoint; no crash ends with it
 
 # A counter stands at both ends: a reader of a half-written record sees two different numbers.
 _PROGRESS = struct.Struct("=QqqddQ")

@@ -23,7 +23,7 @@ from shardwise.training.metrics.memory import peak_during
 from shardwise.training.worker import engine_of, leave, main
 
 
-def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> None:
+def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> int:
     """Writes the peak bytes over all ranks."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     with engine_of(job, place) as engine:
@@ -37,6 +37,7 @@ def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: St
     if place.rank == 0:
         folder.peak.write_text(json.dumps({"peak_bytes": max(peaks)}), encoding="utf-8")
     reporter.phase("done", 1)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by our launcher or by another.
 
-Exits 0 when the run is done or was stopped with a checkpoint, 2 for a user's error.
+Exits 0 when the run is done, 2 for a user's error, with `STOPPED` when a signal stopped it, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_backend
@@ -26,7 +27,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
-from shardwise.training.attempt import Reporter, WorldPlace
+from shardwise.training.attempt import STOPPED, Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.memory_copies import memory_folder
 from shardwise.training.data.run_data import mixtures_of
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardwise.training")
 
-Work = Callable[[RunFolder, WorldPlace, Reporter, StopSignal], None]
+Work = Callable[[RunFolder, WorldPlace, Reporter, StopSignal], int]  # returns the exit status
 
 
 def main(arguments: list[str], work: Work) -> int:
@@ -67,14 +68,20 @@ def main(arguments: list[str], work: Work) -> int:
 def recorded_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
     """The same as rank 0 of a world that another program started: it also records the run's start and end."""
     log = EventLog(folder.events)
-    kind, _, number = place.attempt.partition("-")
-    attempt = int(number) if kind == "restart" else 0
+    attempt = _number(place)
     log.write(
         STARTED, attempt, counted(place.world, "process"), folder=str((folder.attempts / place.attempt).resolve())
     )
     status = take_part(folder, work, place, stop)
-    log.ended(attempt, status, stopped=stop.requested)
+    if status != STOPPED:  # which is recorded while the others wait
+        log.ended(attempt, status)
     return status
+
+
+def _number(place: WorldPlace) -> int:
+    """How often the launcher has restarted the ranks."""
+    kind, _, number = place.attempt.partition("-")
+    return int(number) if kind == "restart" else 0
 
 
 def take_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
@@ -82,8 +89,7 @@ def take_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal
     reporter = Reporter(place)
     try:
         with _exclusive(folder, place):
-            work(folder, place, reporter, stop)
-        return 0
+            return work(folder, place, reporter, stop)
     except BaseException as error:
         why = error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
@@ -110,8 +116,8 @@ def _exclusive(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
         yield
 
 
-def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> None:
-    """Takes part in the run of ``folder`` until it is done."""
+def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> int:
+    """Takes part in the run of ``folder`` until it is done: 0; or until a signal stops it: `STOPPED`."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     training, validation = mixtures_of(job, folder.path)
     records = place.folder or folder.attempts / place.attempt
@@ -137,9 +143,16 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
         parts = LoopParts(
             job, engine, training, validation, folder.checkpoints, reporter, recorder, profiler, stop, memory
         )  # fmt: skip
-        Loop(parts, state).run()
+        end = Loop(parts, state).run()
         if recorder:
             recorder.close()
+        if end.step >= job.run.last_step:
+            return 0
+        if place.folder is None:  # such launchers kill all ranks once one has ended with another status than 0
+            if place.rank == 0:
+                EventLog(folder.events).ended(_number(place), STOPPED, stopped=True)
+            dist.barrier()
+        return STOPPED
 
 
 def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | NvtxSteps | None:

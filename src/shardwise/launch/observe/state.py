@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, Literal
 
+from shardwise.launch.outcome import STOPPED_WITHOUT_CHECKPOINT, STOPS
 from shardwise.layout.ranks import coordinate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
@@ -203,9 +204,10 @@ class RunObserver:
 
 
 def _end(last: RunEvent, failed: str) -> tuple[Word, str]:
-    if last.status:
-        return "failed", last.text or failed
-    return ("stopped", "") if last.stopped else ("ended", "")
+    if last.stopped and last.status in (0, *STOPS):  # 0 as earlier versions have recorded it
+        saved = last.status != STOPPED_WITHOUT_CHECKPOINT
+        return "stopped", "" if saved else "before its final checkpoint was complete"
+    return ("failed", last.text or failed) if last.status else ("ended", "")
 
 
 def rank_states(attempt: Path, now: float) -> tuple[RankState, ...]:

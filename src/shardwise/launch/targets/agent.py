@@ -152,6 +152,8 @@ class _Agent:
     def relay(self) -> None:
         """What is new since the last time; how a rank ended comes after all else of it."""
         self.ranks.poll()
+        while self.ranks.news:
+            say(news=self.ranks.news.pop(0))
         for rank in self.ranks.all:
             over = rank.ended is not None
             self._relay_log(rank, whole=over)

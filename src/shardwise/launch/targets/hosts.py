@@ -150,7 +150,7 @@ class Agent:
             message = json.loads(text.removeprefix(MARK))
             with self._changed:
                 self.heard = time.monotonic()
-                if "rank" in message or "refused" in message:
+                if message.keys() & {"rank", "refused", "news"}:
                     self.messages.append(message)
                 else:
                     self.facts |= message
@@ -211,6 +211,7 @@ class HostRanks:
         self, agents: Sequence[Agent], command: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.folder, self._agents = folder, list(agents)
+        self.news: list[str] = []
         self._lost: set[Agent] = set()
         self._files = {rank: _progress_file(folder, rank) for one in agents for rank in one.ranks}
         self._counts = dict.fromkeys(self._files, 0)
@@ -305,6 +306,9 @@ class HostRanks:
     def _note(self, agent: Agent, message: Mapping[str, Any]) -> None:
         if "refused" in message:
             self._lose(agent, message["refused"])
+            return
+        if "news" in message:
+            self.news.append(f"{agent.host.name}: {message['news']}")
             return
         number, now = message["rank"], time.monotonic()
         if "log" in message:

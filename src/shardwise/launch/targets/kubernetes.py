@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.launch.outcome import STOPS
 from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
-from shardwise.launch.targets.manifest import END_SECONDS, STOPPED, ManifestJob, manifest_job, written_manifest
+from shardwise.launch.targets.manifest import END_SECONDS, ManifestJob, manifest_job, written_manifest
 from shardwise.launch.targets.manifest_options import FLAG, manifest_options
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.spec.errors import SpecError
@@ -173,7 +174,7 @@ def _job_spec(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any
         "completions": found.nodes,
         "parallelism": found.nodes,
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [ended_with(found.final_statuses), ended_with([STOPPED]), disrupted]},
+        "podFailurePolicy": {"rules": [ended_with(found.final_statuses), ended_with(list(STOPS)), disrupted]},
         "template": {"spec": _pod(found, places)},
     }
 

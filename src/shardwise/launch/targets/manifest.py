@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT
+from shardwise.launch.outcome import MISTAKE
 from shardwise.launch.targets.image import EXECUTABLE, RUNS
 from shardwise.launch.targets.manifest_options import FLAG, ManifestOptions, name_from
 from shardwise.launch.targets.registry import Written
@@ -18,7 +18,6 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.training.storage.place import RemotePlace, place_of
 
-STOPPED = STOPPED_WITHOUT_CHECKPOINT  # also with one: the run is not done, and must be started again
 END_SECONDS = 30  # beyond the time for a checkpoint, before a node is killed
 STANDARD_OUTPUT = "-"
 
@@ -44,10 +43,10 @@ class ManifestJob:
         return [1, MISTAKE] if self.nodes == 1 else [MISTAKE]
 
     def script(self, job_file: str) -> str:
-        """For bash on every node. A node that is asked to stop saves, and leaves with a status that asks for more."""
+        """For bash on every node. A node that is asked to stop saves, and leaves with a status of `STOPS`."""
         grace = f"{self.grace_seconds:g}s"
         command = shlex.join([EXECUTABLE, "train", job_file, "--grace", grace])
-        return _SCRIPT.replace("@command@", command).replace("@stopped@", str(STOPPED))
+        return _SCRIPT.replace("@command@", command)
 
 
 # `wait` returns when a trapped signal arrives, before the command has ended.
@@ -64,9 +63,6 @@ while kill -0 "$train" 2>/dev/null; do
   wait "$train"
   status=$?
 done
-if [ "$asked" -eq 1 ] && [ "$status" -eq 0 ]; then
-  status=@stopped@ # saved, not done
-fi
 exit "$status"
 """
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.targets.manifest import STOPPED, ManifestJob, manifest_job, written_manifest
+from shardwise.launch.outcome import STOPS
+from shardwise.launch.targets.manifest import ManifestJob, manifest_job, written_manifest
 from shardwise.launch.targets.manifest_options import FLAG, manifest_options
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.spec.errors import SpecError
@@ -83,7 +84,7 @@ def _resources(found: ManifestJob) -> dict[str, Any]:
         "job_recovery": {
             "strategy": "EAGER_NEXT_REGION",
             "max_restarts_on_errors": found.job.run.restarts.most,
-            "recover_on_exit_codes": [STOPPED],
+            "recover_on_exit_codes": list(STOPS),
         },
     }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shardwise import __version__
 from shardwise.launch.local import DEBUG
+from shardwise.launch.outcome import STOPPED
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError, shown
@@ -61,6 +62,7 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
         "order": _order(directives),
         "worker": shlex.join([sys.executable, "-m", WORKER]),
         "restarts": str(job.run.restarts.most),
+        "stopped": str(STOPPED),
     }
     found = _SCRIPT
     for name, value in values.items():
@@ -145,7 +147,7 @@ while :; do
   order=()
 @order@
   if [ "$warned" -eq 1 ]; then # before any rank was there to be told
-    status=0
+    status=@stopped@
     break
   fi
   srun "${order[@]}" --kill-on-bad-exit=1 --output="$logs/rank-%t.log" @worker@ "$run" &
@@ -156,7 +158,7 @@ while :; do
     wait "$step"
     status=$?
   done
-  if [ "$status" -eq 0 ] || [ "$warned" -eq 1 ]; then
+  if [ "$status" -eq 0 ] || [ "$status" -eq @stopped@ ] || [ "$warned" -eq 1 ]; then
     break
   fi
   [ "$(newest)" = "$before" ] || tries=0

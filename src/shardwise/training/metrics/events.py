@@ -54,7 +54,7 @@ def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
     """An end for an error that the block raises."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         log.ended(attempt, getattr(error, "status", 1), why=str(error))
         raise
 
