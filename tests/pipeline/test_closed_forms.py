@@ -22,6 +22,7 @@ from shardwise.pipeline import (
     simulate,
 )
 from shardwise.pipeline.forms import messages_per_link
+from shardwise.pipeline.verifier import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import imported, schedule_record
 
@@ -244,9 +245,12 @@ def test_automatic_schedules_have_no_form():
 @settings(max_examples=examples(200), deadline=None)
 @given(pipeline=pipelines())
 def test_peaks_equal_the_schedule(pipeline):
-    ranks = pipeline[1]
-    peaks = peak_activations(build(*pipeline))
-    assert [peak_chunks_in_flight(*pipeline, rank) for rank in range(ranks)] == list(map(round, peaks))
+    name, ranks = pipeline[:2]
+    for ahead in {0, schedule_record(name).ahead_of_exchange}:
+        schedule = build(*pipeline, ahead=ahead)
+        verify(schedule)
+        peaks = list(map(round, peak_activations(schedule)))
+        assert [peak_chunks_in_flight(*pipeline, rank, ahead) for rank in range(ranks)] == peaks
 
 
 @pytest.mark.parametrize("name", ["zbv", "zb-1p", "zb-2p"])

@@ -19,6 +19,7 @@ from shardwise.integrations.module import ModuleFacts, NotPriced, Sequences, opt
 from shardwise.interop.frameworks import Imported, target
 from shardwise.interop.frameworks.documents import flatten
 from shardwise.measure.step import cluster_name_here
+from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from, job_cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -193,7 +194,7 @@ def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dic
     DeepSpeed keeps fp32 masters of what it trains in 16 bits. Elsewhere mixed precision computes in 16 bits with fp32
     weights, and 16-bit weights are updated as they are: they have no masters.
     """
-    stack: Stack = stack_from(str(imported.fields["stack"]))
+    stack: Stack = stack_from(imported.fields["stack"])
     changes: dict[str, Any] = dict(layout.stack)
     if facts.attention == "unfused":
         changes["attention"] = "unfused"
@@ -203,11 +204,8 @@ def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dic
     if facts.returns_keys and mixed and stack.autocast and imported.fields.get("strategy.zero") == 0:
         changes["key_value_cache"] = True
     precision: dict[str, Any] = {}
-    if facts.weights != "float32" and stack.name != "deepspeed":
+    if facts.weights != "float32" and stack.base != "deepspeed":
         computed = "bf16" if facts.weights == "bfloat16" else "fp16"
         changes |= {"masters": "none", "sharded_parameters": "16-bit", "gradient_reduce": "bf16"}
         precision = {"training.precision": computed}
-    if not changes:
-        return {**precision, "stack": stack.name}
-    changed = replace(stack, name=f"{stack.name}-changed", **changes)
-    return {**precision, "stack": {name: value for name, value in changed.to_dict().items() if name != "source"}}
+    return {**precision, "stack": presets.shorten(stack.changed(**changes))}

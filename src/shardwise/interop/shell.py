@@ -408,6 +408,8 @@ def _referenced(expression: str, scope: _Scope) -> list[str]:
     if expression.startswith(("(", "`")):
         return [Unset(f"${expression}" if expression[0] == "(" else expression)]
     inner = expression[1:-1] if expression.startswith("{") else expression
+    if inner.startswith("<"):
+        return [Unset(inner)]  # a placeholder
     if counted := re.fullmatch(rf"#({_NAME})(\[[@*]\])?", inner):
         held = scope.values.get(counted[1], [])
         return [str(len(held) if counted[2] else len("".join(held[:1])))]

@@ -37,6 +37,9 @@ Token = Word | Array | Heredoc | str  # a plain string is an operator
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _REDIRECTION = re.compile(r"\d*[<>][<>&|]*[ \t]*")
+# What a published script leaves to its reader, as in ``--data-path <Specify path> --fp16``: to a shell two
+# redirections, the second of which would take the next option for a file.
+_PLACEHOLDER = re.compile(r"<[^\s<>|&;(){}$'\"](?:[^<>|&;{}$'\"\n]*[^\s<>|&;{}$'\"])?>(?=[\s\\/]|\Z)")
 _BLANK = " \t\r"
 _BREAKS = frozenset(" \t\r\n;|&()<>")
 
@@ -45,7 +48,10 @@ def tokens(text: str) -> Iterator[Token]:
     """Words, arrays, operators and here-documents; comments and redirections are left out."""
     at, waiting = 0, list[str]()
     while at < len(text):
-        if text[at] in _BLANK:
+        if placeholder := _PLACEHOLDER.match(text, at):
+            yield Word(_as_reference(placeholder))
+            at = placeholder.end()
+        elif text[at] in _BLANK:
             at += 1
         elif text.startswith(("\\\n", "\\\r\n"), at):
             at = text.index("\n", at) + 1
@@ -70,6 +76,11 @@ def tokens(text: str) -> Iterator[Token]:
             yield token
 
 
+def _as_reference(placeholder: re.Match[str]) -> str:
+    """A reference to no variable: what it holds comes from outside of the script."""
+    return f'"${{{placeholder[0]}}}"'
+
+
 def _line_end(text: str, at: int) -> int:
     end = text.find("\n", at)
     return len(text) if end < 0 else end
@@ -83,7 +94,8 @@ def _redirection(text: str, at: int) -> tuple[int, str]:
     target = _REDIRECTION.match(text, at)
     assert target is not None
     at = target.end()
-    return (at if at == len(text) or text[at] in _BREAKS else word_end(text, at)), ""
+    is_file = at < len(text) and text[at] not in _BREAKS and not text.startswith("--", at)
+    return (word_end(text, at) if is_file else at), ""
 
 
 def _heredoc(text: str, at: int, delimiter: str) -> tuple[str, int]:
@@ -103,7 +115,10 @@ def _word_or_array(text: str, at: int) -> tuple[Token, int]:
 def _array_words(text: str, at: int) -> tuple[tuple[str, ...], int]:
     words: list[str] = []
     while at < len(text):
-        if text.startswith(("\\\n", "\\\r\n"), at):
+        if placeholder := _PLACEHOLDER.match(text, at):
+            words.append(_as_reference(placeholder))
+            at = placeholder.end()
+        elif text.startswith(("\\\n", "\\\r\n"), at):
             at = text.index("\n", at) + 1
         elif text[at] in _BLANK + "\n":
             at += 1

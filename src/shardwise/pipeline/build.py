@@ -22,13 +22,15 @@ def build(
     memory_limit: float | None = None,
     comm_seconds: float = 0.0,
     released_by_input_grad: float = 0.0,
+    ahead: int = 0,
 ) -> PipelineSchedule:
     """The schedule ``name`` over ``ranks`` pipeline ranks.
 
     ``chunks`` (stages per rank) is a choice for interleaved only. ``times`` and ``comm_seconds`` decide where zbv,
     zb-1p, zb-2p and zb-auto run weight gradients (default: all passes equal). ``memory_limit``, in microbatch
     activations, is for zb-auto; ``released_by_input_grad`` is the share of an activation that zb-1p, zb-2p and zb-auto
-    count as free after its input gradient.
+    count as free after its input gradient. ``ahead`` are forward passes more before the first backward one, of
+    schedules with a record of them (`ScheduleRecord.ahead_of_exchange`).
     """
     _check_count("ranks", ranks)
     _check_count("microbatches", microbatches)
@@ -43,6 +45,7 @@ def build(
         raise SpecError("memory_limit", f"{name} has a fixed memory need", "use zb-auto to set a limit")
     given: dict[str, Any] = {
         "chunks": v,
+        "ahead": ahead,
         "times": times,
         "memory_limit": memory_limit,
         "comm_seconds": comm_seconds,

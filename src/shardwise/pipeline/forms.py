@@ -160,18 +160,21 @@ def bubble_is_exact(
     return bool(forms.is_exact(case))
 
 
-def peak_chunks_in_flight(name: str, ranks: int, microbatches: int, chunks: int | None, rank: int) -> int:
+def peak_chunks_in_flight(
+    name: str, ranks: int, microbatches: int, chunks: int | None, rank: int, ahead: int = 0
+) -> int:
     """Activations of one chunk (stage) and microbatch that ``rank`` holds at its peak.
 
     Equal to the peak of the built schedule; with times given, zbv, zb-1p and zb-2p may hold less, never more.
-    Divide by the chunks per rank for microbatches of the whole rank.
+    Divide by the chunks per rank for microbatches of the whole rank. ``ahead`` as in `build`.
     """
     if not 0 <= rank < ranks:
         raise SpecError("rank", f"{rank} is not one of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")
     v, forms = chunks_per_rank(name, chunks), _forms(schedule_record(name))
     if forms is None:
-        return _counted_peaks(name, ranks, microbatches, v)[rank]
-    return forms.in_flight(ranks, microbatches, v, rank)
+        return _counted_peaks(name, ranks, microbatches, v, ahead)[rank]
+    held = forms.in_flight(ranks, microbatches, v, rank)
+    return min(microbatches * v, held + ahead) if ahead else held
 
 
 def _forms(record: ScheduleRecord) -> ClosedForms | None:
@@ -198,12 +201,12 @@ def _simulated_bubble(name: str, case: EqualStages, ends: StepEnds) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    return tuple(map(round, peak_activations(_built(name, ranks, microbatches, chunks))))
+def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> tuple[int, ...]:
+    return tuple(map(round, peak_activations(_built(name, ranks, microbatches, chunks, ahead))))
 
 
 @lru_cache(maxsize=64)
-def _built(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+def _built(name: str, ranks: int, microbatches: int, chunks: int, ahead: int = 0) -> PipelineSchedule:
     """Rounded up to whole rounds: a search also prices batches that do not divide into rounds, and drops them later."""
     rounds = schedule_record(name).rounds(ranks)
-    return build(name, ranks, -(-max(1, microbatches) // rounds) * rounds, chunks)
+    return build(name, ranks, -(-max(1, microbatches) // rounds) * rounds, chunks, ahead=ahead)

@@ -34,13 +34,15 @@ def simulated_pipeline(
     *,
     ends: StepEnds,
     whole: bool = False,
+    ahead: int = 0,
 ) -> tuple[float, Timeline | None]:
     """Seconds of a step, and the timeline unless many microbatches were extrapolated from few.
 
     The schedule is the one that runs, built without times: weight gradients are placed as if all passes were equal.
-    ``message_seconds`` is one number or one per boundary between stages. ``whole`` never extrapolates.
+    ``message_seconds`` is one number or one per boundary between stages. ``whole`` never extrapolates. ``ahead`` as in
+    `build`.
     """
-    pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds), ends)
+    pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds), ends, ahead)
     if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
         seconds = pipeline.extrapolated(microbatches)
         if seconds is not None:
@@ -63,13 +65,14 @@ class _Pipeline:
     """One schedule with its times, for any number of microbatches."""
 
     def __init__(
-        self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...], ends: StepEnds
-    ) -> None:
-        self.record, self.ranks, self.chunks = schedule_record(name), ranks, chunks
+        self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...], ends: StepEnds,
+        ahead: int,
+    ) -> None:  # fmt: skip
+        self.record, self.ranks, self.chunks, self.ahead = schedule_record(name), ranks, chunks, ahead
         self.times, self.messages, self.ends = times, messages, ends
 
     def timeline(self, microbatches: int) -> Timeline:
-        schedule = _schedule(self.record.name, self.ranks, microbatches, self.chunks)
+        schedule = _schedule(self.record.name, self.ranks, microbatches, self.chunks, ahead=self.ahead)
         return simulate(schedule, self.times, self.messages)
 
     def seconds(self, microbatches: int) -> float:

@@ -26,9 +26,10 @@ class ScheduleRecord:
     """What is known of a pipeline schedule before it is built.
 
     ``builder`` and ``closed_forms`` are objects, or where to import them from ("package.module:name"). The builder is
-    called with what it takes of ``ranks``, ``microbatches``, ``chunks``, ``times``, ``comm_seconds``, ``memory_limit``
-    and ``released_by_input_grad``, and returns a `pipeline.PipelineSchedule`. Without a `pipeline.ClosedForms` bubbles
-    and activations in flight are read off the built schedule: right, and slower to search.
+    called with what it takes of ``ranks``, ``microbatches``, ``chunks``, ``ahead``, ``times``, ``comm_seconds``,
+    ``memory_limit`` and ``released_by_input_grad``, and returns a `pipeline.PipelineSchedule`. Without a
+    `pipeline.ClosedForms` bubbles and activations in flight are read off the built schedule: right, and slower to
+    search.
     """
 
     name: str
@@ -43,6 +44,9 @@ class ScheduleRecord:
     in_rounds: bool = False  # takes a multiple of p microbatches
     forwards_first: bool = False  # all forward passes before any backward pass
     hides_exchange: bool = False  # runs two microbatches side by side: overlaps the expert exchange with computation
+    # Forward passes more before the first backward one where a framework runs the expert exchange of one microbatch
+    # beside the computation of another: the two must not depend on each other.
+    ahead_of_exchange: int = 0
     instead: str | None = None  # our engine does not run it: the schedule to use instead
     complexity: int = 2  # how much more there is to get right than in the simplest; the planner prefers less
     searched: bool = True
@@ -110,7 +114,8 @@ _TABLE = (
          "Narayanan et al. 2021 (arXiv 2104.04473) section 2.2: p − rank", complexity=0, repeats="always", lag=1),
     _own("interleaved", "flush:interleaved", "INTERLEAVED_FORMS",
          "Megatron-LM schedules: 2(p−rank−1) + (v−1)p + 1 chunks; rank 0: L(1 + (p−1)/(pv)) layers",
-         chunks=None, in_rounds=True, complexity=1, repeats="always"),
+         # Megatron-LM, get_pp_rank_microbatches with overlap_moe_expert_parallel_comm.
+         chunks=None, in_rounds=True, complexity=1, repeats="always", ahead_of_exchange=1),
     _own("zb-h1", "zero_bubble:zb_h1", "H1_FORMS",
          "Qi et al. 2023 (arXiv 2401.10241): the memory of 1F1B, p on every rank at most",
          **_SPLIT, repeats="always", lag=1),

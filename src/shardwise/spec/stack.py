@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec
-from shardwise.spec.schedules import StepEnds
-from shardwise.spec.strategy import Overlap
+from shardwise.spec.schedules import ScheduleRecord, StepEnds
+from shardwise.spec.strategy import Overlap, Strategy
 from shardwise.spec.training import Recipe
 
 OWN = "shardwise"
+_CHANGED = "-changed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +116,27 @@ class Stack(Spec):
     @property
     def is_own(self) -> bool:
         """Whether it is this project's own engine, as it is or with changes."""
-        return self.name.removesuffix("-changed") == OWN
+        return self.base == OWN
+
+    @property
+    def base(self) -> str:
+        """The name of the stack that it was before fields of it were changed."""
+        return self.name.removesuffix(_CHANGED)
+
+    def changed(self, **changes: Any) -> Stack:
+        """With other values of some fields, which its name says; itself where they are the same."""
+        other = replace(self, **changes)
+        return self if other == self else replace(other, name=self.base + _CHANGED, source="")
 
     @property
     def launched_by_graphs(self) -> bool:
         """Whether no kernel of a layer waits for the host."""
         return self.cuda_graphs in ("full", "step")
+
+    def forwards_ahead(self, strategy: Strategy, record: ScheduleRecord) -> int:
+        """Forward passes that a pipeline runs earlier, to have a microbatch beside the exchange of another's tokens."""
+        beside = strategy.ep > 1 and strategy.overlap.ep and self.ep_overlap == "microbatches"
+        return record.ahead_of_exchange if beside and strategy.pp > 1 else 0
 
     def for_experts(self, recipe: Recipe) -> Recipe:
         """What routed experts are computed in."""

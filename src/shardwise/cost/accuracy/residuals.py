@@ -155,7 +155,7 @@ def kind_of(model: Model) -> str:
 
 
 def standing_of(job: Job) -> Standing:
-    return Standing(job.cluster.device.name, kind_of(job.model), job.stack.name, job.cluster.devices)
+    return Standing(job.cluster.device.name, kind_of(job.model), job.stack.base, job.cluster.devices)
 
 
 def _truth(band: Band) -> tuple[float, float]:

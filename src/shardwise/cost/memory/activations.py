@@ -414,19 +414,20 @@ def microbatches_in_flight(job: Job, rank: int) -> float:
 def chunks_in_flight(job: Job, rank: int) -> int:
     """Chunks (of ``chunks_per_rank`` on this rank) whose activations are alive at the peak."""
     strategy = job.strategy
-    return peak_chunks(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank, rank)
+    ahead = job.stack.forwards_ahead(strategy, strategy.schedule_record)
+    return peak_chunks(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank, rank, ahead)
 
 
-def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: int) -> int:
+def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: int, ahead: int) -> int:
     """The same of a schedule. Without a pipeline there is one microbatch at a time, unless forwards come first."""
     if pp == 1:
         return chunks * (microbatches if schedule_record(schedule).forwards_first else 1)
-    return peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank)
+    return peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank, ahead)
 
 
 @lru_cache(maxsize=65536)
 def peak_chunks_of_kinds(
-    schedule: str, pp: int, microbatches: int, chunks: int, kinds: tuple[tuple[int, ...], ...]
+    schedule: str, pp: int, microbatches: int, chunks: int, kinds: tuple[tuple[int, ...], ...], ahead: int
 ) -> tuple[int, ...]:
     """The same of the fullest rank of each kind, given the ranks of each."""
-    return tuple(max(peak_chunks(schedule, pp, microbatches, chunks, rank) for rank in ranks) for ranks in kinds)
+    return tuple(max(peak_chunks(schedule, pp, microbatches, chunks, rank, ahead) for rank in ranks) for ranks in kinds)

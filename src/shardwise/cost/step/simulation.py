@@ -111,6 +111,7 @@ def _pipeline(
         message_seconds,
         ends=prediction.job.stack.step_ends,
         whole=whole,
+        ahead=prediction.job.stack.forwards_ahead(strategy, strategy.schedule_record),
     )
 
 

@@ -298,12 +298,16 @@ class _RowBuilder:
         """Microbatches in flight on the fullest rank of each kind: kind × layer × schedule × 1."""
         import numpy as np
 
-        schedules = [(one.schedule, chunks) for one, chunks in zip(self.group.schedules, self.chunks)]
+        base, stack = self.group.base, self.book.job.stack
+        schedules = [
+            (one.schedule, chunks, stack.forwards_ahead(base, schedule_record(one.schedule)))
+            for one, chunks in zip(self.group.schedules, self.chunks)
+        ]
         rows = [tuple(row) for row in self.microbatches.tolist()]  # many are alike
         of_row = {
             row: [
-                peak_chunks_of_kinds(name, self.group.base.pp, m, chunks, self.group.members)
-                for (name, chunks), m in zip(schedules, row)
+                peak_chunks_of_kinds(name, base.pp, m, chunks, self.group.members, ahead)
+                for (name, chunks, ahead), m in zip(schedules, row)
             ]
             for row in set(rows)
         }

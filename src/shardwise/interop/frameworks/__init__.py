@@ -207,14 +207,14 @@ def as_run_by(job: Job, one: Target) -> Job:
     back = one.read_back(job, text, job.cluster)
     fields = {**back.fields, **{lost.field: lost.value for lost in exported.elsewhere}}
     kept = {path: value for path, value in fields.items() if not path.startswith("model")}
-    stack = own_stack(job.stack, one, str(fields["stack"]))
+    stack = own_stack(job.stack, one, fields["stack"])
     made = replace(back, fields={**kept, "stack": stack}).job(job.cluster, job.model)
     made = replace(made, run=replace(job.run, steps=made.run.steps, schedule=made.run.schedule))
     return job if made.stack == job.stack and effective_fields(made) == effective_fields(job) else made
 
 
-def own_stack(stack: Stack, one: Target, usual: str | None = None) -> Stack:
+def own_stack(stack: Stack, one: Target, usual: Any = None) -> Stack:
     """``stack`` if it describes the target's software or is not a preset; else the target's ``usual`` one."""
-    usual = usual or one.stacks[0]
-    known = usual == one.stacks[0] and stack.name in one.stacks
-    return stack if known or stack.name not in presets.names("stack") else stack_from(usual)
+    other = stack_from(usual or one.stacks[0])
+    known = other.base == one.stacks[0] and stack.name in one.stacks
+    return stack if known or stack.name not in presets.names("stack") else other

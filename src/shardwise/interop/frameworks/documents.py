@@ -186,6 +186,8 @@ TOML = Format((".toml",), _parser("TOML", _load_toml), _render_toml)
 
 
 _LONGEST_SCRIPT = 2**17  # characters; those that are published have a few thousand
+OUTSIDE = "$"  # no option's name: variables that may hold more options, which only the outside knows
+_LEFT_OUT = ("...", "…", "[...]")
 
 
 def _parse_command(text: str, what: str, names: Names) -> Settings:
@@ -194,20 +196,23 @@ def _parse_command(text: str, what: str, names: Names) -> Settings:
     if words and words[0].endswith(".py"):
         words = words[1:]
     settings: Settings = {}
-    option = ""
+    option, outside = "", list[str]()
     for word in words:
+        if word in _LEFT_OUT:
+            raise SpecError(what, f"{word} stands for options that are left out", "write them instead of it")
         if re.match(r"--[A-Za-z]", word):
             option, equals, value = word.partition("=")
             settings[option] = [Unset(value) if isinstance(word, Unset) else value] if equals else []  # the last counts
         elif isinstance(word, Unset) and (not option or option in names.switches or settings[option]):
-            continue  # more options, if the script is given any
+            outside.append(word)  # more options, if the script is given any
         elif option in names.switches:
             raise SpecError(option, f"takes no value, but {shown(word)} follows", "leave that out")
         elif option:
             settings[option].append(word)
         else:
             raise SpecError(what, f"{shown(word)} is not an option", "start with one, like --num-layers 32")
-    return {name: _command_value(name, values, names) for name, values in settings.items()}
+    read = {name: _command_value(name, values, names) for name, values in settings.items()}
+    return {**read, **({OUTSIDE: outside} if outside else {})}
 
 
 def command_words(text: str, what: str) -> list[str]:

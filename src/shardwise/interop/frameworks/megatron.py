@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import megatron_model, training_values
+from shardwise.interop.frameworks import megatron_model, megatron_stack, training_values
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import with_schedule
 from shardwise.interop.frameworks.megatron_files import ARGUMENTS
@@ -57,14 +57,21 @@ def compose_recompute(job: Job) -> Settings:
     return {"--recompute-granularity": "selective", "--recompute-modules": chosen} if chosen else {}
 
 
+_CHECKPOINTING = ("--checkpoint-activations", "--deepspeed-activation-checkpointing")  # of Megatron-DeepSpeed: layers
+
+
 def interpret_recompute(reading: Reading, fields: dict[str, Any]) -> None:
     kind = "selective" if reading.flag("--recompute-activations") else "none"
+    if True in list(map(reading.flag, _CHECKPOINTING)):
+        kind = "full"
     kind = reading.choice("--recompute-granularity", ("full", "selective"), kind)
-    method, layers = reading.text("--recompute-method"), reading.integer("--recompute-num-layers")
-    named = reading.value("--recompute-modules", ["core_attn"])
-    if kind == "full" and method == "block" and layers is not None:
-        fields["strategy.recompute_layers"] = layers
+    if kind == "full" and reading.text("--recompute-method") == "block":
+        if (layers := reading.integer("--recompute-num-layers")) is not None:
+            fields["strategy.recompute_layers"] = layers
+    elif kind == "full" and reading.integer("--recompute-num-layers", 1) > 1:
+        reading.notes.append("--recompute-num-layers: priced as one layer at a time")
     if kind == "selective":
+        named = reading.value("--recompute-modules", ["core_attn"])
         operators = _operators(reading, fields, [named] if isinstance(named, str) else named)
         if operators:
             fields["strategy.recompute_operators"] = operators
@@ -119,6 +126,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_optimizer(reading, fields)
     _read_sharding(reading, fields)
     _read_pipeline(reading, fields, layers)
+    megatron_stack.interpret(reading, fields)
     interpret_recompute(reading, fields)
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
     if reading.flag("--use-tp-pp-dp-mapping"):
@@ -140,23 +148,35 @@ def _read_precision(reading: Reading) -> str:
     half, brain = reading.flag("--fp16"), reading.flag("--bf16")
     if half and brain:
         raise SpecError("--fp16", "and --bf16 are mutually exclusive", "give one of them")
-    reading.flag("--accumulate-allreduce-grads-in-fp32")
-    in_bf16 = reading.flag("--grad-reduce-in-bf16")
-    fp8 = reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False)
-    fp4 = reading.choice("--fp4-format", {"e2m1": True}, False)
-    recipe = reading.text("--fp8-recipe", "delayed")
-    history = reading.number("--fp8-amax-history-len", 1), reading.text("--fp8-amax-compute-algo", "most_recent")
-    reading.text("--fp4-recipe")
-    if fp4:
-        return "nvfp4"
-    if fp8:
-        if recipe == "delayed" and history != (1024, "max"):
-            reading.notes.append("delayed scaling is read as scaling by the largest elements of 1,024 steps")
-        return {"mxfp8": "mxfp8", "blockwise": "fp8-blockwise", "delayed": "fp8-delayed"}.get(recipe, "fp8")
-    if half:
-        return "fp16"
+    in_fp32 = reading.flag("--accumulate-allreduce-grads-in-fp32")
+    narrow = _read_narrow(reading)
+    if narrow and not brain:
+        weights = "fp16" if half else "fp32"
+        reading.notes.append(f"{weights} weights beside {narrow} matmuls are priced as bf16 ones")
+    elif half and in_fp32:
+        reading.notes.append("fp16 with gradients in fp32 is priced with gradients in fp16: 2 bytes a parameter less")
+    if narrow or half or not brain:
+        return narrow or ("fp16" if half else "fp32")
     # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
-    return ("bf16" if in_bf16 else "bf16-fp32-grads") if brain else "fp32"
+    return "bf16" if megatron_stack.reads_bf16_gradients(reading) else "bf16-fp32-grads"
+
+
+_FP8 = {"tensorwise": "fp8", "delayed": "fp8-delayed", "blockwise": "fp8-blockwise", "mxfp8": "mxfp8", "custom": "fp8"}
+
+
+def _read_narrow(reading: Reading) -> str | None:
+    """The recipe of matmuls in 8 or 4 bits, if there are any."""
+    if reading.choice("--fp4-format", {"e2m1": True}, False):
+        reading.choice("--fp4-recipe", ("nvfp4", "custom"))
+        return "nvfp4"
+    if not reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False):
+        return None
+    recipe: str = reading.choice("--fp8-recipe", _FP8, "fp8-delayed")
+    if recipe == "fp8-delayed":
+        steps, by = reading.count("--fp8-amax-history-len", 1), reading.text("--fp8-amax-compute-algo", "most_recent")
+        if (steps, by) != (1024, "max"):
+            reading.notes.append(f"scales by the {by} of {steps:,} steps are priced as by the largest of 1,024")
+    return recipe
 
 
 def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
@@ -166,28 +186,33 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
     if name == "dist_muon":
         fields["strategy.zero"] = 1
     fields["training.optimizer"] = "sgd-momentum" if name == "sgd" and momentum else name.removeprefix("dist_")
-    moments = [reading.choice(option, ("fp32", "fp16", "bf16", "fp8"), "fp32") for option in _MOMENTS]
-    if name == "adamw" and reading.flag("--use-precision-aware-optimizer") and moments != ["fp32", "fp32"]:
-        fields["training.optimizer"] = "adamw-bf16-moments"
-        if moments != ["bf16", "bf16"]:
+    if name == "adamw" and reading.settings.get(megatron_stack.AWARE):
+        moments = [reading.choice(option, ("fp32", "fp16", "bf16", "fp8"), "fp32") for option in _MOMENTS]
+        if moments != ["fp32", "fp32"]:
+            reading.flag(megatron_stack.AWARE)
+            fields["training.optimizer"] = "adamw-bf16-moments"
+        if moments not in (["fp32", "fp32"], ["bf16", "bf16"]):
             reading.notes.append(f"moments in {moments[0]} and {moments[1]} are priced as bf16")
-    share = reading.number("--optimizer-offload-fraction", 1.0)
     if reading.flag("--optimizer-cpu-offload"):
-        fields["strategy.offload.optimizer"] = share
+        reading.flag(megatron_stack.AWARE)  # which it needs
+        fields["strategy.offload.optimizer"] = reading.number("--optimizer-offload-fraction", 1.0)
         fields["strategy.overlap.offload"] = reading.flag("--overlap-cpu-optimizer-d2h-h2d")
 
 
 def _read_sharding(reading: Reading, fields: dict[str, Any]) -> None:
-    stage = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
     if reading.flag("--use-distributed-optimizer"):
         fields["strategy.zero"] = 1
+    if reading.flag("--deepspeed"):  # Megatron-DeepSpeed
+        fields["strategy.zero"] = reading.zero("--zero-stage", 3, 1)
     if reading.flag("--use-megatron-fsdp"):
-        fields["strategy.zero"] = stage
+        fields["strategy.zero"] = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
     if reading.flag("--use-torch-fsdp2"):
         fields["strategy.zero"] = 3
         fields["strategy.keep_parameters"] = reading.flag("--torch-fsdp2-no-reshard-after-forward")
     fields["strategy.overlap.dp"] = reading.flag("--overlap-grad-reduce")
-    reading.flag("--overlap-param-gather")
+    gathered = reading.flag("--overlap-param-gather")
+    if fields["strategy.overlap.dp"] and not gathered and fields.get("strategy.zero") in (1, 2):
+        reading.notes.append("without --overlap-param-gather parameters are waited for: priced as gathered beside work")
     instances, ranks = reading.count("--num-distributed-optimizer-instances", 1), reading.data_ranks(fields)
     if instances > 1 and ranks is not None and fields.get("strategy.zero"):
         fields["strategy.shard_group"] = ranks * fields["strategy.cp"] // instances
@@ -293,6 +318,7 @@ def _compose(job: Job) -> Settings:
     settings: Settings = {
         **megatron_model.compose(job),
         **_PRECISION.get(training.precision, _PRECISION["bf16"]),
+        **(megatron_stack.compose(job) if job.stack.base in MEGATRON.stacks else {}),
         **_sharding(job),
         **_pipeline(job),
         **compose_recompute(job),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.interop.frameworks.documents import Format, Names, Settings, recorded
+from shardwise.interop.frameworks.documents import OUTSIDE, Format, Names, Settings, recorded
 from shardwise.interop.frameworks.job_fields import (
     comparable,
     default_of,
@@ -23,10 +23,12 @@ from shardwise.interop.frameworks.job_fields import (
 from shardwise.interop.frameworks.results import Exported, Imported, Lost, plain
 from shardwise.interop.recognise import MOST_CHARACTERS
 from shardwise.interop.shell import Unset
+from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.stack import stack_from
 
 Meanings = Mapping[str, Any] | Sequence[str]  # of words; of a sequence each word is its own meaning
 
@@ -318,16 +320,18 @@ class Target:
         if len(text) > MOST_CHARACTERS:
             raise SpecError(self.name, f"{len(text):,} characters are too many", "is it a configuration?")
         settings = self.format.parse(text, f"{self.title} configuration", self.names)
+        outside = settings.pop(OUTSIDE, [])
         for key, value in settings.items():
             self.names.check(key, value)
         reading = Reading(settings, model, cluster, given or {})
+        reading.notes += [f"{word} is not set in the script: options in it are not priced" for word in outside]
         fields: dict[str, Any] = {}
         for option in self.options:
             fields.update(option.fields(reading))
             reading.used.add(option.key)
         self.interpret(reading, fields)
         self._check_unknown(reading)
-        fields.setdefault("stack", self.stacks[0])
+        fields = _with_stack(fields, self.stacks[0])
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         devices = reading.devices or _devices(fields)
@@ -340,10 +344,12 @@ class Target:
             if not reading.is_unknown(key):
                 continue
             value = plain(reading.settings[key])
+            written = str(value).startswith("<")
+            whence = "is a placeholder" if written else "comes from outside of the script"
             if not key.startswith(self.learning):
-                problem = f"{shown(value)} comes from outside of the script"
-                raise SpecError(key, problem, "set the variable in it, as in BATCH=256")
-            reading.notes.append(f"{key} = {shown(value)} comes from outside of the script: left out")
+                remedy = "write a value instead of it" if written else "set the variable in it, as in BATCH=256"
+                raise SpecError(key, f"{shown(value)} {whence}", remedy)
+            reading.notes.append(f"{key} = {shown(value)} {whence}: left out")
 
     def _not_returned(self, job: Job, back: Imported) -> list[Lost]:
         elsewhere = {**_EVERYWHERE, **self.elsewhere}
@@ -370,6 +376,17 @@ class Target:
     def _reason(self, path: str, job: Job) -> str:
         why = _nearest(self.reasons, path) or f"{self.title} has no option for it"
         return why if isinstance(why, str) else why(job)
+
+
+def _with_stack(fields: Mapping[str, Any], usual: str) -> dict[str, Any]:
+    """The fields with their stack: ``usual`` unless one is named, with what the settings change of it (``stack.loss``).
+
+    A stack that is changed is written out, under a name that says so.
+    """
+    changes = {path.partition(".")[2]: value for path, value in fields.items() if path.startswith("stack.")}
+    stack = stack_from(fields.get("stack", usual)).changed(**changes)
+    kept = {path: value for path, value in fields.items() if path.partition(".")[0] != "stack"}
+    return {**kept, "stack": presets.shorten(stack)}
 
 
 def _in_sections(lost: list[Lost], job: Job) -> list[Lost]:

@@ -93,14 +93,14 @@ ONE_F_ONE_B_FORMS = ClosedForms(
 # Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the order is Megatron-LM's.
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+def interleaved(ranks: int, microbatches: int, chunks: int, ahead: int = 0) -> PipelineSchedule:
     if microbatches % ranks:
         raise SpecError(
             "microbatches",
             f"{microbatches} is not a multiple of the {ranks} pipeline ranks, which interleaving needs",
             f"use {_near_multiples(microbatches, ranks)} microbatches, or schedule 1f1b",
         )
-    actions = [_rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    actions = [_rank_actions(rank, ranks, microbatches, chunks, ahead) for rank in range(ranks)]
     return one_copy("interleaved", microbatches, loop_placement(ranks, chunks), actions)
 
 
@@ -109,10 +109,10 @@ def _near_multiples(microbatches: int, ranks: int) -> str:
     return f"{below} or {below + ranks}" if below else str(ranks)
 
 
-def _rank_actions(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def _rank_actions(rank: int, ranks: int, microbatches: int, chunks: int, more: int) -> list[Action]:
     total = microbatches * chunks
-    # Forwards ahead of the first backward: 2(p-r-1) + (v-1)p + 1 (Megatron-LM, schedules.py).
-    ahead = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+    # Forwards ahead of the first backward: 2(p-r-1) + (v-1)p + 1 (Megatron-LM, schedules.py), and ``more``.
+    ahead = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 + more)
     forwards = [_nth(ActionKind.F, rank, ranks, chunks, i) for i in range(total)]
     backwards = [_nth(ActionKind.B, rank, ranks, chunks, i) for i in range(total)]
     order = forwards[:ahead]
