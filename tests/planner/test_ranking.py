@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from shardwise.planner.advice.explanation import explain
 from shardwise.planner.advice.why_not import difference_words
 from shardwise.planner.candidate import candidate, complexity
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import Plan, plan, ranked, said_by_a_framework
+from shardwise.planner.plan import GROUPS, Plan, plan, ranked, said_by_a_framework
 from shardwise.planner.request import Request
+from shardwise.report.plan import _ranking, ranked_data
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Overlap, Strategy
 
@@ -32,9 +35,34 @@ def planned() -> Plan:
     return found
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_and_the_column_of_times_have_one_base(seed: int) -> None:
+    """By what is printed: rows under the noise are slower than the fastest by more, the others by no more."""
+    draw = Random(seed)
+    some = draw.sample(planned().candidates, min(len(planned().candidates), 12))
+    quickest = min(one.step_seconds for one in some)
+    # Many as near to the limit as rounding matters.
+    near = [draw.choice((0.0, 0.0004, 0.01, noise_of(some[0].job).share + draw.gauss(0, 0.0006))) for _ in some]
+    found = planned().of(
+        replace(one, pipeline_seconds=quickest * (1 + loss) - one.prediction.tail_seconds)
+        for one, loss in zip(some, near)
+    )
+    for group in GROUPS:
+        table = _ranking(found, found.rows, group)
+        limit = float(re.findall(r"\((.*)%\)", table.title)[0])
+        time = [column.name for column in table.columns].index("time")
+        for row in table.rows:
+            words = str(row[time])
+            loss = 0.0 if words in ("fastest", "ties") else float(words.removesuffix("%"))
+            assert (loss > limit) == (group == "slower"), (table.title, words)
+    data = [ranked_data(found, one) for one in found.candidates]
+    assert min(one["loss"] for one in data) == 0
+    assert all((one["loss"] > found.noise.share) == (one["group"] == "slower") for one in data)
+
+
 def test_those_within_noise_come_first_and_the_simplest_of_them_is_the_first() -> None:
     found = planned()
-    limit = found.fastest.seconds_per_token * (1 + found.noise.share)
+    limit = found.fastest.seconds_per_token * (1 + found.noise.share + 0.0005)
     near = [one for one in found.layouts if one.seconds_per_token <= limit]
     assert len(near) > 3
     assert list(found.layouts[: len(near)]) == near

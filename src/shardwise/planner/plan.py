@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import Noise, error_bar, noise_of
+from shardwise.cost.accuracy.residuals import PRINTED_DIGITS, Noise, error_bar, noise_of
 from shardwise.cost.memory.room import fit_of, fit_probability
 from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, dimensions_used, job_with
 from shardwise.planner.request import Request
@@ -44,9 +44,12 @@ class Ranking:
     def fastest(self) -> Candidate:
         return min(self.candidates, key=lambda one: one.seconds_per_token)
 
+    def loss_of(self, one: Candidate) -> float:
+        """The extra time per token against the fastest, as a share, to the digits that are printed."""
+        return _loss(one, self.fastest)
+
     def group_of(self, one: Candidate) -> Group:
-        near = one.seconds_per_token <= self.fastest.seconds_per_token * (1 + self.noise.share)
-        return "within noise" if near else "slower"
+        return "within noise" if self.loss_of(one) <= self.noise.share else "slower"
 
     @cached_property
     def layouts(self) -> tuple[Candidate, ...]:
@@ -81,11 +84,14 @@ def ranked(candidates: Iterable[Candidate]) -> Ranking:
     """The strategies in the order to try them."""
     by_time = sorted(candidates, key=lambda one: one.seconds_per_token)
     noise = noise_of(by_time[0].job)
-    limit = by_time[0].seconds_per_token * (1 + noise.share)
-    near = [one for one in by_time if one.seconds_per_token <= limit]
+    near = [one for one in by_time if _loss(one, by_time[0]) <= noise.share]
     first = sorted(_simplest_of_layouts(near), key=_difficulty)
     taken = {id(one) for one in first}
     return Ranking((*first, *(one for one in by_time if id(one) not in taken)), noise)
+
+
+def _loss(one: Candidate, fastest: Candidate) -> float:
+    return round(one.loss_to(fastest), PRINTED_DIGITS)
 
 
 def _simplest_of_layouts(by_time: Sequence[Candidate]) -> Iterator[Candidate]:

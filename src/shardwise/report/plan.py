@@ -106,7 +106,7 @@ def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[RankingRow]:
 def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTable:
     titles = {
         "within noise": f"Within noise ({found.noise.share:.1%}) of the fastest: the simplest first",
-        "slower": "Slower than noise: by time",
+        "slower": f"Slower than the fastest by more than noise ({found.noise.share:.1%}): by time",
     }
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "fits", "like it")  # fmt: skip
@@ -121,7 +121,7 @@ def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTab
 
 
 def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
-    one, first, strategy = row.best, found.best, row.best.job.strategy
+    one, strategy = row.best, row.best.job.strategy
     others = [
         sharding_words(strategy) or "none",
         *(["no SP"] if strategy.tp > 1 and not strategy.sequence_parallel else []),
@@ -136,7 +136,7 @@ def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
         *(str(x) for x in (strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep)),
         str(strategy.microbatch),
         readable_seconds(one.step_seconds),
-        "" if one is first else difference_words(one.loss_to(first)),
+        _time(found, one),
         f"{one.tokens_per_second:,.0f}",
         readable_share(one.mfu),
         readable_bytes(one.memory.total),
@@ -146,13 +146,18 @@ def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
     )
 
 
+def _time(found: Plan, one: Candidate) -> str:
+    """The time of a strategy against the fastest, on which the tables and what is within noise rest."""
+    return "fastest" if one is found.fastest else difference_words(one.loss_to(found.fastest))
+
+
 def _tight(found: Plan) -> FittedTable:
     """What would be faster if it fits."""
     rows = [
         (
             strategy_words(one.job.strategy),
             readable_seconds(one.step_seconds),
-            difference_words(one.loss_to(found.best)),
+            _time(found, one),
             readable_bytes(one.memory.total),
             readable_bytes(found.left_bytes(one)),
             probability_words(found.fit_probability(one)),
@@ -198,7 +203,7 @@ def _families(found: Plan) -> FittedTable:
         time = difference_words(one.best.loss_to(found.best))
         rows.append((name, words, largest_differences(found.best, one.best), time))
     title = "The best with each set of dimensions (beside dp), and where it loses and gains"
-    return table(title, ("uses", "strategy", "against 1", "time"), rows, numbers_from=3)
+    return table(title, ("uses", "strategy", "against 1", "in all"), rows, numbers_from=3)
 
 
 def _where_time_goes(one: Candidate) -> FittedTable:
@@ -218,10 +223,10 @@ def _sentences(answer: PlanAnswer) -> Iterator[str]:
     if rule is None:
         yield "The textbook order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
-        loss, words = rule.loss_to(found.best), strategy_words(rule.job.strategy)
-        step = readable_seconds(rule.step_seconds)
+        words, step = strategy_words(rule.job.strategy), readable_seconds(rule.step_seconds)
         noise = " (within noise)" if found.group_of(rule) == "within noise" else ""
-        yield f"The textbook order gives {words}: {step} a step, {difference_words(loss)}{noise}."
+        against = "the fastest" if rule is found.fastest else f"{_time(found, rule)} against the fastest{noise}"
+        yield f"The textbook order gives {words}: {step} a step, {against}."
     result = found.search
     yield (
         f"Searched {counted(result.priced, 'strategy')} in {readable_duration(result.seconds)}: "
@@ -264,7 +269,9 @@ def _asked(answer: PlanAnswer) -> Iterator[Piece | str]:
     for one in answer.why_not:
         loss = ""
         if one.loss is not None and one.verdict in GROUPS:
-            loss = f" by {one.loss:.1%}" if one.verdict == "slower" else f" ({difference_words(one.loss)})"
+            loss = f" than the fastest by {one.loss:.1%}"
+            if one.verdict == "within noise":
+                loss = f" of the fastest ({difference_words(one.loss)})"
         yield f"\nWhy not {one.wanted}? {one.verdict.capitalize()}{loss}: {one.reason}."
         if one.best is not None and one.verdict in GROUPS:
             yield f"  Its best is {strategy_words(one.best.job.strategy)}."
@@ -291,11 +298,10 @@ def _what_if_table(answer: PlanAnswer) -> FittedTable:
 
 
 def _pareto_table(answer: PlanAnswer) -> FittedTable:
-    first = answer.plan.best
     if answer.memory_front is not None:
         rows = [
             (strategy_words(one.job.strategy), readable_bytes(one.memory.total), readable_seconds(one.step_seconds),
-             "" if one is first else difference_words(one.loss_to(first)))
+             _time(answer.plan, one))
             for one in answer.memory_front
         ]  # fmt: skip
         return table("Time against memory", ("strategy", "memory", "step", "time"), rows)
@@ -394,6 +400,7 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
 def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
     return {
         "group": found.group_of(one),
+        "loss": found.loss_of(one),
         **candidate_data(one),
         "left_bytes": found.left_bytes(one),
         "fit_probability": found.fit_probability(one),

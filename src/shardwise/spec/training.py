@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -206,12 +207,24 @@ class Training(Spec):
         return int(number), in_tokens
 
     def sequences(self, multiple: int) -> int:
-        """The global batch in sequences; one given in tokens is rounded to a multiple the layout divides."""
+        """The global batch in sequences; one given in tokens is rounded to what this layout and others divide."""
         request = self.batch_request()
         if request is None:
             return multiple
         requested, in_tokens = request
-        return max(1, round(requested / self.seq / multiple)) * multiple if in_tokens else requested
+        if not in_tokens:
+            return requested
+        whole = self._divisible(multiple)
+        return max(1, round(requested / self.seq / whole)) * whole
+
+    def _divisible(self, multiple: int) -> int:
+        """What a batch in tokens is a multiple of: as many powers of two as move it by 5% at most; none if it fits."""
+        requested, _ = self.batch_request() or (0, True)
+        if requested % (self.seq * multiple) == 0:
+            return multiple
+        least_parts = 10  # rounding a number of so many parts to whole ones moves it by 5%
+        evens = (math.lcm(multiple, 2**power) for power in range(requested.bit_length(), 0, -1))
+        return next((whole for whole in evens if whole * least_parts * self.seq <= requested), multiple)
 
     def batch_note(self, multiple: int) -> str:
         """What was assumed or rounded to get the batch in sequences; empty when nothing was."""
@@ -225,5 +238,5 @@ class Training(Spec):
             return ""
         return (
             f"global batch {requested:,} tokens rounded to {sequences:,} sequences of {self.seq:,} "
-            f"({tokens:,} tokens, {tokens / requested - 1:+.2%}), a multiple of {multiple}"
+            f"({tokens:,} tokens, {tokens / requested - 1:+.2%}), a multiple of {self._divisible(multiple)}"
         )

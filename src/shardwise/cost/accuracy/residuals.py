@@ -110,6 +110,9 @@ def _of_memory(
     return max([of_all, *(size(one.error) for one in known)]), errors, "all frameworks"
 
 
+PRINTED_DIGITS = 3  # of a share of time: what is within noise is decided, and printed, to 0.1%
+
+
 @dataclass(frozen=True)
 class Noise:
     """How far the predicted ratio of two strategies' times may be off, as a share. ``basis`` says how that is known."""
@@ -138,7 +141,7 @@ def _noise(kind: str) -> Noise:
         return Noise(dense.share, f"too few such pairs of {KINDS[kind]}: {dense.basis}")
     share = math.expm1(quantile([(one, 1.0) for one in pairs], COVERAGE))
     basis = f"{COVERAGE:.0%} of {len(pairs)} pairs of published runs ({KINDS[kind]}) that differ in the strategy alone"
-    return Noise(share, basis)
+    return Noise(round(share, PRINTED_DIGITS), basis)
 
 
 def pairs_of_one_job(errors: Iterable[RunError]) -> list[tuple[RunError, RunError]]:

@@ -65,12 +65,12 @@ class PlanExplanation:
     def _standing(self) -> str:
         if self.within == 1:
             return f"It is the only layout within noise ({self.noise.share:.1%}) of the fastest."
-        gap = self.fastest.loss_to(self.first)
+        gap = self.first.loss_to(self.fastest)
         fastest = "itself" if self.fastest is self.first else f"{strategy_words(self.fastest.job.strategy)}"
-        margin = "" if abs(gap) < TIE else f", {gap:+.1%}"
+        margin = "" if gap < TIE else f" and takes {gap:+.1%}"
         return (
             f"It is the simplest of {self.within} layouts within noise ({self.noise.share:.1%}) of the fastest "
-            f"({fastest}{margin})."
+            f"({fastest}){margin}."
         )
 
     def _next(self) -> str:
@@ -81,7 +81,7 @@ class PlanExplanation:
             more = self.second.margin_bytes - self.first.margin_bytes
             left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
             return f"{text}{_takes(self.loss)} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
-        text += f"takes {self.loss:+.1%}: {self.differences}"
+        text += f"takes {self.loss:+.1%} against 1: {self.differences}"
         if self.turnings is None:
             return f"{text}."
         if not self.turnings:
@@ -90,7 +90,7 @@ class PlanExplanation:
 
 
 def _takes(loss: float) -> str:
-    return "ties" if abs(loss) < TIE else f"takes {loss:+.1%}"
+    return "ties" if abs(loss) < TIE else f"takes {loss:+.1%} against 1"
 
 
 def explain(found: Plan) -> PlanExplanation:

@@ -31,7 +31,7 @@ class WhyNot:
     verdict: str
     reason: str
     best: Candidate | None = None
-    loss: float | None = None  # in time per token, as a share
+    loss: float | None = None  # in time per token against the fastest, as a share
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
 def _behind(words: str, found: Plan, other: Candidate) -> WhyNot:
     first = found.best
     if other is first:
-        return WhyNot(words, "the plan itself", "that is what the plan does", other, 0.0)
-    return WhyNot(words, found.group_of(other), largest_differences(first, other), other, other.loss_to(first))
+        return WhyNot(words, "the plan itself", "that is what the plan does", other, found.loss_of(other))
+    against = f"against 1, {largest_differences(first, other)}"
+    return WhyNot(words, found.group_of(other), against, other, found.loss_of(other))
 
 
 def largest_differences(first: Candidate, other: Candidate) -> str:

@@ -89,7 +89,7 @@ function draw(plan, picture, job) {
   const { search: result, layouts, ranking, explanation } = plan;
   status.textContent = `${count(result.priced)} strategies priced: ${count(result.fitting)} run and fit, ${count(result.too_large)} do not fit, ${count(result.unsupported)} are not run.`;
   const rows = ranking.slice(0, TOP).map((row) => ({ ...row, ...layouts.find((one) => one.words === row.words) }));
-  const body = el("tbody", {}, ...rows.map((one) => layoutRow(one, rows[0], job)));
+  const body = el("tbody", {}, ...rows.map((one) => layoutRow(one, plan.fastest, job)));
   found.replaceChildren(
     listed(["", "Layout", "Step", "Time", "MFU", "Memory", "Fits", ""], body),
     el("p", { class: "why" }, el("b", {}, "Why 1 wins. "), explanation.sentence),
@@ -127,15 +127,14 @@ function listed(names, body) {
   return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), body));
 }
 
-function layoutRow(one, first, job) {
-  const slower = one.predicted_seconds / one.tokens_per_step / (first.predicted_seconds / first.tokens_per_step) - 1;
+function layoutRow(one, fastest, job) {
   return el(
     "tr",
     { class: one.rank === 1 ? "own" : null },
     el("td", {}, String(one.rank)),
-    el("th", { scope: "row" }, one.words, one.group === "within noise" ? null : el("small", {}, "slower than noise")),
+    el("th", { scope: "row" }, one.words, one.group === "within noise" ? null : el("small", {}, "slower by more than noise")),
     cell(seconds(one.predicted_seconds)),
-    cell(one === first ? "" : signed(slower)),
+    cell(one.words === fastest ? "fastest" : signed(one.loss)),
     cell(share(one.mfu)),
     cell(bytes(one.memory.total_bytes)),
     cell(share(one.fit_probability, 0)),
