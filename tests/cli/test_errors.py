@@ -156,7 +156,7 @@ def test_a_job_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
-        ("{", ["config.json' is not JSON"]),
+        ("{", ["config.json: malformed JSON"]),
         ("[]", ["should be a mapping of keys"]),
         ("{}", ["model_type: is missing"]),
         ('{"model_type": "lama"}', ["model_type: 'lama' is not supported", "did you mean llama"]),

@@ -1,7 +1,11 @@
-"""Random, mostly hostile input: status 0 (1 where a job does not fit), or one line and status 2, always."""
+"""Random, mostly hostile input: status 0 (1 where a job does not fit), or one line and status 2, always.
+
+Of the Python API: a result, or a SpecError. Hostile files have `test_bad_files.py`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -13,7 +17,10 @@ import pytest
 
 from cli.running import Result, error_line, run, strict_json
 from interop.published_configs import CATALOGUE
+from shardwise import api
+from shardwise.api.given import JobKeywords
 from shardwise.spec import presets
+from shardwise.spec.errors import SpecError, shown
 
 # What would fit a job of nonsense is looked for in hundreds of them: a moment for each.
 pytestmark = pytest.mark.usefixtures("short_searches")
@@ -284,3 +291,63 @@ def test_hugging_face_configs(seed: int, tmp_path: Path) -> None:
         return ["analyze", "--model", str(tmp_path / "config.json"), *cluster, "--json"]
 
     assert fuzz(command, seed) - {1} == {0, 2}
+
+
+# -- keywords of the Python API --------------------------------------------------------------------------------------
+
+NESTED: list[Any] = []
+for _ in range(2000):
+    NESTED = [NESTED]
+# No keyword means any of these, but for a few that take whatever is true.
+OF_NO_TYPE: list[Any] = [
+    -1, 1.5, float("nan"), float("inf"), 10**400, 10**5000, "x", "\0", "\ud800", b"x", [5], [None], {"a": 1}, {1: 2},
+    (1,), object(), object, len, {"x"}, range(3), 1j, NESTED, [[]], ..., [10**5000],
+]  # fmt: skip
+# A job that is refused at the end, so that nothing is searched or started.
+NO_JOB = {"model": "tiny", "cluster": "laptop:2", "global_batch": 8, "seq": 128, "stage_layers": "1,1,1"}
+NO_FILE = "/nonexistent/run"
+BESIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("analyze", "predict", "plan", "plan_mixed", "verify", "train", "write_report"), NO_JOB),
+    "status": {"run": NO_FILE}, "compare": {"run": NO_FILE}, "validate": {"table": NO_FILE},
+    "calibrate": {"processes": 0}, "generate": {"source": NO_FILE, "prompt": "a"},
+}  # fmt: skip
+
+
+def calls_of_wrong_types() -> list[tuple[str, str, Any]]:
+    """Every keyword of every verb with each value."""
+    found = []
+    for verb in api.VERBS:
+        known = inspect.signature(getattr(api, verb)).parameters.values()
+        own = [one.name for one in known if one.kind is not one.VAR_KEYWORD]
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in known)
+        names = [*own, *(JobKeywords.__annotations__ if open_ended else ())]
+        found += [
+            (verb, name, value)
+            for name in names
+            if not name.startswith(("on_", "watch", "note"))
+            for value in OF_NO_TYPE
+        ]
+    return found
+
+
+@pytest.mark.parametrize("share", [60, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_keywords_of_wrong_types(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = calls_of_wrong_types()
+    random.Random(0).shuffle(calls)
+    assert set(BESIDE) == set(api.VERBS) and len(calls) > 10_000
+    for verb, name, value in calls[::share]:
+        try:
+            getattr(api, verb)(**{**BESIDE[verb], name: value})
+        except SpecError as error:
+            assert "\n" not in str(error)
+        except BaseException as error:
+            error.add_note(f"{verb}({name}={shown(value)})")
+            raise
+
+
+@pytest.mark.parametrize("keyword", ["exclude", "why_not", "what_if"])
+@pytest.mark.parametrize("value", [[5], 5, {"tp": 8}, [None], b"tp=8"], ids=str)
+def test_questions_of_a_plan_are_texts(keyword: str, value: Any) -> None:
+    with pytest.raises(SpecError, match=f"^{keyword}: .* is not text"):
+        api.plan(model="tiny", cluster="laptop:2", global_batch=8, **{keyword: value})

@@ -106,5 +106,5 @@ def test_a_file_is_told_apart_and_a_domain_left_out(tmp_path: Path) -> None:
     slurm, nodes = (read_switches(FILES / name, "--switches") for name in ("topology_tree.conf", "nodes_nvidia.json"))
     assert of_hosts(slurm, ["dev3.example.org", "unknown"]) == {"dev3.example.org": ("s0", "s3")}
     assert set(of_hosts(nodes, ["gpu-1"])) == {"gpu-1"}
-    with pytest.raises(SpecError, match=r"--switches: .* cannot be read"):
+    with pytest.raises(SpecError, match=r"--switches: .* is not there"):
         read_switches(tmp_path / "none", "--switches")

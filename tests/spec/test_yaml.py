@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +16,8 @@ from shardwise.interop.frameworks import read_text
 from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import read_job
 from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets
-from shardwise.spec.files import parse_yaml, read_yaml
+from shardwise.spec.errors import shown
+from shardwise.spec.files import bounded_lines, parse_json, parse_toml, parse_yaml, read_yaml
 from spec.jobs import jobs
 
 DEVICE = "peak: {bf16: 100TFLOPS}\nmemory: 24GiB\nmemory_bandwidth: 1TB/s\n"
@@ -126,7 +129,9 @@ def refused(text: str | bytes, folder: Path) -> SpecError:
         ("? [1, 2]\n: 3\n", "a key should be text line 1"),
         ("model: !!int abc\n", "'abc' is not a whole number line 1"),
         ("model: 2020-99-99\n", "'2020-99-99' is not a date line 1"),
-        ("model: {layers: " + "9" * 5000 + "}\n", "is not a whole number line 1"),
+        ("model: {layers: " + "9" * 5000 + "}\n", "has more than 300 digits line 1"),
+        ("model: {layers: 0x" + "f" * 290 + "}\n", "has more than 300 digits line 1"),
+        ("model: {layers: " + ":".join(["59"] * 300_000) + "}\n", "has more than 300 digits line 1"),
         ("model: gpt2\n---\nmodel: gpt2\n", "malformed YAML"),
         (b"\xff\xfe\x00bad", "cannot be read (not text in UTF-8)"),
         (b"name: \x80\n", "cannot be read (not text in UTF-8)"),
@@ -144,13 +149,64 @@ def test_a_malformed_file_is_one_line_with_the_place(text: str | bytes, said: st
 def test_aliases_that_explode_or_hold_themselves_are_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    for text in ("\n".join(lines), "model: &m [*m]\n"):
+    merged = ["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 13))]
+    for text in ("\n".join(lines), "\n".join(merged), "model: &m [*m]\n", "model: &m {<<: *m}\n"):
         assert "aliases make it more than 100,000 values" in refused(text, tmp_path).problem
 
 
 def test_aliases_that_nest_without_end_are_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 150))]
     assert "aliases nest it more than 100 levels deep" in refused("\n".join(lines), tmp_path).problem
+
+
+DEEP = 600
+TOO_MUCH: dict[str, dict[Callable[..., Any], list[Any]]] = {
+    "nested more than 100 levels deep": {
+        parse_json: ["[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "[" * 10**6],
+        parse_toml: ["a = " + "[" * 150 + "]" * 150, "a = " + "[" * 10**6],
+    },
+    "more than 100,000 values": {
+        parse_json: ["[" + "1," * 150_000 + "1]"],
+        parse_toml: ["a = [" + "1," * 150_000 + "]"],
+    },
+    "a number of more than 300 digits": {
+        parse_json: ['{"a": [' + "9" * digits + "]}" for digits in (301, 5000)],
+        parse_toml: ["a = " + "9" * 301, "a = " + "9" * 5000, "a = 0x" + "f" * 5000],
+    },
+    "half a character": {parse_json: [r'{"a": "\ud800 x"}', r'{"\udc00": 1}', r'["\ud83d\ude00", "\uDFFF"]']},
+    "not text in UTF-8": {parse_json: [b'{"a": "\xff"}', b"\x80"]},
+}
+
+
+@pytest.mark.parametrize("said", TOO_MUCH)
+def test_json_and_toml_have_the_same_limits(said: str) -> None:
+    for parse, texts in TOO_MUCH[said].items():
+        for text in texts:
+            with pytest.raises(SpecError, match=said) as caught:
+                parse(text, "it")
+            assert len(str(caught.value)) < 200
+
+
+def test_within_its_limits_a_document_is_what_it_says() -> None:
+    assert parse_json(r'["\ud83d\ude00", 1e300, NaN]')[0] == "😀"
+    assert parse_json("[" * 100 + "]" * 100) and parse_json("9" * 300) == int("9" * 300)
+    with pytest.raises(SpecError, match="NaN is not a JSON number"):
+        parse_json("[NaN]", finite=True)
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), [[10**5000]]], ids=["large", "small", "inside"])
+def test_an_error_shows_any_value(value: Any) -> None:
+    deep: list[Any] = []
+    for _ in range(10**5):
+        deep = [deep]
+    assert shown(value).startswith("this ") and shown(deep) == "this list"
+
+
+def test_a_line_without_end_takes_no_memory() -> None:
+    text = b"a\n" + b"b" * 3000 + b"\n\nc"
+    assert list(bounded_lines(io.BytesIO(text), 10)) == [b"a\n", None, b"\n", b"c"]
+    assert list(bounded_lines(io.BytesIO(b"b" * 10), 10)) == [b"b" * 10]
+    assert list(bounded_lines(io.BytesIO(b"b" * 11), 10)) == [None]
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])

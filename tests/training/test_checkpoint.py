@@ -158,7 +158,7 @@ DAMAGES = {
     "short": "bytes instead of",
     "missing": "is missing",
     "link": "is a link",
-    "manifest": "is not JSON",
+    "manifest": "malformed JSON",
     "escape": "its checksum differs",
     "position": "its checksum differs",
     "number": "it has no optimizer_steps",

@@ -6,19 +6,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.api.outputs import require_writable, write_text
-from shardwise.api.quantities import whole_number
+from shardwise.api.quantities import path_text, texts, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.page import Page
 from shardwise.spec.clusters import cluster_from, cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import require_packages
@@ -107,7 +107,7 @@ def calibrate(
     from shardwise.launch.emulate.network import require_emulation
     from shardwise.measure.calibrate import run as measured
 
-    path, writes = Path(out), here is None or here.rank == 0
+    path, writes = Path(path_text(out, "--out")), here is None or here.rank == 0
     if writes:
         require_writable(path, "--out")
     emulation = None if emulate is None else Emulation.parse(emulate, "--emulate")
@@ -133,9 +133,9 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
 
     if (here := started()) is not None:
         raise SpecError("--from", "runs in one process", f"run it without {here.launcher}")
-    profiled = profiled_run(fspath(run))
+    profiled = profiled_run(path_text(run, "run"))
     result = measured.recut(profiled.job, profiled.measured)
-    path = profiled.folder.path / RECUT if out is None else Path(out)
+    path = profiled.folder.path / RECUT if out is None else Path(path_text(out, "--out"))
     write_text(path, result.new_run().to_yaml(), "--out")
     return RecutResult(result, path)
 
@@ -143,6 +143,8 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
 def _device(asked: str, *, emulated: bool) -> str:
     from shardwise.measure.doctor.software import visible_devices
 
+    if asked not in ("auto", "cpu", "cuda"):
+        raise SpecError("--run-device", f"{shown(asked)} is not a choice", "use auto, cpu or cuda")
     if asked == "cuda" and not visible_devices():
         raise SpecError("--run-device", "PyTorch finds no GPU here", "use --run-device cpu")
     if asked == "auto":
@@ -196,7 +198,7 @@ def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
     if only is None:
         return PARTS
-    chosen = tuple(part.strip() for part in (only.split(",") if isinstance(only, str) else only))
+    chosen = tuple(part.strip() for text in texts(only, "--only") for part in text.split(","))
     for part in chosen:
         if part not in PARTS:
             raise SpecError("--only", f"{part!r} is not measured", "choose from " + ", ".join(PARTS))

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api.outputs import write_text
+from shardwise.api.quantities import path_text
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.report.compare import comparison_data, comparison_page
 from shardwise.report.page import Page
@@ -66,8 +67,8 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
     from shardwise.measure.compare.comparison import profiled_run
     from shardwise.measure.compare.timeline import timeline
 
-    profiled = profiled_run(fspath(run))
+    profiled = profiled_run(path_text(run, "run"))
     found = comparison.compare(profiled)
-    path = profiled.folder.profile / TRACE if trace is None else Path(trace)
+    path = profiled.folder.profile / TRACE if trace is None else Path(path_text(trace, "--trace"))
     write_text(path, json.dumps(timeline(profiled.job, profiled.measured)), "--trace")
     return ComparisonResult(found, path)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.api.execution import require_ray_for
 from shardwise.api.given import Size
-from shardwise.api.quantities import whole_number
+from shardwise.api.quantities import path_text, whole_number
+from shardwise.api.quantities import texts as given_texts
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.generation.request import Generation, GenerationRequest, Sampling
 from shardwise.interop.companions import end_tokens
@@ -112,13 +113,13 @@ def generate(
     """
     here = started()
     request = GenerationRequest(
-        str(Path(source).resolve()), model, dtype, device, _ranks(tp, here),
-        Sampling(float(temperature), top_p, top_k, int(seed)), whole_number(max_new_tokens, "--max-new-tokens"),
+        str(Path(path_text(source, "source")).resolve()), model, dtype, device, _ranks(tp, here),
+        _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "--max-new-tokens"),
         (), whole_number(batch, "--batch"), cache,
     )  # fmt: skip
     request.sampling.check()
     place = _ray_place(on, here, request, data, ray_address, wait_for_resources, workers)
-    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    texts = list(given_texts(prompt, "--prompt"))
     _check_prompts(texts, tokens, data, out)
     require_packages("generate", "torch", "safetensors")
     from shardwise.engine.refuse import require_devices
@@ -267,6 +268,15 @@ def _ranks(tp: int | None, here: Started | None) -> int:
         problem = f"{ranks}, but {here.world} processes were started"
         raise SpecError("--tp", problem, "leave it out: copies of the model (dp) do not generate")
     return here.world
+
+
+def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> Sampling:
+    return Sampling(
+        float(parse(temperature, "count", "--temperature")),
+        None if top_p is None else float(parse(top_p, "share", "--top-p")),
+        None if top_k is None else int(parse(top_k, "count", "--top-k")),
+        int(parse(seed, "count", "--seed")),
+    )
 
 
 def _check_prompts(

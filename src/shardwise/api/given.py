@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from shardwise.api.quantities import path_text
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job
@@ -147,7 +148,7 @@ def _source(job: JobSource | None) -> dict[str, Any]:
     if isinstance(job, Mapping):
         return {"fields": job}
     if isinstance(job, (str, PathLike)):
-        return {"job": fspath(job)}
+        return {"job": path_text(job, "job")}
     raise SpecError("job", f"{shown(job)} is not a job", "give a Job, the path of a job file, or a mapping of fields")
 
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise.api.quantities import path_text
 from shardwise.api.results import Figure, Result
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
 from shardwise.report.page import Page
@@ -77,7 +78,7 @@ class SavedResult(Result):
 
 def status(run: str | PathLike[str]) -> StatusResult | SavedResult:
     """The state of the run in a folder, runs/last the newest; of checkpoints at a path or URI, the newest of them."""
-    return next(statuses(fspath(run), 0.0))
+    return next(statuses(path_text(run, "run"), 0.0))
 
 
 def statuses(run: str, seconds: float) -> Iterator[StatusResult | SavedResult]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import planning_job
-from shardwise.api.quantities import amount, exclusive, whole_number
+from shardwise.api.quantities import amount, exclusive, texts, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.planner import plan as planner
 from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
@@ -148,7 +148,7 @@ def plan(
         thorough=thorough,
         time_limit_seconds=_time_limit(time_limit),
     ).started()
-    questions = Questions(chosen, _conditions(why_not, "--why-not"), _listed(what_if), pareto)
+    questions = Questions(chosen, _conditions(why_not, "--why-not"), texts(what_if, "--what-if"), pareto)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     # An error in a further question should not wait for the search.
     terms_from(run, wanted.training)
@@ -227,10 +227,10 @@ def constraints(bounds: Mapping[str, Allowed], exclude: Sequence[str], offload: 
     return Constraints(own, tuple(parsed for _, parsed in _conditions(exclude, "--exclude")))
 
 
-def _conditions(texts: Sequence[str], flag: str) -> tuple[tuple[str, Mapping[str, Allowed]], ...]:
+def _conditions(given: Sequence[str], flag: str) -> tuple[tuple[str, Mapping[str, Allowed]], ...]:
     """Strategies as a caller names them, such as "tp=8,pp=1", with what each allows."""
     try:
-        return tuple((text, parse_constraints(text)) for text in _listed(texts))
+        return tuple((text, parse_constraints(text)) for text in texts(given, ""))
     except SpecError as error:
         raise SpecError(f"{flag} {error.field}".strip(), error.problem, error.remedy) from None
 
@@ -240,12 +240,8 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple, range)):
-        return ",".join(str(one) for one in value)
-    return str(value)
-
-
-def _listed(texts: Sequence[str]) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+        return ",".join(one if isinstance(one, str) else shown(one) for one in value)
+    return value if isinstance(value, str) else shown(value)
 
 
 def _minimum(batch: int | str | None) -> int | None:

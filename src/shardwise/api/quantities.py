@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
@@ -30,3 +31,22 @@ def amount(value: Any, dimension: str, flag: str, example: str, *, zero: bool = 
     if number < 0 or (number == 0 and not zero):
         raise SpecError(flag, f"{shown(value)} is not {'0 or more' if zero else 'positive'}", remedy)
     return number
+
+
+def path_text(value: Any, flag: str) -> str:
+    """The path or address that a caller names, which need not exist."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    try:
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return text
+    except UnicodeError:
+        pass
+    raise SpecError(flag, f"{shown(value)} is not a path", "give text or a Path")
+
+
+def texts(value: Any, flag: str) -> tuple[str, ...]:
+    """One text, or a list of them."""
+    listed = (value,) if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(one, str) for one in listed):
+        raise SpecError(flag, f"{shown(value)} is not text, nor a list of texts", "write each as text")
+    return tuple(listed)

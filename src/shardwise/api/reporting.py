@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,7 +14,7 @@ from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_
 from shardwise.api.inputs import job_from
 from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.planning import plan
-from shardwise.api.quantities import amount, exclusive
+from shardwise.api.quantities import amount, exclusive, path_text
 from shardwise.api.results import Result
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
@@ -119,7 +119,7 @@ def write_report(
     ``search`` plans for the same model, cluster and batch, to show the job among other strategies. The rest is as for
     `analyze`, and ``time_limit`` as for `plan`.
     """
-    path = None if output is None else Path(fspath(output))
+    path = None if output is None else Path(path_text(output, "--output"))
     if path is not None:
         require_writable(path, "--output")
     if time_limit is not None:

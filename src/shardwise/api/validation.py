@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.api.quantities import path_text
 from shardwise.api.results import Result, Rows
 from shardwise.cost.accuracy import bubbles, collectives, runs
 from shardwise.cost.accuracy.bubbles import ScoredBubble, score_bubbles
@@ -77,9 +79,10 @@ def validate(table: str | PathLike[str] | None = None) -> RunScores | ErrorScore
     """
     if table is None:
         return _scores(score_runs(TRAINING_RUNS))
-    if _is_folder(fspath(table)):
-        return _scores(scored(*_own_runs(Path(table))))
-    path = str(table_path(fspath(table)))
+    named = path_text(table, "table")
+    if _is_folder(named):
+        return _scores(scored(*_own_runs(Path(named))))
+    path = str(table_path(named))
     kind = _kind(path)
     if kind == "runs":
         return _scores(score_runs((path,)))
@@ -99,7 +102,9 @@ def _is_folder(named: str) -> bool:
 
 def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
     """Runs that `train` or a callback recorded, by their folders; an error if none has a step to score."""
-    folders = [root] if (root / "job.yaml").is_file() else sorted(one.parent for one in root.rglob("job.yaml"))
+    # os.walk passes over a folder that goes away meanwhile.
+    below = (Path(folder) for folder, _, files in os.walk(root) if "job.yaml" in files)
+    folders = [root] if (root / "job.yaml").is_file() else sorted(below)
     runs: list[PublishedRun] = []
     refused: list[NotScored] = []
     for folder in folders:
@@ -108,6 +113,8 @@ def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
             runs.append(_own_run(name, RunFolder(folder)))
         except SpecError as error:
             refused.append(NotScored(name, str(error)))
+        except OSError as error:
+            refused.append(NotScored(name, f"cannot be read ({error.strerror})"))
     if not runs:
         problem = refused[0].reason if refused else "has no run's folder in it"
         raise SpecError(str(root), problem, "name the folder of a run, such as runs/demo")

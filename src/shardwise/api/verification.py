@@ -16,6 +16,7 @@ from shardwise.report.verify import verification_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
+from shardwise.spec.units import parse
 from shardwise.training.environment.reader import started
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ def verify(
     ranks. ``watch`` is called with each phase and a function that says how many of its steps are done.
     """
     for flag, value in (("--steps", steps), ("--max-processes", max_processes)):
-        if value < 1:
+        if parse(value, "count", flag) < 1:
             raise SpecError(flag, f"{value}", "use 1 or more")
-    if not tolerance >= 0:
+    if not parse(tolerance, "count", "--tolerance") >= 0:
         raise SpecError("--tolerance", f"{tolerance:g} is not a deviation", "use 0 or more, such as 1e-5")
-    if abs(seed) > LARGEST_SEED:
+    if abs(parse(seed, "count", "--seed")) > LARGEST_SEED:
         raise SpecError("--seed", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
     asked = job if isinstance(job, Job) and not keywords else job_from(job_arguments(job, keywords), runs_here=True)[0]
     require_packages("verify", "torch")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.api.calibration import named_cluster
 from shardwise.cli.arguments import Parser
@@ -25,6 +24,7 @@ from shardwise.launch.targets.registry import (
 )
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.training.attempt import rank_file
@@ -84,7 +84,7 @@ def _cluster(target: LaunchTarget, named: str, cluster: str | None, device: str)
     if target is not HOSTS or device == "cuda":
         what = f"on {target.name}" if target is not HOSTS else "of GPUs"
         raise SpecError("--cluster", f"is missing: nothing else says how many ranks {what}", "such as dgx-h100:2")
-    hosts = read_hosts(Path(named).read_text(encoding="utf-8", errors="replace"), named)
+    hosts = read_hosts(read_text(named, "file of hosts", errors="replace"), named)
     return cpu_hosts(len(hosts), min(host.slots or 1 for host in hosts))
 
 

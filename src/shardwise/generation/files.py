@@ -25,12 +25,14 @@ from shardwise.generation.ranks import Clock, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest
 from shardwise.generation.text import text_of
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import IN_BULK, bounded_lines, parse_json, read_json
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.folder import sync_folder
 from shardwise.training.data.tokenizer import Tokenizer, tokenizer_from
 
 _ABOUT, _LINES = "about.json", "lines.jsonl"
 PROMPT, PROMPT_TOKENS, GENERATED = "prompt", "prompt_tokens", "generated"
+_MOST_LINE_BYTES = 64 * 2**20
 _WRITE = f'write {{"{PROMPT}": "..."}} or {{"{PROMPT_TOKENS}": [1, 2, 3]}}'
 
 
@@ -58,7 +60,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, offset: int = 0) -> It
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(bounded_lines(file, _MOST_LINE_BYTES), 1):
+                if line is None:
+                    problem = f"is longer than {_MOST_LINE_BYTES >> 20} MiB"
+                    raise SpecError(f"{path}:{number}", problem, "one prompt on every line")
                 if line.strip():
                     yield f"{path}:{number}", _record(line, tokenizer, f"{path}:{number}")
     except OSError as error:
@@ -80,8 +85,8 @@ def batch_offsets(path: Path, size: int) -> list[int]:
 
 def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecord:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
+        fields = parse_json(line, where, most_values=IN_BULK)
+    except SpecError:
         raise SpecError(where, "is not JSON", "one object on every line") from None
     if not isinstance(fields, dict):
         raise SpecError(where, f"{shown(fields)} is not an object", _WRITE)
@@ -164,8 +169,8 @@ class PartialFile:
         if not self.folder.exists():
             return
         try:
-            before = json.loads((self.folder / _ABOUT).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            before = read_json(self.folder / _ABOUT, "request", most_values=IN_BULK)
+        except SpecError:
             before = None
         if not isinstance(before, dict):
             raise SpecError("--out", f"{self.folder} is not a file on its way to {self.out}", "remove it")

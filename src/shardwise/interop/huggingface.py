@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.interop.keys import Config, Family, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.files import bounded_text
+from shardwise.spec.files import parse_json, read_text
 from shardwise.spec.model import Model
 
-_MAX_BYTES = 16 * 2**20
 _ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` takes precedence over them
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
@@ -104,18 +102,9 @@ def read_config(path: Path) -> Any:
     """The content of a ``config.json``, or of the one in a folder; raises SpecError if it cannot be read."""
     try:
         path = path / "config.json" if path.is_dir() else path
-        text = bounded_text(path, _MAX_BYTES)
-        if text is None:
-            raise SpecError("config", f"{shown(str(path))} is larger than {_MAX_BYTES >> 20} MiB", "name a config.json")
-        return json.loads(text)
-    except FileNotFoundError:
-        raise SpecError("config", f"{shown(str(path))} is not there", "check the path") from None
     except OSError as error:
         raise SpecError("config", f"{shown(str(path))} cannot be read ({error.strerror})", "check the file") from None
-    except SpecError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise SpecError("config", f"{shown(str(path))} is not JSON: {shown(str(error))}", "correct the file") from None
+    return parse_json(read_text(path, "config"), f"config {path}")
 
 
 def _name_in(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, TypeGuard
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.files import parse_yaml
+from shardwise.spec.files import parse_json, parse_yaml
 from shardwise.spec.job import Job
 
 JOB, CONFIG = "job", "config.json"
@@ -69,6 +68,6 @@ def _yaml(text: str) -> Any:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except SpecError:
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import read_json
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.training.checkpoint.manifest import read_manifest
@@ -180,7 +181,7 @@ def record_data(job: Job, folder: RunFolder) -> None:
 def recorded_data(folder: RunFolder) -> dict[str, str]:
     """Empty if nothing was recorded, or the record is damaged."""
     try:
-        found = json.loads(folder.data.read_text(encoding="utf-8"))["shards"]
+        found = read_json(folder.data, "record of data")["shards"]
         return {str(name): str(content) for name, content in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -35,7 +35,8 @@ WORDS: dict[str, Callable[[], tuple[str, ...]] | tuple[str, ...]] = {
 }
 FIELDS = (*INTEGERS, *WORDS, "order")
 _SHORT = {"sp": "sequence_parallel", "mbs": "microbatch", "v": "interleave", "group": "shard_group"}
-_RANGE = re.compile(r"(\d*)\.\.(\d*)")
+_RANGE = re.compile(r"(\d{0,18})\.\.(\d{0,18})")
+_WHOLE = re.compile(r"[+-]?\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,9 @@ def _value(name: str, text: str) -> Any:
         if name == "shard_group" and text == "all":
             return None
         lowest = 0 if name in ("zero", "recompute_layers") else 1
-        try:
-            number = int(text)
-        except ValueError:
-            raise SpecError(name, f"{shown(text)} is not a whole number", "write 8, 2,4,8 or 2..8") from None
+        if not _WHOLE.fullmatch(text):
+            raise SpecError(name, f"{shown(text)} is not a whole number", "write 8, 2,4,8 or 2..8")
+        number = int(text)
         if number < lowest or (name == "zero" and number > 3):
             raise SpecError(name, f"{number} is out of range", "0 to 3" if name == "zero" else f"{lowest} or more")
         return number

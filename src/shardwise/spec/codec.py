@@ -161,8 +161,9 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], path: str) -> Any:
         if value == choice and type(value) is type(choice):
             return choice
     names = [str(choice) for choice in choices]
-    if str(value) in names and not isinstance(value, bool):
-        return choices[names.index(str(value))]
+    text = value if isinstance(value, str) else shown(value)
+    if text in names and not isinstance(value, bool):
+        return choices[names.index(text)]
     raise SpecError(path, f"{shown(value)} is not a choice", "choose one of " + ", ".join(names))
 
 

@@ -38,6 +38,8 @@ class Emulation(Spec):
     @classmethod
     def parse(cls, text: str, where: str = "") -> Emulation:
         """What ``text`` says; ``where`` is what the user calls it, for error messages."""
+        if not isinstance(text, str):
+            raise SpecError(where, f"{shown(text)} is not text", _HOW)
         shape, *rest = (part.strip() for part in text.split(","))
         sizes = re.fullmatch(r"(\d{1,6})x(\d{1,6})", shape)
         if sizes is None:

@@ -49,7 +49,10 @@ def shown(value: object, limit: int = 60) -> str:
     """A user's value as it is quoted in an error: short, and on one line; a long one keeps both its ends."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]  # as it is written in a file
-    text = " ".join((repr(value) if isinstance(value, str) else str(value)).split())
+    try:
+        text = " ".join((repr(value) if isinstance(value, str) else str(value)).split())
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; lists nested without end
+        return f"this {type(value).__name__}"
     return text if len(text) <= limit else f"{text[: limit // 2]}…{text[1 - limit // 2 :]}"
 
 

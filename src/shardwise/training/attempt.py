@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_json
 from shardwise.training.environment.reader import OWN_LAUNCHER, Started, started
 
 Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
@@ -109,7 +110,7 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
 
 def read_failure(folder: Path, rank: int) -> FailureRecord | None:
     try:
-        return FailureRecord(**json.loads(rank_file(folder, rank, "failed.json").read_text(encoding="utf-8")))
+        return FailureRecord(**read_json(rank_file(folder, rank, "failed.json"), "record of a failure"))
     except (OSError, ValueError, TypeError):  # none, or invalid: then only the exit status is known
         return None
 

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from shardwise.api.given import NAMED, JobArguments, JobKeywords, job_arguments
@@ -16,25 +16,19 @@ from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.recognise import is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
+from shardwise.spec.files import parse_json
 from shardwise.spec.job import Job
 
 MOST_BYTES = 2**20  # of a request; a config.json has a few thousand
-_DEEPEST = 50
 _PASTE = "name a preset, or paste the content of the file"
 _SIZED = re.compile(r"([^:]+)(:[0-9x]+)?")
 
 
 def document(body: bytes) -> Mapping[str, Any]:
     """The JSON object of a request; raises SpecError for anything else."""
-    try:
-        data = json.loads(body.decode(), parse_constant=_not_json)
-    except (ValueError, RecursionError) as error:
-        raise SpecError("request", f"is not JSON: {shown(str(error))}", "send a JSON object") from None
-    require_text(data, "request")
+    data = parse_json(body, "request", finite=True)
     if not isinstance(data, Mapping):
         raise SpecError("request", f"{shown(data)} is not an object", 'send one such as {"model": "llama3-8b"}')
-    if _depth(data) > _DEEPEST:
-        raise SpecError("request", f"is nested more than {_DEEPEST} levels deep", "send the fields of a job")
     return data
 
 
@@ -44,15 +38,6 @@ def require_text(data: Any, what: str) -> None:
         json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise SpecError(what, f"is not JSON: {shown(str(error))}", "send a JSON object") from None
-
-
-def _not_json(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
-
-
-def _depth(data: Any) -> int:
-    inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ()
-    return 1 + max(map(_depth, inner), default=0)
 
 
 def arguments_from(given: Mapping[str, Any]) -> JobArguments:

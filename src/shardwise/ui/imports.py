@@ -6,7 +6,6 @@ framework leaves open, the cluster and often the model, is that of the page.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -19,6 +18,7 @@ from shardwise.interop.jobs import job_fields_in
 from shardwise.interop.recognise import CONFIG, JOB, kind_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import parse_json
 from shardwise.spec.job import Job
 from shardwise.spec.run import Run
 from shardwise.ui.given import AsPrinted, arguments_from, check_references, keywords_of, require_text
@@ -72,19 +72,12 @@ def _checked(given: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
 
 def _of_config(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     """The model alone; whether the rest of the job suits it is said beside the controls."""
-    try:
-        config = json.loads(text, parse_constant=_refuse)
-    except ValueError as error:
-        raise SpecError(name, f"malformed JSON: {shown(str(error))}", "correct the file") from None
+    config = parse_json(text, name, finite=True)
     try:
         model_from_hf_config(config)
     except SpecError as error:
         raise error.under(name) from None
     return _Made({**beside, "model": config})
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not a JSON number")
 
 
 def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:

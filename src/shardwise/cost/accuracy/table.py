@@ -8,16 +8,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.files import bounded_text
+from shardwise.spec.files import read_text
 
 # The tables that come with the package; the rest of the folder is read by tests and by the documents.
 FOLDER = Path(__file__).with_name("tables")
 TRAINING_RUNS = ("training_runs", "training_runs_2")
 SCORED = (*TRAINING_RUNS, "memory_runs", "collectives", "pipeline_bubble")
-_MOST_CHARACTERS = 16 * 2**20
+_MOST_CELLS = 2_000_000
 # What people write into an empty cell.
 _BLANK = ("", "-", "—", "?", "na", "n/a", "nan", "none", "null", "unknown")
 
@@ -103,15 +104,12 @@ def read_table(path: Path | str, columns: Sequence[str], what: str) -> list[Tabl
 
 def _read(path: Path | str) -> tuple[tuple[str, ...], list[TableRow]]:
     try:
-        text = bounded_text(Path(path), _MOST_CHARACTERS)
-        if text is None:
-            raise SpecError(
-                "table", f"{shown(str(path))} is larger than {_MOST_CHARACTERS >> 20} MiB", "is it a table?"
-            )
-        reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
-        rows = [TableRow(row) for row in reader]
-        return tuple(name.strip() for name in reader.fieldnames or ()), rows
-    except FileNotFoundError:
-        raise SpecError("table", f"{shown(str(path))} is not there", "check the path") from None
-    except (OSError, UnicodeDecodeError, csv.Error):
+        reader = csv.DictReader(io.StringIO(read_text(path, "table").removeprefix("\ufeff"), newline=""))
+        columns = tuple(name.strip() for name in reader.fieldnames or ())
+        most = _MOST_CELLS // max(1, len(columns))
+        rows = [TableRow(row) for row in islice(reader, most + 1)]
+        if len(rows) > most:
+            raise SpecError("table", f"{shown(str(path))} holds more than {_MOST_CELLS:,} cells", "is it a table?")
+        return columns, rows
+    except csv.Error:
         raise SpecError("table", f"{shown(str(path))} is not a CSV table", "check the file") from None

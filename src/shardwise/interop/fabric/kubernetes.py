@@ -7,11 +7,11 @@ kubernetes.io/docs/reference/labels-annotations-taints (zone and region).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import IN_BULK, parse_json
 
 # The nearest first. Of labels for the same thing, the first that a node has counts.
 LABELS: tuple[tuple[str, ...], ...] = (
@@ -30,7 +30,7 @@ LABELS: tuple[tuple[str, ...], ...] = (
 def read_kubernetes(text: str, field: str = "nodes") -> dict[str, tuple[str, ...]]:
     """By node the switches, zones and regions that it is in, the nearest first; tiers that no node has are left out."""
     try:
-        items = json.loads(text)["items"]
+        items = parse_json(text, most_values=IN_BULK)["items"]
         labels = {one["metadata"]["name"]: one["metadata"].get("labels") or {} for one in items}
     except (ValueError, KeyError, TypeError):
         problem = f"{shown(text)} is not a list of nodes"

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 
 from shardwise.spec.errors import SpecError, shown
 
 MOST_NODES = 100_000
 _PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 
 
 def nodes_of(text: str, field: str = "node list") -> list[str]:
     """The names in their order: ``n[01-03,7],gpu-a`` is n01, n02, n03, n7 and gpu-a."""
-    found = [name for one in _split(text, field) for name in _expanded(one, text, field)]
+    names = (name for one in _split(text, field) for name in _expanded(one, text, field))
+    found = list(islice(names, MOST_NODES + 1))
     if not found:
         raise _wrong(text, field)
     if len(found) > MOST_NODES:
-        raise SpecError(field, f"names {len(found):,} nodes", f"give {MOST_NODES:,} at most")
+        raise _too_many(field)
     return found
 
 
@@ -32,6 +33,8 @@ def tasks_of_nodes(text: str, field: str = "tasks per node") -> list[int]:
         if match is None or int(match[2] or 1) > MOST_NODES:
             raise SpecError(field, f"{shown(text)} does not count tasks", "written like 2(x3),1")
         found += [int(match[1])] * int(match[2] or 1)
+        if len(found) > MOST_NODES:
+            raise _too_many(field)
     return found
 
 
@@ -55,7 +58,13 @@ def _expanded(one: str, text: str, field: str) -> Iterator[str]:
     parts = _PART.findall(one.strip())
     if not parts or "".join(parts) != one.strip():
         raise _wrong(text, field)
-    choices = [list(_numbers(part[1:-1], text, field)) if part.startswith("[") else [part] for part in parts]
+    choices, size = [], 1
+    for part in parts:
+        numbers = _numbers(part[1:-1], text, field) if part.startswith("[") else iter((part,))
+        choices.append(list(islice(numbers, MOST_NODES + 1)))
+        size *= len(choices[-1])
+        if size > MOST_NODES:
+            raise _too_many(field)
     yield from map("".join, product(*choices))
 
 
@@ -69,6 +78,10 @@ def _numbers(inside: str, text: str, field: str) -> Iterator[str]:
         if not 0 <= int(last) - int(first) < MOST_NODES:
             raise _wrong(text, field)
         yield from (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+
+
+def _too_many(field: str) -> SpecError:
+    return SpecError(field, f"names more than {MOST_NODES:,} nodes", "give fewer")
 
 
 def _wrong(text: str, field: str) -> SpecError:

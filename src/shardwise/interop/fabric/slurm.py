@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 
-from shardwise.interop.fabric.node_list import nodes_of
+from shardwise.interop.fabric.node_list import MOST_NODES, nodes_of
 from shardwise.spec.errors import SpecError, shown
 
 _SETTING = re.compile(r"(\w+)=(\S+)")
+_MOST_NAMED = 10 * MOST_NODES  # each node by the switches above it
 Switches = dict[str, tuple[str, ...]]
 
 
@@ -18,18 +19,24 @@ def read_slurm(text: str, field: str = "topology.conf") -> Switches:
     """By node the switches above it, the nearest first. Blocks are switches; aggregated ones are above them."""
     above: dict[str, str] = {}  # a switch above a switch
     leaf: dict[str, str] = {}  # the nearest switch of a node
+    named = 0
     for line in text.splitlines():
         given = {name.lower(): value for name, value in _SETTING.findall(line.partition("#")[0])}
         name = given.get("switchname") or given.get("blockname")
         if given.get("aggregatedblock"):
-            for block in nodes_of(given["aggregatedblock"], field):
-                above.setdefault(block, given["aggregatedblock"])
+            names, lower, upper = given["aggregatedblock"], above, given["aggregatedblock"]
         elif name is not None and "switches" in given:  # scontrol lists all nodes below it, too
-            for switch in nodes_of(given["switches"], field):
-                above.setdefault(switch, name)
+            names, lower, upper = given["switches"], above, name
         elif name is not None and "nodes" in given:
-            for node in nodes_of(given["nodes"], field):
-                leaf.setdefault(node, name)
+            names, lower, upper = given["nodes"], leaf, name
+        else:
+            continue
+        below = nodes_of(names, field)
+        named += len(below)
+        if named > _MOST_NAMED:
+            raise SpecError(field, f"names nodes and switches more than {_MOST_NAMED:,} times", "give fewer")
+        for one in below:
+            lower.setdefault(one, upper)
     if not leaf:
         remedy = "give Slurm's topology.conf, or what `scontrol show topology` prints"
         raise SpecError(field, f"{shown(text)} names no switch with nodes", remedy)

@@ -7,15 +7,11 @@ from pathlib import Path
 
 from shardwise.interop.fabric.kubernetes import read_kubernetes
 from shardwise.interop.fabric.slurm import read_slurm
-from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_text
 
 
 def read_switches(path: Path, field: str) -> dict[str, tuple[str, ...]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        problem = f"{path} cannot be read ({error.strerror})"
-        raise SpecError(field, problem, "name Slurm's topology.conf, or nodes of kubectl as JSON") from None
+    text = read_text(path, field, errors="replace")
     return read_kubernetes(text, field) if text.lstrip().startswith("{") else read_slurm(text, field)
 
 

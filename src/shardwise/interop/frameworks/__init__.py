@@ -21,9 +21,8 @@ from shardwise.interop.frameworks.results import Exported, Imported, Lost
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.recognise import MOST_CHARACTERS, kind_of
-from shardwise.spec import presets
+from shardwise.spec import files, presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.files import bounded_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -127,21 +126,7 @@ def recognised(text: str, suffix: str) -> str | None:
 
 def read_text(path: Path | str) -> str:
     """The text of a configuration file; raises SpecError if it cannot be read."""
-    path = Path(path)
-    try:
-        if path.is_dir():
-            raise SpecError("configuration", f"{shown(str(path))} is a folder", "name the file inside it")
-        text = bounded_text(path, MOST_CHARACTERS)
-        if text is None:
-            raise SpecError("configuration", f"{shown(str(path))} is too large", "is it a configuration?")
-        return text
-    except FileNotFoundError:
-        raise SpecError("configuration", f"{shown(str(path))} is not there", "check the path") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
-        reason = getattr(error, "strerror", None) or "not text in UTF-8"
-        raise SpecError("configuration", f"{shown(str(path))} cannot be read ({reason})", "check the file") from None
+    return files.read_text(path, "configuration", MOST_CHARACTERS)
 
 
 # -- what a framework lacks, and what it runs instead ------------------------------------------------

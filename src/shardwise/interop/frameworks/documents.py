@@ -10,7 +10,6 @@ import functools
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from shardwise.interop.keys import unflatten
 from shardwise.interop.shell import Unset, python_command
 from shardwise.interop.shell_words import Malformed
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.files import dump_yaml, parse_yaml
+from shardwise.spec.files import dump_yaml, parse_json, parse_toml, parse_yaml
 
 # -- The option names of one version of a framework, recorded in ``options/<framework>.txt``
 # A file has a line ``# version:`` and a line ``# source:``, then one name per line. ``section.*`` stands for anything
@@ -122,37 +121,14 @@ def without_comments(text: str) -> str:
     return text
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {key!r} twice")
-        result[key] = value
-    return result
-
-
-def _parser(language: str, load: Callable[[str], Any]) -> Callable[[str, str, Names], Settings]:
-    def parse(text: str, what: str, names: Names) -> Settings:
-        try:
-            return flatten(load(text), what)
-        except SpecError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise SpecError(what, f"malformed {language}: {shown(str(error), 120)}", "correct the file") from None
-
-    return parse
-
-
 JSON = Format(
     (".json",),
-    _parser("JSON", lambda text: json.loads(without_comments(text), object_pairs_hook=_unique)),
+    lambda text, what, names: flatten(parse_json(without_comments(text), what, unique=True), what),
     lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n",
 )
 
 
 # -- YAML and TOML ------------------------------------------------------------------------------------------
-
-_MOST_PARTS = 50
 
 
 def _render_yaml(settings: Settings, names: Names) -> str:
@@ -172,14 +148,7 @@ def _render_toml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
 
 
-def _load_toml(text: str) -> Any:
-    """As ``tomllib``, which takes the square of a key's parts in time; no framework has keys of many."""
-    if any(line.partition("=")[0].count(".") > _MOST_PARTS for line in text.splitlines()):
-        raise ValueError(f"a key of more than {_MOST_PARTS} parts")
-    return tomllib.loads(text)
-
-
-TOML = Format((".toml",), _parser("TOML", _load_toml), _render_toml)
+TOML = Format((".toml",), lambda text, what, names: flatten(parse_toml(text, what), what), _render_toml)
 
 
 # -- command lines ------------------------------------------------------------------------------------------

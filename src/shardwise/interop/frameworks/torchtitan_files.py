@@ -8,12 +8,12 @@ b5bcd76c66d0, August 2026).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interop.frameworks.documents import JSON, TOML, Format, Names, Settings, flatten, without_comments
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import parse_json
 
 SHAPE, TITLE = "model_spec.shape", "TorchTitan configuration"
 # Models of TorchTitan that are no language models.
@@ -37,7 +37,7 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 
 
 def _nested(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(without_comments(text))
+    found: dict[str, Any] = parse_json(without_comments(text))
     return found
 
 

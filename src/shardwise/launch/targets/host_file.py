@@ -30,18 +30,18 @@ class Host:
 
 def read_hosts(text: str, field: str = "--on") -> list[Host]:
     """The hosts in their order; what follows a # is a comment."""
-    found: list[Host] = []
+    found: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
         host = _host(line, f"{field}, line {number}")
-        if any(one.name == host.name for one in found):
+        if host.name in found:
             raise SpecError(f"{field}, line {number}", f"{host.name} is there twice", "add its slots up in one line")
-        found.append(host)
+        found[host.name] = host
     if not found:
         raise SpecError(field, "names no host", "write one in a line: `host slots=8`")
-    return found
+    return list(found.values())
 
 
 def _host(line: str, field: str) -> Host:
@@ -55,7 +55,7 @@ def _host(line: str, field: str) -> Host:
         if name != "slots" and name not in _IGNORED:
             raise SpecError(field, f"{shown(name)} is not a setting of a host", "use slots")
     slots = settings.get("slots", match["short"])
-    if slots is not None and not (slots.isdecimal() and 0 < int(slots) <= MOST_SLOTS):
+    if slots is not None and not (slots.isdecimal() and len(slots) < 10 and 0 < int(slots) <= MOST_SLOTS):
         raise SpecError(field, f"{shown(slots)} slots", f"use 1 to {MOST_SLOTS:,}")
     return Host(match["name"], None if slots is None else int(slots))
 

@@ -19,6 +19,7 @@ from shardwise.launch.targets.host_file import Host, placed, read_hosts
 from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared, ssh_process
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 from shardwise.training.checkpoint.folder import RunFolder
@@ -33,7 +34,7 @@ Places = Sequence[tuple[Host, range]]
 def start_on(request: TargetRequest) -> Iterator[HostTarget]:
     """Connects to all hosts that are needed and compares what they have installed, before any rank starts."""
     path = Path(request.named)
-    hosts = in_order(read_hosts(path.read_text(encoding="utf-8", errors="replace"), str(path)), request.job)
+    hosts = in_order(read_hosts(read_text(path, "file of hosts", errors="replace"), str(path)), request.job)
     placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
     with OwnedFolder("hosts") as folder, keepers_elsewhere(request.job, request.folder) as keep:
         target = HostTarget(request, hosts, request.job, folder, keep)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from shardwise.launch.local import Layouts, StartRanks
 from shardwise.launch.targets.host_file import read_hosts
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
 
 
@@ -90,6 +91,8 @@ class Written:
 
 def target_named(text: str) -> LaunchTarget:
     """The target, or a file of hosts; raises SpecError for any other name."""
+    if not isinstance(text, str):
+        raise SpecError("--on", f"{shown(text)} is not a launch target", f"use {', '.join(TARGETS)}")
     if text in TARGETS:
         return TARGETS[text]
     if "\0" not in text and Path(text).is_file():
@@ -107,7 +110,7 @@ def hosts_named(target: LaunchTarget, named: str) -> list[str] | None:
     """The hosts of a file, in its order; None where a manager chooses them."""
     if target is not HOSTS:
         return None
-    return [host.address for host in read_hosts(Path(named).read_text(encoding="utf-8", errors="replace"), named)]
+    return [host.address for host in read_hosts(read_text(named, "file of hosts", errors="replace"), named)]
 
 
 def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:

@@ -5,7 +5,6 @@ Nothing is read before it is asked for: safetensors maps the files, and a slice 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +14,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.huggingface import model_from_hf_config, read_config
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import IN_BULK, read_json
 from shardwise.spec.model import Model
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MOST_INDEX_CHARACTERS = 64 * 2**20
 _TO_BF16 = "convert the checkpoint to bf16 first"
 
 
@@ -32,7 +33,7 @@ class Folder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         described = model_from_hf_config(self.path)
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        config = read_config(self.path)
         self.files = _files_of(self.path)
         self.naming = Naming.of_config(config, described, self.files)
         self.model: Model = self.naming.model
@@ -97,14 +98,19 @@ class Folder:
         return stored
 
 
+def read_index(path: Path) -> Any:
+    """The content of an index of weights: a line for every tensor."""
+    return read_json(path, "index of weights", MOST_INDEX_CHARACTERS, IN_BULK)
+
+
 def _files_of(path: Path) -> dict[str, str]:
     """The file of every stored tensor."""
     index = path / INDEX
     if index.exists():
         try:
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = read_index(index)["weight_map"]
             found = {str(name): str(file) for name, file in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             raise SpecError(INDEX, f"in {path} is not an index of weights", "download it again") from None
         for file in found.values():
             if Path(file).name != file:

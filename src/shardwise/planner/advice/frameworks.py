@@ -94,8 +94,8 @@ def _best_near(found: Plan, name: str) -> Candidate | None:
 
 
 def check_framework(name: str) -> str:
-    if name.lower() not in NAMES:
-        raise SpecError("--for", f"{shown(name)} is not known", nearest_name(name, NAMES))
+    if not isinstance(name, str) or name.lower() not in NAMES:
+        raise SpecError("--for", f"{shown(name)} is not known", nearest_name(str(name), NAMES))
     return name.lower()
 
 

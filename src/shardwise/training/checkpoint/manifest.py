@@ -17,6 +17,7 @@ from itertools import starmap
 from typing import Any
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
 from shardwise.training.checkpoint.boxes import Box, fill
 from shardwise.training.storage.place import Place
 from shardwise.training.storage.stores import StoreError
@@ -104,15 +105,11 @@ def read_manifest(folder: Place) -> Manifest:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:
             raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
         raw = path.read_bytes()
-        document = json.loads(raw)
+        document = parse_json(raw, str(path), most_values=IN_BULK)
     except StoreError:  # it may be intact: a run must not begin anew because of it
         raise
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
-    except SpecError:
-        raise
-    except (ValueError, RecursionError):
-        raise SpecError(str(path), "is not JSON", _ANOTHER) from None
     _require_seal(raw, path)
     try:
         if document["format"] is True or document["format"] != FORMAT:

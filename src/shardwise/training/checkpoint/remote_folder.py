@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardwise.interop.companions import KEPT_IN, companions
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import parse_json
 from shardwise.training.checkpoint.folder import INNER, CheckpointFolder
 from shardwise.training.checkpoint.manifest import NAME
 from shardwise.training.storage.limits import Limit
@@ -129,7 +130,7 @@ class RemoteCheckpointFolder(CheckpointFolder):
         if self._run is None or not self._token_file().is_file():
             return
         try:
-            owner = json.loads((self.path / OWNER).read_bytes())
+            owner = parse_json((self.path / OWNER).read_bytes())
             mine = owner["token"] == self._token_file().read_text(encoding="utf-8")
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return  # somebody cleared it: nobody else claims it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
 from shardwise.training.storage.blocks import BlockCache, BlockReader
 from shardwise.training.storage.place import RemotePlace
 from shardwise.training.storage.stores import StoreError
@@ -48,7 +48,7 @@ class _RemoteFile:
         begin = _LENGTH.size + length
         if length > MOST_HEADER_BYTES or begin > self.reader.size:
             raise ValueError("its header is longer than the file")
-        header = json.loads(bytes(self.reader.read(_LENGTH.size, begin)))
+        header = parse_json(bytes(self.reader.read(_LENGTH.size, begin)), "header", most_values=IN_BULK)
         return {name: _entry(one, begin, self.reader.size) for name, one in header.items() if name != "__metadata__"}
 
     def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:

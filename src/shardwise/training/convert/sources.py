@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from shardwise.models.huggingface.folder import DTYPES, open_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import parse_json
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.folder import folder_at, kept_companions, newest_at
 from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
@@ -125,7 +125,7 @@ def _of_file(opened: Any, name: str, source: Path) -> LazyTensor:
 
 def _model_of(text: str, source: Path) -> Model:
     try:
-        return model_from(json.loads(text))
+        return model_from(parse_json(text, str(source)))
     except ValueError as error:  # SpecError is one
         problem = f"does not say which model it is ({shown(str(error))})"
         raise SpecError(str(source), problem, "name it: --model") from None

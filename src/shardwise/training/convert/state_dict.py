@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import model_from
+from shardwise.models.huggingface.folder import read_index
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
@@ -25,7 +26,6 @@ INDEX = "pytorch_model.bin.index.json"
 _WITHIN = ("model", "state_dict", "module", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _MOST_NESTED = 4
-_MOST_JSON_BYTES = 64 * 2**20
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _ENDS = {"tok_embeddings.weight": "embedding.weight", "norm.weight": "norm.weight", "output.weight": "head.weight"}
 _INSIDE = {
@@ -49,7 +49,7 @@ def described(given: str | None, beside: Path) -> Description | None:
     path = Path(given) if given is not None else beside
     path = path / "config.json" if path.is_dir() else path
     if path.suffix.lower() == ".json" and path.is_file():
-        return Description(model_from(str(path.absolute())), read_json(path))
+        return Description(model_from(str(path.absolute())), read_config(path))
     return None if given is None else Description(model_from(given))
 
 
@@ -93,25 +93,13 @@ def files_of_folder(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
     try:
-        names = sorted({str(file) for file in read_json(folder / INDEX)["weight_map"].values()})
+        names = sorted({str(file) for file in read_index(folder / INDEX)["weight_map"].values()})
     except (KeyError, TypeError, AttributeError):
         raise SpecError(str(folder / INDEX), "is not an index of weights", "download it again") from None
     for name in names:
         if Path(name).name != name:
             raise SpecError(str(folder / INDEX), f"names {shown(name)}, which is outside the folder", "do not trust it")
     return [folder / name for name in names]
-
-
-def read_json(path: Path) -> Any:
-    """The content of a small JSON file; raises SpecError for any other."""
-    try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            raise SpecError(str(path), "is too large", "get another copy")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
-    except (ValueError, RecursionError):
-        raise SpecError(str(path), "is not JSON", "correct the file") from None
 
 
 def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
 from shardwise.training.storage.blocks import BlockCache, BlockReader
 from shardwise.training.storage.place import RemotePlace
 
@@ -65,7 +65,7 @@ class RemoteSums:
 def remote_sums(sidecar: RemotePlace) -> RemoteSums:
     """From the file beside a pair; none if there is no such file."""
     try:
-        found = json.loads(sidecar.read_bytes())
+        found = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
         block_bytes, files = int(found["chunk_bytes"]), {str(suffix): list(of) for suffix, of in found["files"].items()}
     except FileNotFoundError:
         return RemoteSums(BLOCK_BYTES, {})

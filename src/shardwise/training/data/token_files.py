@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import numpy as np
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
 from shardwise.training.data.remote_tokens import RemoteArray, remote_array, remote_sums
 from shardwise.training.storage.blocks import block_sum
 from shardwise.training.storage.place import Place, RemotePlace, place_of
@@ -207,7 +208,7 @@ def check_sums(prefix: Place | str) -> bool:
     if not sidecar.is_file():
         return False
     try:
-        document = json.loads(sidecar.read_bytes())
+        document = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
         chunk_bytes = int(document["chunk_bytes"])
         recorded = {suffix: list(sums) for suffix, sums in document["files"].items()}
         found = {suffix: _sums(_path(prefix, suffix), chunk_bytes) for suffix in recorded}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwise.spec.files import IN_BULK, read_json
 from shardwise.training.attempt import rank_file
 
 
@@ -59,7 +60,7 @@ def write_flight(folder: Path, rank: int, text: str) -> None:
 def read_flight(folder: Path, rank: int) -> FlightRecord | None:
     """None if there is none, or it is damaged."""
     try:
-        found = json.loads(rank_file(folder, rank, "flight.json").read_text(encoding="utf-8"))
+        found = read_json(rank_file(folder, rank, "flight.json"), "flight record", most_values=IN_BULK)
         groups = tuple(
             GroupRecord(
                 str(one["name"]),

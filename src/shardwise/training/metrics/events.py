@@ -15,6 +15,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from shardwise.spec.files import bounded_lines, parse_json
+
+_MOST_LINE_BYTES = 2**22
 STARTED, FAILED, ENDED = "started", "failed", "ended"
 
 
@@ -63,9 +66,9 @@ def read_events(path: Path) -> list[RunEvent]:
     """Those that are whole, oldest first."""
     found = []
     with suppress(OSError), path.open("rb") as file:
-        for line in file:
+        for line in bounded_lines(file, _MOST_LINE_BYTES):
             with suppress(ValueError, TypeError):
-                one = RunEvent(**json.loads(line))
+                one = RunEvent(**parse_json(line or b""))
                 if isinstance(one.at, (int, float)) and isinstance(one.attempt, int):
                     found.append(one)
     return found

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import bounded_lines, parse_json
 
 NAME = "metrics.jsonl"
 REPEATED_BYTES = 16_384
 _ALL_BYTES = 2**62
 _MARK_BYTES = 256
+MOST_LINE_BYTES = 2**22  # of thousands of ranks
 MOST_WAITING = 10_000  # lines held back while the disk is full
 # Numbers that readers compute with; a line with anything else there is broken.
 _AMOUNTS = (
@@ -84,7 +86,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        yield from (record for line in file if (record := _record(line)) is not None)
+        yield from (record for line in bounded_lines(file, MOST_LINE_BYTES) if (record := _record(line)) is not None)
 
 
 class Follower:
@@ -170,11 +172,11 @@ def spelled_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ranges)
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes | None) -> dict[str, Any] | None:
     """None for a line that is incomplete (its writer was killed) or not written by `MetricLines`."""
     try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+        record = parse_json(line) if line is not None and line.endswith(b"\n") else None
+    except SpecError:
         return None
     if not isinstance(record, dict) or not all(_is_amount(record.get(name)) for name in ("step", *_AMOUNTS)):
         return None

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_json
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges
 from shardwise.training.metrics.tensorboard import EventFile, make_folder
@@ -27,7 +28,7 @@ def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> 
 def read_prediction(folder: Path) -> dict[str, float]:
     """Empty if the job was not priced, or the file is damaged."""
     try:
-        found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
+        found = read_json(folder / PREDICTION, "prediction")
         return {name: float(found[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, read_json
 
 HOST = 0  # the lane of the thread that trains
 STREAMS = 1000  # lanes from here on are streams of a GPU
+_MOST_CHARACTERS = 256 * 2**20
 _PLAIN = ("rank", "node", "device", "clock_error", "groups", "stages", "memory")  # fields written as they are
 
 
@@ -86,7 +88,7 @@ def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
 
 def _read(path: Path) -> RankRecord:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, "record of a rank", _MOST_CHARACTERS, IN_BULK)
         converted = {
             "groups": {name: tuple(ranks) for name, ranks in content["groups"].items()},
             "stages": {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
