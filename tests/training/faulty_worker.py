@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ class Fault:
     ``what``: ``kill``, ``stop``, ``raise``, ``nan``, ``differ`` (calls another collective), ``skip`` (leaves out its
     next all-reduce), ``second`` (starts the run once more), ``slow`` (waits in every layer from now on), ``limit`` (can
     write no large file any more), ``fill PATH``
-    (takes what is left of a disk), ``free``.
+    (takes what is left of a disk), ``free``, ``move WHAT`` (the run's folder: see `move`).
     """
 
     what: str
@@ -82,6 +83,8 @@ def _do(what: str, trainer: Any) -> None:
         _slow_down()
     elif word == "second":
         _start_second_run()
+    elif word == "move":
+        move(Path(sys.argv[1]), path)
     elif word == "fill":
         fill(Path(path))
     else:
@@ -124,6 +127,16 @@ def _start_second_run() -> None:
     command = [sys.executable, "-m", "shardwise", "train", f"{sys.argv[1]}/job.yaml", "--run-folder", sys.argv[1]]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     print(f"exit {found.returncode}: {found.stderr}", flush=True)
+
+
+def move(run: Path, what: str) -> None:
+    """To ``elsewhere``: the folder, which may be ``removed`` or ``replaced``, or that of the ``checkpoints`` alone."""
+    elsewhere = run.with_name("elsewhere")
+    (run / "checkpoints" if what == "checkpoints" else run).rename(elsewhere)
+    if what == "removed":
+        shutil.rmtree(elsewhere)
+    if what in ("removed", "replaced"):
+        run.mkdir()
 
 
 def fill(path: Path) -> None:

@@ -172,6 +172,30 @@ def test_a_rank_with_a_limit_on_what_it_may_write(tmp_path: Path, shards: str, u
     assert final_state(run) == final_state(undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("what", "at"),
+    [
+        ("moved", 3),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("removed", 3), ("replaced", 3), ("checkpoints", 3))),
+        pytest.param("moved", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_that_is_not_there_any_more(
+    what: str, at: int, tmp_path: Path, shards: str, undisturbed: Path
+) -> None:
+    """In the middle of a run, or in its last step: one line, no half a folder, and what was moved goes on elsewhere."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    ended = train(small_job(shards), run, Fault(f"move {what}", "begin", at, rank=1))
+    ended.require(2, "was moved, removed or replaced while the run went on; move it back, or name where it is now")
+    assert ended.said.count("shardwise: error: ") == 1 and "Done" not in ended.result.out
+    left = [one.name for one in run.iterdir()] if run.exists() else []
+    assert "checkpoints" not in left and (not left or what == "checkpoints"), left
+    if what == "moved":
+        assert "was moved" in command("status", str(elsewhere)).out
+        train(small_job(shards), elsewhere).require(0)
+        assert final_state(elsewhere) == final_state(undisturbed)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, shards: str) -> None:
     with read_only(tmp_path / "place"):
         run = tmp_path / "place" / "run"

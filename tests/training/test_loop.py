@@ -150,7 +150,9 @@ def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path,
         on_ranks(2, train_with_a_full_disk, job_of(shards, 2, run=settings, dp=2), str(tmp_path))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     assert [one["step"] for one in lines(tmp_path) if "loss" in one] == list(range(1, 9))
-    assert any("rank 1 could not write" in one.get("checkpoint_failed", "") for one in lines(tmp_path))
+    failed = [one for one in lines(tmp_path) if "checkpoint_failed" in one]
+    assert all("rank 1 could not write" in one["checkpoint_failed"] for one in failed)
+    assert [one["checkpoint_failed_step"] for one in failed] == [4, 6, 8]  # whenever that was noticed
     stops = {**settings, "checkpoints": {"steps": 2, "disk_full": "stop", "asynchronous": False}}
     with pytest.raises(WorkerError, match="step-00000004: rank 1 could not write its part: File too large"):
         on_ranks(2, train_with_a_full_disk, job_of(shards, 2, run=stops, dp=2), str(tmp_path))

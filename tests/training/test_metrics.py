@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run
+from shardwise.report import training_progress
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import (
     Follower,
@@ -124,6 +126,27 @@ def test_who_follows_a_file_sees_every_record_and_after_a_cut_the_last_ones_agai
     assert follower.new() == [{"step": 2, "again": 1}]
 
 
+def test_the_progress_shows_the_newest_step_also_after_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_progress, "LINE_SECONDS", 0.0)
+    progress = training_progress.TrainingProgress(tmp_path / "metrics.jsonl", 20)
+
+    def told_after(first: int, last: int, **more: Any) -> str:
+        for step in range(first, last + 1):
+            lines.write({"step": step, "loss": 1.0, "seconds": 1.0})
+        lines.write({"step": last, **more})
+        progress._show_new()
+        return capsys.readouterr().err
+
+    lines = MetricLines(tmp_path, 0)
+    said = told_after(1, 7, checkpoint_failed="no room", checkpoint_failed_step=4)
+    assert re.findall(r"step (\d+)\b", said) == ["4", "7"] and "step 4: no checkpoint: no room" in said
+    lines = MetricLines(tmp_path, 4)
+    assert re.findall(r"step (\d+) of", told_after(5, 4)) == ["4"]  # nothing new: what there is again
+    assert re.findall(r"step (\d+) of", told_after(5, 6)) == ["6"]
+
+
 def messages(path: Path) -> list[bytes]:
     """The records of an event file; every checksum is compared."""
     data, found = path.read_bytes(), []
@@ -179,6 +202,7 @@ def test_a_summary_leaves_out_what_is_slow_for_other_reasons() -> None:
     assert found.step_seconds == pytest.approx(1.0)
     assert (found.memory_bytes, found.predicted_seconds) == (100, 0.5)
     assert (found.first_validation, found.last_validation) == (6.0, 3.0)
+    assert (found.first_loss, found.last_loss, found.recent_loss) == (4.9, 4.4, 4.65)
     assert summarise([]).step_seconds is None
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -81,6 +81,7 @@ def supervise(
     gang: Gang | None = None,
     start: StartRanks | None = None,
     layouts: Layouts | None = None,
+    still_there: Callable[[], None] = lambda: None,
     debug: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
@@ -90,19 +91,23 @@ def supervise(
     restarted, at most ``restarts`` times in a row without a new ``last_commit``; what ``layouts`` then leave out is
     done without, and where they know a better layout all ranks save and start anew. SIGINT, SIGTERM, SIGHUP and
     SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``, or at a second signal, they are killed.
-    Call it in the main thread: signals arrive there, and ranks end with it.
+    ``still_there`` raises SpecError if what the run writes to is gone: that ends it. Call it in the main thread:
+    signals arrive there, and ranks end with it.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
     tries, committed, layouts = 0, last_commit(), layouts or SameLayout()
     with _stop_requests() as stop:
         while True:
+            if attempts and (gone := _gone(still_there)):
+                attempts[-1] = replace(attempts[-1], failure=gone)
+                return Outcome(MISTAKE, False, tuple(attempts))
             own_folder = new_folder(folder)
             if start is not None:
                 ranks: RankGroup = start(command, own_folder, given, lambda: stop.requested > 0)
             else:
                 ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given)
-            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop, layouts)
+            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop, layouts, still_there)
             here = f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"
             on_event(Event("started", len(attempts), here, own_folder))
             began = time.monotonic()
@@ -135,6 +140,7 @@ class _Supervision:
     _grace_seconds: float
     _stop: _Stop
     _layouts: Layouts
+    _still_there: Callable[[], None]
     changes: bool = False  # the ranks were asked to save and end, for a better layout
     _looked: float = field(default_factory=time.monotonic)
 
@@ -146,6 +152,9 @@ class _Supervision:
                 self._ranks.poll()
                 while self._ranks.news:
                     report("guard", self._ranks.news.pop(0))
+                if gone := _gone(self._still_there):
+                    end_seconds = 0
+                    return MISTAKE, gone
                 if self._stop.requested:
                     end_seconds = 0
                     return self._stopped(report)
@@ -161,6 +170,11 @@ class _Supervision:
                     report("changing", f"{why}: the ranks save a checkpoint and restart")
                     self._ranks.send_signal(signal.SIGTERM)
                 time.sleep(POLL_SECONDS)
+        except OSError:  # of a file of the attempt
+            if gone := _gone(self._still_there):
+                end_seconds = 0
+                return MISTAKE, gone
+            raise
         finally:
             self._ranks.end(end_seconds)
 
@@ -231,6 +245,14 @@ class _Supervision:
 
 
 _WELL = (DONE, STOPPED)
+
+
+def _gone(still_there: Callable[[], None]) -> Failure | None:
+    try:
+        still_there()
+    except SpecError as error:
+        return Failure(None, "exited", str(error), mistake=True)
+    return None
 
 
 def _failed(rank: RankProcess) -> bool:

@@ -24,6 +24,7 @@ from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import RunFolder, companions_at
+from shardwise.training.checkpoint.held import HeldFolders
 from shardwise.training.metrics.events import EventLog, ends_recorded
 from shardwise.training.metrics.recorder import require_writable
 from shardwise.training.storage.place import place_of
@@ -73,7 +74,8 @@ class Launch:
         served = nullcontext() if self.metrics is None else self.metrics.serving(self.folder)
         with ends_recorded(log, 0), served:
             outcome = self._checked(self._supervised(note))
-        why = "" if outcome.failure is None else str(outcome.failure)
+        failure = outcome.failure
+        why = "" if failure is None else failure.reason if failure.mistake else str(failure)
         log.ended(len(outcome.attempts) - 1, outcome.status, stopped=outcome.stopped, why=why)
         return outcome
 
@@ -101,13 +103,16 @@ class Launch:
             reach = Reach(network) if network is not None and self.job.run.restarts.shrink else None
             here = HereTarget(self.job, self.folder, network, keep, reach)
             stack.callback(here.close)
+            held = HeldFolders.of_run(self.folder)
+            stack.callback(held.close)
             target: StartsRanks = self.target or here
             if self.recuts is not None:
                 target = RecutTarget(target, self.recuts, self.folder)
             return supervise(
                 command, self.job.strategy.world, self.folder.attempts,
                 timeouts=self.job.run.timeouts, restarts=self.job.run.restarts.most, grace_seconds=self.grace_seconds,
-                last_commit=self._last_commit, start=target.start, layouts=target, debug=self.debug, on_event=on_event,
+                last_commit=self._last_commit, start=target.start, layouts=target, still_there=held.require,
+                debug=self.debug, on_event=on_event,
             )  # fmt: skip
 
     def _last_commit(self) -> Commit:

@@ -12,7 +12,7 @@ from shardwise.report.console import table
 from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
-from shardwise.training.metrics.lines import RunSummary
+from shardwise.training.metrics.lines import RECENT_LOSSES, RunSummary
 
 
 def summary_pieces(found: RunSummary, data_type: str) -> Iterator[Piece | str]:
@@ -31,7 +31,10 @@ def summary_pieces(found: RunSummary, data_type: str) -> Iterator[Piece | str]:
         words.append(f"{readable_count(found.tokens_per_second)} tokens/s")
         words.append(f"MFU {readable_share(found.mfu)} of the {data_type} peak")
     if found.first_loss is not None and found.last_loss is not None:
-        words.append(f"loss {found.first_loss:.3f} → {found.last_loss:.3f}")
+        recent = (
+            f" (median of the last {RECENT_LOSSES}: {found.recent_loss:.3f})" if found.steps > RECENT_LOSSES else ""
+        )
+        words.append(f"loss {found.first_loss:.3f} → {found.last_loss:.3f}{recent}")
     if found.first_validation is not None and found.last_validation is not None:
         share = found.last_validation / found.first_validation
         words.append(f"validation loss {found.first_validation:.3f} → {found.last_validation:.3f} ({share:.0%})")

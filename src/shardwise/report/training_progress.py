@@ -73,24 +73,32 @@ class TrainingProgress:
             self._show_new()
 
     def _show_new(self) -> None:
-        for record in self._follower.new():
-            self._show(record)
+        """The newest step of those that are new: after a restart older ones are read again."""
+        records = self._follower.new()
+        if self._follower.truncated:
+            self._recent = RecentSteps()
+        for record in records:
+            self._recent.add(record)
+            self._show_event(record)
+        newest = next((one["step"] for one in reversed(records) if one.get("seconds") is not None), None)
+        if newest is not None:
+            self._show_step(newest)
 
-    def _show(self, record: Mapping[str, Any]) -> None:
-        self._recent.add(record)
+    def _show_event(self, record: Mapping[str, Any]) -> None:
         for name, meaning in _EVENTS.items():
             if record.get(name):
-                self._print_once(f"step {record['step']:,}: {meaning}{record[name]}")
+                step = record.get(f"{name}_step", record["step"])
+                self._print_once(f"step {step:,}: {meaning}{record[name]}")
         if record.get("rolled_back_from"):  # the record of the step itself is soon gone
             self._print_once(f"step {record['rolled_back_from']:,}: bad, roll back")
-        if record.get("seconds") is None:
-            return
+
+    def _show_step(self, step: int) -> None:
         words = figures_in_words(self._recent, self._steps)
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], words=words)
+            self._bar.update(self._task, completed=step, words=words)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.print(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
+            self.print(f"{_step(step, self._steps)}: {', '.join(words)}")
 
 
 def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:

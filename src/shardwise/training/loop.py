@@ -22,6 +22,7 @@ from shardwise.spec.job import Job
 from shardwise.training.agreement import Agreement, RankRequests, StopSignal
 from shardwise.training.attempt import Reporter
 from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.held import HeldFolders
 from shardwise.training.checkpoint.memory_copies import MemoryCopies
 from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpointing import CheckpointManager
@@ -105,6 +106,7 @@ class LoopParts:
     profiler: Profiler | NvtxSteps | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     memory: MemoryFolder | None = None
+    held: HeldFolders = field(default_factory=HeldFolders)  # what it writes into
 
 
 class Loop:
@@ -256,6 +258,7 @@ class Loop:
             "resident_bytes": resident_bytes(),
             **({"bad": bad} if bad else {}),
         }
+        self.parts.held.require()
         self.parts.recorder.step(figures.number, seconds, found)
 
     def _record_event(self, found: dict[str, Any]) -> None:
@@ -300,6 +303,7 @@ class Loop:
         if self.checkpoints.last_begun != self.position.step:
             self._save(wait=True)
             self.checkpoints.require(self.position.step)
+        self.parts.held.require()
         self.parts.reporter.phase("done", self.position.step)
 
     def _evaluate(self) -> None:
@@ -317,6 +321,7 @@ class Loop:
 
     def _save(self, *, wait: bool = False) -> None:
         self._settle()
+        self.parts.held.require()
         self.parts.reporter.phase("checkpoint", self.position.step, self.checkpoints.limit_seconds)
         with named(StepPhase.CHECKPOINT):
             self.checkpoints.save(self.position.step, self._numbers(), wait=wait)
@@ -344,7 +349,8 @@ class Loop:
         return state_numbers(State(self.position, tuple(self.health.losses)), self.job)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
-        self._record_event({"checkpoint_failed": problem} if problem else {"checkpoint": step})
+        failed = {"checkpoint_failed": problem, "checkpoint_failed_step": step}  # steps have been done meanwhile
+        self._record_event(failed if problem else {"checkpoint": step})
 
     # -- what ranks agree on -------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import STOPPED, Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.training.checkpoint.held import HeldFolders
 from shardwise.training.checkpoint.memory_copies import memory_folder
 from shardwise.training.data.run_data import mixtures_of
 from shardwise.training.environment.meeting import bind_gloo
@@ -141,7 +142,8 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
                 recorder.write({"step": state.position.step, "restored_from": origin})
         profiler = _profiler_of(job, engine, folder)
         parts = LoopParts(
-            job, engine, training, validation, folder.checkpoints, reporter, recorder, profiler, stop, memory
+            job, engine, training, validation, folder.checkpoints, reporter, recorder, profiler, stop, memory,
+            HeldFolders.of_run(folder),
         )  # fmt: skip
         end = Loop(parts, state).run()
         if recorder:

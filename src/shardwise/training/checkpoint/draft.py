@@ -67,7 +67,8 @@ class LocalDraft:
         return shard_name(number)
 
     def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
-        self.part.mkdir(parents=True, exist_ok=True)
+        self.part.parent.mkdir(exist_ok=True)  # no more of it: a run's folder that is gone stays gone
+        self.part.mkdir(exist_ok=True)
         return write_shard(self.part / name, entries, tensors())
 
     def announce(self, rank: int, outcome: Shard | OSError) -> None:

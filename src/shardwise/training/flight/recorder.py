@@ -103,12 +103,13 @@ class _FlightWatch:
     def __init__(self, folder: Path, rank: int, requests: int | None) -> None:
         self._folder, self._rank, self._requests = folder, rank, requests
         self._ended = threading.Event()
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
         with suppress(OSError, RuntimeError):  # a full disk; a process group that is being destroyed
-            self._folder.mkdir(parents=True, exist_ok=True)
             take_record(self._rank).write(self._folder)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -36,17 +37,19 @@ class RunEvent:
 
 
 class EventLog:
-    """Appends to events.jsonl; on a full disk an event is lost, never the run."""
+    """Appends to events.jsonl, also where its folder is moved; on a full disk an event is lost, never the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: FileIO | None = None
 
     def write(self, kind: str, attempt: int, text: str = "", **more: Any) -> None:
         line = json.dumps(
             {"at": time.time(), "kind": kind, "attempt": attempt, "text": text, "host": gethostname(), **more}
         )
-        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with suppress(OSError):
+            self._file = self._file or self._path.open("ab", buffering=0)
+            self._file.write(f"{line}\n".encode())
 
     def ended(self, attempt: int, status: int, *, stopped: bool = False, why: str = "") -> None:
         self.write(ENDED, attempt, why, status=status, stopped=stopped)

@@ -30,6 +30,7 @@ _AMOUNTS = (
     *("loss", "validation_loss", "seconds", "tokens_per_second", "mfu", "data_wait_seconds"),
     *("memory_bytes", "predicted_seconds", "predicted_memory_bytes", "interval", "checkpoint"),
 )
+RECENT_LOSSES = 10
 WARM_UP = 3  # steps after a start that take longer than others
 
 
@@ -198,7 +199,8 @@ class RunSummary:
 
     steps: int
     first_loss: float | None
-    last_loss: float | None
+    last_loss: float | None  # of the last step
+    recent_loss: float | None  # the median of the last `RECENT_LOSSES` steps
     first_validation: float | None
     last_validation: float | None
     step_seconds: float | None
@@ -223,7 +225,8 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     return RunSummary(
         steps=max((one["step"] for one in everything), default=0),
         first_loss=losses[0] if losses else None,
-        last_loss=_median(losses[-10:]),
+        last_loss=losses[-1] if losses else None,
+        recent_loss=_median(losses[-RECENT_LOSSES:]),
         first_validation=validation[0] if validation else None,
         last_validation=validation[-1] if validation else None,
         step_seconds=seconds,

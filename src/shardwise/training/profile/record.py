@@ -63,7 +63,7 @@ class RankRecord:
             "ranges": [(one.name, round(one.start, 7), round(one.end, 7), one.lane) for one in self.ranges],
             "flights": [(one.name, one.members, one.bytes, round(one.start, 7)) for one in self.flights],
         }
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         temporary = folder / f"rank-{self.rank}.part"
         temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path_of(folder, self.rank))
