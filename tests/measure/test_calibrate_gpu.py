@@ -14,6 +14,7 @@ from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.fit_gpu import _attention, _priced, fitted_gpu, fitted_power
 from shardwise.measure.calibrate.gpu_figures import (
     ATTENTIONS,
+    CAPPED,
     FP8_LAYERS,
     GROUPS,
     LAYERS,
@@ -31,7 +32,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import LAYER_PARTS, PASSES, SCALINGS, Efficiency, EngineKernels
 from shardwise.spec.hardware import Device
-from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.model import MixtureOfExperts, Model, Numerics
 from shardwise.spec.stack import default_stack
 from shardwise.spec.training import RECIPES
 
@@ -44,6 +45,7 @@ OWN = EngineKernels(
     routing=FrozenMapping(eager=6.0, compiled=4.0),
     update_traffic=0.8, loss_traffic=1.4, scaled=FrozenMapping(tensor=0.8, row=0.82, block=0.6),
     casts=FrozenMapping(tensor=2.0, row=2.2, block=1.6), score_traffic=6.0, windowed_attention=0.5,
+    capped_attention=0.3,
 )  # fmt: skip
 TRUTH = replace(
     BASE,
@@ -61,7 +63,7 @@ UNSEEN = Model(layers=5, hidden=1536, heads=12, kv_heads=4, ffn=6144, vocab=4915
 
 def _figures(device: Device) -> list[GpuFigure]:
     attentions = [AttentionFigure(*sizes, both) for sizes in ATTENTIONS for both in (False, True)]
-    attentions.append(AttentionFigure(*WINDOWED, True, window=4096))
+    attentions += [AttentionFigure(*WINDOWED, True, window=4096), AttentionFigure(*CAPPED, True, softcap=50.0)]
     products = [ProductFigure(*shape, product) for shape in LAYERS for product in PRODUCTS]
     products += [ProductFigure(rows, inner, columns, product, experts)
                  for experts, rows, inner, columns in GROUPS for product in PRODUCTS]  # fmt: skip
@@ -73,7 +75,7 @@ def _figures(device: Device) -> list[GpuFigure]:
     casts_apart = replace(device, efficiency=bare)
     found: list[GpuFigure] = [replace(one, seconds=slowed * _priced(one, casts_apart)) for one in products]
     for one in attentions:
-        operator = replace(_attention(one), windowed=float(one.window is not None))
+        operator = replace(_attention(one), windowed=float(one.window is not None), capped=one.softcap is not None)
         seconds = operator_seconds(operator, device, RECIPES["bf16"], default_stack())
         found.append(replace(one, seconds=slowed * (seconds.total if one.both else seconds.forward)))
     return [*found, CopyFigure(2**28, 2 * 2**28 / (0.87 * device.memory_bandwidth))]
@@ -111,6 +113,7 @@ def test_constants_are_found_again(found: Device) -> None:
     assert efficiency.attention_forward == pytest.approx(0.8, rel=0.02)
     assert own.scaled["block"] == pytest.approx(0.6, rel=0.02)
     assert own.windowed_attention == pytest.approx(0.5, rel=0.02)
+    assert own.capped_attention == pytest.approx(0.3, rel=0.02)
     assert own.update_traffic == pytest.approx(0.8, rel=0.01)
     assert own.eager["rotary"] == pytest.approx(23.0, rel=0.2)
     assert own.host_launches("eager", rotary=True, moe=False) == pytest.approx(2e-3, rel=0.05)
@@ -125,6 +128,7 @@ def test_constants_are_found_again(found: Device) -> None:
         StepCase(UNSEEN, 1, 256, graphs=False),
         StepCase(replace(UNSEEN, moe=MixtureOfExperts(experts=16, top_k=4, ffn=1024)), 2, 4096),
         StepCase(replace(UNSEEN, sliding_window=1024), 2, 4096),
+        StepCase(replace(UNSEEN, numerics=Numerics(attention_softcap=50.0)), 2, 4096),
     ],
 )
 def test_steps_that_were_not_measured_are_priced(found: Device, case: StepCase) -> None:

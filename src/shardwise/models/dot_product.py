@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.models import flash_attention_4
+from shardwise.models import flash_attention_4, flexible_attention
 from shardwise.models.entropy import softly_capped
 
 MOST_FEATURES = 256  # of a head, in FlashAttention-2
@@ -87,9 +87,14 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
     The tokens of a row stand in the order of time.
     """
+    reach = _window(query.shape[1], arguments)
+    if arguments.softcap is not None and flexible_attention.takes(query, value):
+        return flexible_attention.attention(
+            query, key, value, arguments.documents,
+            causal=arguments.causal, window=reach, scale=arguments.scale, softcap=arguments.softcap,
+        )  # fmt: skip
     if arguments.softcap is not None:
         return _capped_attention(query, key, value, arguments)
-    reach = _window(query.shape[1], arguments)
     if (arguments.documents is None or arguments.bounds is not None) and flash_attention_4.takes(query, key, value):
         bounds = None if arguments.documents is None else arguments.bounds
         return flash_attention_4.attention(
@@ -136,7 +141,7 @@ def attention_from(query: Tensor, key: Tensor, value: Tensor, arguments: Attenti
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Some queries at a time, with scores recomputed in the backward pass: torch's fused kernels have no cap."""
+    """Some queries at a time, with scores recomputed in the backward pass: for a CPU, and for fp32."""
     batch, seq, heads, _ = query.shape
     each = max(1, SCORES_AT_ONCE // (batch * heads * seq))
     parts = [

@@ -91,6 +91,7 @@ def _engine_rows(own: EngineKernels) -> list[tuple[str, str]]:
         ("optimizer, times the bytes of its states", f"{own.update_traffic:.2f}"),
         ("loss, times 10 bytes of a logit", f"{own.loss_traffic:.2f}"),
         ("sliding-window attention, speed relative to full", f"{own.windowed_attention:.2f}"),
+        ("attention with capped scores, speed relative to full", f"{own.capped_attention:.2f}"),
     ]
     rows += [(f"FP8 matmuls, a scale per {name}", f"{share:.0%} of the peak") for name, share in own.scaled.items()]
     return rows

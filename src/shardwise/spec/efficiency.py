@@ -29,7 +29,8 @@ class EngineKernels(Spec):
     the tokens of a mixture are read and written to sort them by expert and back, by mode, ``score_traffic`` the same of
     the router's scores in fp32. Layers with rotary embedding have ``layer_seconds`` and ``host_seconds`` of
     their own, mixtures further ones.
-    ``windowed_attention`` is the speed of the kernel for sliding windows, over that of the other.
+    ``windowed_attention`` and ``capped_attention`` are the speeds of the kernels for sliding windows and for capped
+    scores, over that of the other.
     """
 
     eager: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
@@ -44,6 +45,7 @@ class EngineKernels(Spec):
     routing: Mapping[str, float] = field(default=FrozenMapping(), metadata={"minimum": 0, "keys": MODES})
     score_traffic: float = field(default=0.0, metadata={"minimum": 0})
     windowed_attention: float = field(default=1.0, metadata={"above": 0})
+    capped_attention: float = field(default=1.0, metadata={"above": 0})
 
     def device_starts(self, mode: str, *, rotary: bool, moe: bool) -> float:
         """Seconds of a layer, in both passes, that starting its kernels takes on the device."""

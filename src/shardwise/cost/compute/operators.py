@@ -70,6 +70,7 @@ class Operator:
     heads: float = 0.0
     attended: float = 1.0  # share of the keys that mask and window leave visible to a query
     windowed: float = 0.0  # share of its FLOPs that is in layers with a sliding window
+    capped: bool = False  # c·tanh(x/c) of the scores
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     eager_forward: float | None = None  # share of the bytes of both passes, by PyTorch's own kernels
@@ -139,7 +140,8 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
-                    windowed=_windowed_share(model, shape.seq), recomputed_by="attention")  # fmt: skip
+                    windowed=_windowed_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
+                    recomputed_by="attention")  # fmt: skip
 
 
 def _windowed_share(model: Model, seq: int) -> float:

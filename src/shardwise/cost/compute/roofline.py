@@ -153,14 +153,30 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel of the first (arXiv 2307.08691, section 4.1).
     older /= 1.9 if stack.attention == "flash-1" else 1.0
     older *= (1 + efficiency.exponential_flops / 512) / (1 + efficiency.exponential_flops / (4 * features))
-    if operator.windowed and (own := _own(device, stack)) is not None:
-        older *= 1 / (1 - operator.windowed + operator.windowed / own.windowed_attention)
+    if stack.is_own:
+        older *= _own_attention(operator, device)
     launch = _launch(device, stack)
     # The backward kernel has five matmuls where the forward one has two (Dao 2023, arXiv 2307.08691).
     return Seconds(
         flops / (peak * efficiency.attention_forward * older) + launch,
         2.5 * backward_flops / (peak * efficiency.attention_backward * older) + launch,
     )
+
+
+# Of FlashAttention-2's speed, over both passes: 90% of it forward, 85% backward (PyTorch's blog, "FlexAttention: The
+# Flexibility of PyTorch with the Performance of FlashAttention", 2024).
+FLEX_ATTENTION = 3.5 / (1 / 0.9 + 2.5 / 0.85)
+
+
+def _own_attention(operator: Operator, device: Device) -> float:
+    """The speed of our engine's kernels for capped scores and sliding windows, over that of its others.
+
+    PyTorch has FlexAttention for the ones and FlashAttention-2 for the others, whatever the device's newest class is.
+    """
+    efficiency, own = device.efficiency, device.efficiency.own
+    windowed = efficiency.older_attention if own is None else own.windowed_attention
+    capped = FLEX_ATTENTION * efficiency.older_attention if own is None else own.capped_attention
+    return capped if operator.capped else 1 / (1 - operator.windowed + operator.windowed / windowed)
 
 
 def _attention_flops(operator: Operator, whole: float, score_flops: float, rolloff: float) -> float:

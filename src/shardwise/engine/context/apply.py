@@ -15,7 +15,7 @@ from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.context.ulysses import UlyssesAttention
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import precision_of
-from shardwise.models import flash_attention_4
+from shardwise.models import flash_attention_4, flexible_attention
 from shardwise.models.dot_product import unfused_attention
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -35,11 +35,13 @@ def kernel_words(job: Job, device: torch.device) -> str:
     model = job.model
     if job.training.attention == "unfused":
         return "plain matmuls, scores are stored"
-    if model.numerics.attention_softcap is not None:
+    dtype, capped = precision_of(job.training).compute, model.numerics.attention_softcap is not None
+    if capped and device.type == "cuda" and flexible_attention.fits(dtype, model.query_key_dim, model.value_dim):
+        return "PyTorch's FlexAttention, since scores are capped"
+    if capped:
         return "plain matmuls of some queries at a time, since scores are capped"
     if device.type == "cpu":
         return "PyTorch's"
-    dtype = precision_of(job.training).compute
     against = flash_attention_4.misfit(dtype, model.query_key_dim, model.value_dim) or flash_attention_4.obstacle(
         device
     )

@@ -163,7 +163,7 @@ def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Devi
 def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple[Device, list[Residual]]:
     """Of each pass the rate, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
     device = _changed(device, exponential_flops=0.0, head_features=_HEAD_FEATURES)
-    plain = [one for one in figures if one.window is None]
+    plain = [one for one in figures if one.window is None and one.softcap is None]
     forward = [one for one in plain if not one.both]
     backward = [replace(both, seconds=both.seconds - one.seconds)
                 for one, both in zip(forward, [one for one in plain if one.both])]  # fmt: skip
@@ -177,10 +177,12 @@ def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple
         backward_score_flops=second.values[1] / second.values[0],
     )  # fmt: skip
     residuals = [Residual.of("attention, forward", first), Residual.of("attention, backward", second)]
-    windowed = [one for one in figures if one.window is not None and one.both]
-    speeds = [float(operator_seconds(_attention(one), fitted, RECIPES["bf16"], default_stack()).total) / one.seconds
-              for one in windowed]  # fmt: skip
-    return (_own_changed(fitted, windowed_attention=statistics.median(speeds)) if speeds else fitted), residuals
+    speeds = {
+        name: float(operator_seconds(_attention(one), fitted, RECIPES["bf16"], default_stack()).total) / one.seconds
+        for one in figures if one.both
+        for name in ("windowed_attention" if one.window else "capped_attention" if one.softcap else "",) if name
+    }  # fmt: skip
+    return (_own_changed(fitted, **speeds) if speeds else fitted), residuals
 
 
 def _attention_pass(figures: Sequence[AttentionFigure]) -> tuple[float, Fit]:

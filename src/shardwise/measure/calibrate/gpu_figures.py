@@ -49,6 +49,7 @@ class AttentionFigure:
     value_features: int
     both: bool
     window: int | None = None
+    softcap: float | None = None
     seconds: float = 0.0
 
 
@@ -81,6 +82,7 @@ ATTENTIONS = (
     (4, 2048, 16, 16, 96, 96), (2, 4096, 16, 16, 192, 128),
 )  # fmt: skip
 WINDOWED = (2, 8192, 16, 4, 128, 128)
+CAPPED = (2, 8192, 16, 8, 256, 256)  # Gemma 2's heads
 COPIES = (2**20, 2**24, 2**26, 2**28)
 
 
@@ -98,9 +100,8 @@ def gpu_figures(device: torch.device, *, fp8: bool) -> list[tuple[GpuFigure, Tim
     for sizes in ATTENTIONS:
         found += [(figure, _attention_calls(figure, noise))
                   for figure in (AttentionFigure(*sizes, both) for both in (False, True))]  # fmt: skip
-    for both in (False, True):
-        figure = AttentionFigure(*WINDOWED, both, window=WINDOWED[1] // 2)
-        found.append((figure, _attention_calls(figure, noise)))
+    others = (AttentionFigure(*WINDOWED, True, window=WINDOWED[1] // 2), AttentionFigure(*CAPPED, True, softcap=50.0))
+    found += [(figure, _attention_calls(figure, noise)) for figure in others]
     for size in COPIES:
         found.append((CopyFigure(size), TimedCalls(tuple(_copy(size, noise) for _ in range(sets_of(size))))))
     return found
@@ -164,7 +165,7 @@ def _attention_calls(figure: AttentionFigure, noise: RandomOperands) -> TimedCal
         for heads, features in ((one.heads, one.features), (one.key_heads, one.features),
                                 (one.key_heads, one.value_features))
     )  # fmt: skip
-    arguments = AttentionArguments(causal=True, window=one.window, scale=one.features**-0.5)
+    arguments = AttentionArguments(True, one.window, one.features**-0.5, softcap=one.softcap)
     forward = partial(dot_product_attention, query, key, value, arguments)
     if not one.both:
         return TimedCalls((forward,))
