@@ -14,7 +14,7 @@ from shardwise.api.quantities import amount, exclusive, texts, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.planner import plan as planner
 from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
-from shardwise.planner.advice.frameworks import check_framework, plan_for, request_for
+from shardwise.planner.advice.frameworks import check_framework, searched_for
 from shardwise.planner.advice.what_if import changed
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.constraints import FIELDS, Allowed, Constraints, allowed, parse_constraints
@@ -164,8 +164,7 @@ def plan(
 
 def _searched(request: Request, framework: str | None, on_progress: OnProgress | None) -> Plan:
     if framework is not None:
-        found = plan_for(request, framework)
-        return planner.required(found, request if isinstance(found, Plan) else request_for(request, framework))
+        return planner.required(*searched_for(request, framework))
 
     def show(priced: int) -> None:
         if on_progress is not None:

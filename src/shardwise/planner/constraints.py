@@ -195,7 +195,7 @@ def field_value(strategy: Strategy, name: str) -> Any:
 
 
 # Fields that have an effect only in some strategies, and in which.
-_ACTS: dict[str, Callable[[Strategy], bool]] = {
+ACTS: dict[str, Callable[[Strategy], bool]] = {
     "sequence_parallel": lambda strategy: strategy.tp > 1,
     "context_method": lambda strategy: strategy.cp > 1,
     "expert_tp": lambda strategy: strategy.expert_tp is not None,
@@ -211,7 +211,7 @@ _ACTS: dict[str, Callable[[Strategy], bool]] = {
 
 def has(strategy: Strategy, name: str, values: Allowed, *, idle: bool) -> bool:
     """Whether a field has one of the values; ``idle`` if the field has no effect."""
-    if name in _ACTS and not _ACTS[name](strategy):
+    if name in ACTS and not ACTS[name](strategy):
         return idle
     if name == "shard_group" and strategy.sharding_group in values:
         return True  # the group of all ranks has that size

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
+from math import inf
 
 import pytest
 
-from planner.cases import job_of, within
+from interop.random_jobs import drawn
+from planner.cases import fits, job_of, within
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, target
-from shardwise.planner.advice.frameworks import expressible, in_own_way, plan_for, who_can_run
+from shardwise.interop.frameworks.job_fields import effective_fields
+from shardwise.planner.advice.frameworks import plan_for, requests_for, who_can_run
 from shardwise.planner.candidate import candidate
-from shardwise.planner.constraints import Allowed
+from shardwise.planner.constraints import ACTS, FIELDS, OFFLOADS, Allowed, Constraints, field_value
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.search.supported import findings_of
 from shardwise.report.plan import runner_lines
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -28,6 +35,11 @@ def request_of(model: str) -> Request:
     if model == "qwen3-30b-a3b":
         constraints = constraints.with_allowed({"cp": Allowed((1,)), "tp": Allowed((1,)), "ep": Allowed((1, 8))})
     return Request(job_of(model, MODELS[model], 32, seq=4096), constraints)
+
+
+def requested_for(job: Job, name: str) -> Request:
+    """The request for the framework's usual way."""
+    return next(iter(requests_for(Request(job), name).values()))
 
 
 def lacks(job: Job, name: str) -> list[str]:
@@ -93,13 +105,13 @@ def test_selective_recompute_for_megatron_is_what_its_modules_make_again() -> No
     """Nothing of a dense model; with experts their activation, with latent attention norms and up-projections."""
     dense, mixtral = job_of("llama3-70b", "dgx-h100:8", 64), job_of("mixtral-8x7b", "dgx-h100:8", 64)
     deepseek = job_of("deepseek-v3", "dgx-h100:8", 64)
-    assert Allowed(("none", "full")) == expressible(Request(dense), "megatron").constraints.allowed["recompute"]
+    assert Allowed(("none", "full")) == requested_for(dense, "megatron").constraints.allowed["recompute"]
     for job, operators in ((mixtral, ("activation",)), (deepseek, ("norm", "up-projection"))):
-        own = in_own_way(Request(job), "megatron")
+        own = requested_for(job, "megatron")
         assert own.job.selective_operators == operators
-        assert "recompute" not in expressible(own, "megatron").constraints.allowed
+        assert "recompute" not in own.constraints.allowed
         assert own.job.stack.name == "megatron-core" and own.any_priced
-    titan = in_own_way(Request(dense), "torchtitan")
+    titan = requested_for(dense, "torchtitan")
     assert titan.job.selective_operators == ("alternate-products",)
     assert titan.job.training.precision == "bf16-fp32-grads"  # it reduces in fp32
 
@@ -114,14 +126,73 @@ def test_a_precision_that_a_framework_lacks_is_refused() -> None:
 @pytest.mark.parametrize(("model", "name"), [("qwen3-30b-a3b", "colossalai")])
 def test_what_cannot_be_said_together_is_left_out_and_nothing_else(model: str, name: str) -> None:
     """The best within a framework's values is no plan for these; the best that can be said is found all the same."""
-    within_values = expressible(in_own_way(request_of(model), name), name)
+    within_values = next(iter(requests_for(request_of(model), name).values()))
     found, others = plan_for(request_of(model), name), plan(within_values)
     assert isinstance(found, Plan) and isinstance(others, Plan)
     assert found.request.constraints.excluded and any(lacks(one.job, name) for one in others.candidates)
     said = [candidate(as_run_by(one.job, target(name))) for one in others.candidates if not lacks(one.job, name)]
     able = [one.seconds_per_token for one in said if one.memory.total <= within_values.capacity_bytes]
-    assert others.fastest.seconds_per_token <= found.fastest.seconds_per_token <= min(able)
+    assert others.fastest.seconds_per_token <= found.fastest.seconds_per_token <= min(able, default=inf)
     assert lacks(found.best.job, name) == []
+
+
+def fitting_jobs(name: str, number: int) -> Iterator[Job]:
+    """Random jobs that the framework can say, as it runs them, that fit with room to spare."""
+    for drawn_one in drawn(name, 1, number):
+        levels = drawn_one.cluster.levels
+        job = as_run_by(replace(drawn_one, cluster=replace(cluster_from("dgx-h100:1"), levels=levels)), target(name))
+        # A framework that cuts stages itself may need a few percent less than the cuts that are searched.
+        room = 0.95 * Request(job, any_priced=True).capacity_bytes
+        said = not lacking(job, name) and not findings_of(job, any_priced=True)
+        if said and fits(Request(job, any_priced=True, memory_bytes=room), job):
+            yield job
+
+
+def asked_as(job: Job) -> Constraints:
+    """Every field of a strategy that has an effect; stages are cut as the planner likes."""
+    strategy = job.strategy
+    fields = [one for one in FIELDS if one != "stage_layers" and (one not in ACTS or ACTS[one](strategy))]
+    return Constraints({one: Allowed((field_value(strategy, one),)) for one in fields})
+
+
+def assert_found(job: Job, name: str) -> None:
+    found = plan_for(Request(job, asked_as(job)), name)
+    assert isinstance(found, Plan)
+    assert found.best.job.stack == job.stack and found.best.job.training.precision == job.training.precision
+    ignored = ("strategy.stage_layers", "strategy.overlap", "strategy.dispatch", "run.")  # not asked for
+    there, here = effective_fields(found.best.job), effective_fields(job)
+    assert {path: value for path, value in there.items() if value != here[path] and not path.startswith(ignored)} == {}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_an_export_can_say_is_found_if_it_is_asked_for(name: str) -> None:
+    for job in islice(fitting_jobs(name, 60), 3):
+        assert_found(job, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_an_export_can_say_is_in_the_space_of_its_framework(name: str) -> None:
+    jobs = list(fitting_jobs(name, 150))
+    assert len(jobs) > 20
+    for job in jobs:
+        assert_found(job, name)
+        if job.strategy.offload in OFFLOADS.values():  # no search has parts of states, or disks
+            spaces = requests_for(Request(job), name).values()
+            stages = "even" if isinstance(job.strategy.stage_layers, tuple) else job.strategy.stage_layers
+            assert any(one.allows(job.strategy.unchecked(stage_layers=stages)) for one in spaces)
+
+
+def test_a_model_that_needs_gradient_checkpointing_is_planned_for_accelerate() -> None:
+    asked = Request(job_of("llama3-70b", "dgx-h100:16", 512, seq=8192), within(tp="1", cp="1", microbatch="1"))
+    found = plan_for(asked, "accelerate")
+    assert isinstance(found, Plan)
+    assert found.best.job.strategy.recompute == "full" and found.best.job.strategy.zero == 3
+
+
+def test_what_a_framework_lacks_is_one_line_that_names_it() -> None:
+    with pytest.raises(SpecError, match=r"accelerate does not have pp 2.*no pipeline of its own"):
+        plan_for(Request(job_of("llama3-8b", "dgx-h100:1", 64), within(pp="2")), "accelerate")
 
 
 def test_a_plan_says_who_can_run_it_and_what_the_others_lack() -> None:
@@ -160,4 +231,4 @@ def test_plain_data_parallelism_is_plain() -> None:
 
 def test_a_framework_that_nobody_knows_is_refused() -> None:
     with pytest.raises(SpecError, match="deepspeed"):
-        expressible(request_of("llama3.2-3b"), "deepsped")
+        plan_for(request_of("llama3.2-3b"), "deepsped")

@@ -202,6 +202,7 @@ ACCELERATE = Target(
         **SCRIPT_AND_OPTIMIZER,
         "training.attention": "the model's code (attn_implementation)",
         "strategy.accumulate": "the Accelerator of the training script: local unless sync_each_batch",
+        "strategy.recompute": "the training script calls model.gradient_checkpointing_enable()",
     },
     reasons={
         "strategy.pp": "no pipeline of its own (its Megatron-LM plugin has one: export to megatron)",
@@ -214,7 +215,6 @@ ACCELERATE = Target(
         "strategy.shard_group": "only the FSDP2 mode has hybrid sharding, over whole data ranks",
         "strategy.accumulate": "DeepSpeed's ZeRO-2 and 3 reduce gradients after every microbatch",
         "strategy.order": "ranks are laid out tp, cp, dp",
-        "strategy.recompute": "only FSDP recomputes, whole layers; else call gradient_checkpointing_enable()",
         "strategy.recompute_layers": "all layers alike",
         "strategy.overlap.dp": lambda job: (
             "set in a DeepSpeed file: export to deepspeed" if mode_for(job) == "DEEPSPEED" else "always overlapped"
@@ -229,6 +229,7 @@ ACCELERATE = Target(
         ),
     },
     refusals=(
+        ("strategy.recompute", lambda job: job.strategy.recompute == "selective", "whole layers only"),
         ("strategy.zero", lambda job: mode_for(job) == "FSDP" and job.strategy.zero == 0
          and job.strategy.data_parallel > 1, "tensor or context parallelism needs sharding over the data ranks"),
         ("strategy.tp", lambda job: job.strategy.tp > 1 and _is_ulysses(job),

@@ -83,7 +83,7 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
     """Every way to shard the states of the layout ``base``.
 
     On one rank they are all the same, except that ZeRO-2 and 3 allow gradients and weights to be offloaded
-    (``states_leave``).
+    (``states_leave``), and ZeRO-1 what the constraints exclude without.
     """
     group = base.gradient_group
     sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
@@ -99,7 +99,9 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
         if zero in stages and keeps in kept and accumulate in accumulated
     ]
     if group == 1:
-        wanted = [*wanted[:1], *(one for one in wanted[1:] if states_leave and one in LEAVING)]
+        apart = any("zero" in entry and 0 in entry["zero"] for entry in constraints.excluded)
+        more = (LEAVING if states_leave else ()) + (SHARDINGS[1:2] if apart else ())
+        wanted = [*wanted[:1], *(one for one in wanted[1:] if one in more)]
     choices = [
         ShardChoice(zero, None if size == group else size, keeps, accumulate)
         for zero, keeps, accumulate in wanted
