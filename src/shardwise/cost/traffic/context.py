@@ -67,16 +67,21 @@ def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffi
     ]
 
 
+def exchanged_features(job: Job) -> float:
+    """Features of queries, keys, values and output together that one tensor-parallel rank has per token."""
+    model, strategy = job.model, job.strategy
+    heads = model.heads / strategy.tp
+    kv_heads = min(max(key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp), heads)
+    return (heads + kv_heads) * (model.query_key_dim + model.value_dim)
+
+
 def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Queries, keys, values and output are exchanged from sequence-split to head-split and back.
 
     If there are fewer key-value heads than ranks, they are repeated until every rank has one.
     """
-    model, strategy = job.model, job.strategy
-    heads = model.heads / strategy.tp
-    kv_heads = min(max(key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp), heads)
-    features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)
-    size = job.microbatch_tokens * features * job.training.recipe.communication / 4
+    strategy = job.strategy
+    size = job.microbatch_tokens * exchanged_features(job) * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
     exposed = (CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective)
     return [

@@ -8,6 +8,7 @@ project's engine does (`engine/experts/overlapped.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -104,19 +105,27 @@ def expected_destinations(experts: int, places: int, chosen: int, limit: int | N
     return expected if limit is None else min(expected, float(limit))
 
 
+def places_of_levels(topology: Topology, moe: MixtureOfExperts) -> Iterator[tuple[int, int, int | None]]:
+    """Of each level, outermost first: its number, the places experts are spread over, and the most a token may visit.
+
+    Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
+    """
+    places = 1
+    for index in reversed(range(len(topology.levels))):
+        places *= topology.levels[index].shape.size
+        yield index, places, moe.groups_used if 1 < moe.groups == places else None
+
+
 def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExperts) -> CollectiveCost:
     """Two-level exchange: each level carries every token once per distinct member it visits there.
 
     The levels are forwarded under each other, so the slowest sets the time; latencies add.
     """
     used: dict[int, Work] = {}
-    places, sent = 1, 0.0
-    for index in reversed(range(len(topology.levels))):
+    sent = 0.0
+    for index, places, limit in places_of_levels(topology, moe):
         shape = topology.levels[index].shape
         width = shape.size
-        places *= width
-        # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
-        limit = moe.groups_used if 1 < moe.groups == places else None
         visited = expected_destinations(moe.experts, places, moe.top_k, limit)
         block = token_bytes * visited / width  # for each member of the level, including this device
         sent += block * (width - 1)

@@ -21,6 +21,7 @@ from shardwise.collectives.listing import SYMBOLS
 from shardwise.collectives.shapes import Axis, shape_of
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.report.explain.explanation import Explanation, GridTable
+from shardwise.report.explain.formula import Formula
 from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
 from shardwise.spec.errors import SpecError
 from shardwise.spec.network import Link
@@ -51,19 +52,20 @@ def explain_message(size_bytes: float | str, link: Link) -> Explanation:
     """One message over one link."""
     cost = p2p_latency(size_bytes, link)
     sent, reached = float(cost.volume.sent_bytes), link.bandwidth * link.efficiency
+    latency, moved, total = Formula("latency part", "a"), Formula("bandwidth part", "m/B"), Formula("total", "a + m/B")
+    half = Formula("half of the bandwidth is reached at", "a·B")
+    values = {"a": link.latency, "m": sent, "B": reached}
     return Explanation(
         title=f"One message of {readable_bytes(sent)} over {link.name}",
-        formula=("seconds = a + m·b",),
+        formula=tuple(map(str, (latency, moved, total, half))),
         numbers=(
             ("m", "bytes of the message", Quantity(sent, "bytes", f"{sent:,.0f}")),
             ("a", "latency, end to end in software", seconds(link.latency)),
-            ("1/b", f"bandwidth, one direction: {link.efficiency:.0%} of the link's is reached", rate(reached)),
+            ("B", f"bandwidth, one direction: {link.efficiency:.0%} of the link's is reached", rate(reached)),
         ),
         result=(
-            ("latency part", seconds(link.latency)),
-            ("bandwidth part", seconds(sent / reached)),
-            ("total", seconds(float(cost.latency))),
-            ("half of the bandwidth is reached at", size(link.latency * reached)),
+            *((one.name, seconds(one.value(values))) for one in (latency, moved, total)),
+            (half.name, size(half.value(values))),
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )

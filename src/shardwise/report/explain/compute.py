@@ -7,6 +7,7 @@ from shardwise.cost.traffic.pipeline import bubble_share
 from shardwise.pipeline import build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, GridTable
+from shardwise.report.explain.formula import Formula
 from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
@@ -104,24 +105,23 @@ def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: f
     """Model and hardware FLOPs utilisation of a measured step."""
     devices, data_type = job.cluster.devices, job.training.recipe.compute
     peak = job.cluster.device.peak_flops(data_type)
-    mfu = model_flops / (step_seconds * devices * peak)
+    values = {"F": model_flops, "R": recomputed, "t": step_seconds, "N": devices, "p": peak}
+    formulas = tuple(
+        Formula(f"{name}, of the {data_type} peak", text)
+        for name, text in (("MFU", "F/(t·N·p)"), ("HFU", "(F + R)/(t·N·p)"))
+    )
+    mfu = formulas[0].value(values)
     return Explanation(
         title="Model FLOPs utilisation",
-        formula=(
-            "MFU = model FLOPs / (seconds · N · peak)",
-            "HFU = (model FLOPs + recomputed FLOPs) / (seconds · N · peak)",
-        ),
+        formula=tuple(map(str, formulas)),
         numbers=(
-            ("", "model FLOPs of one step", flops(model_flops)),
-            ("", "recomputed FLOPs of one step", flops(recomputed)),
-            ("", "seconds of one step", seconds(step_seconds)),
+            ("F", "model FLOPs of one step", flops(model_flops)),
+            ("R", "recomputed FLOPs of one step", flops(recomputed)),
+            ("t", "seconds of one step", seconds(step_seconds)),
             ("N", "devices", number(devices)),
-            ("", f"peak of one device, {data_type}", flop_rate(peak)),
+            ("p", f"peak of one device, {data_type}", flop_rate(peak)),
         ),
-        result=(
-            (f"MFU, of the {data_type} peak", share(mfu)),
-            (f"HFU, of the {data_type} peak", share((model_flops + recomputed) / (step_seconds * devices * peak))),
-        ),
+        result=tuple((one.name, share(one.value(values))) for one in formulas),
         remarks=("More than the peak: check the step time, the batch and the devices.",) if mfu > 1 else (),
         source=("Chowdhery et al. 2022, PaLM (arXiv 2204.02311), appendix B",),
     )
@@ -129,18 +129,18 @@ def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: f
 
 def explain_scaling(devices: int, first_seconds: float, strong_seconds: float, weak_seconds: float) -> Explanation:
     """Strong and weak scaling efficiency from step times."""
+    strong = Formula("strong-scaling efficiency", "T1/(N·T_s)")
+    weak = Formula("weak-scaling efficiency", "T1/T_w")
+    values = {"N": devices, "T1": first_seconds, "T_s": strong_seconds, "T_w": weak_seconds}
     return Explanation(
         title="Scaling efficiency",
-        formula=("strong (fixed batch): T1/(N·TN)", "weak (batch grows with N): T1/TN"),
+        formula=(str(strong), str(weak)),
         numbers=(
             ("N", "how many times as many devices", number(devices)),
             ("T1", "step on the smaller machine", seconds(first_seconds)),
-            ("TN", "step on the larger machine, same batch", seconds(strong_seconds)),
-            ("TN", "step on the larger machine, N times the batch", seconds(weak_seconds)),
+            ("T_s", "step on the larger machine, same batch", seconds(strong_seconds)),
+            ("T_w", "step on the larger machine, N times the batch", seconds(weak_seconds)),
         ),
-        result=(
-            ("strong-scaling efficiency", share(first_seconds / (devices * strong_seconds))),
-            ("weak-scaling efficiency", share(first_seconds / weak_seconds)),
-        ),
+        result=tuple((one.name, share(one.value(values))) for one in (strong, weak)),
         source=("Amdahl 1967; Gustafson 1988",),
     )

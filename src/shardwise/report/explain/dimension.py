@@ -2,68 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.cost.analysis import Analysis
+from shardwise.cost.memory.activations import key_value_features
+from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.traffic.context import exchanged_features
+from shardwise.cost.traffic.data import communication_units, wire_bytes
+from shardwise.cost.traffic.expert import places_of_levels
+from shardwise.cost.traffic.network import spanned
+from shardwise.cost.traffic.traffic import Payload, Role, Share, Traffic
+from shardwise.layout.groups import expert_runs
+from shardwise.layout.stages import RankContents
 from shardwise.report.explain.explanation import Explanation, GridTable
-from shardwise.report.explain.quantity import number, seconds, size
+from shardwise.report.explain.formula import Formula
+from shardwise.report.explain.quantity import Quantity, number, seconds, size
+from shardwise.spec.job import Job
+
+Symbols = tuple[tuple[str, str, Quantity], ...]
 
 _THEORY = {
     "tp": Explanation(
         "Tensor parallelism",
-        (
-            "per layer and microbatch, without SP: 2 all-reduces forward and 2 backward of b·s·h·e bytes",
-            "with SP: 2 all-gathers + 2 reduce-scatters each way, the same bytes, + 2 re-gathers for weight gradients",
-        ),
+        (),
         ("Shoeybi et al. 2019 (arXiv 1909.08053)", "Korthikanti et al. 2022 (arXiv 2205.05198)"),
         remarks=(
+            "Per layer and microbatch, without SP: 2 all-reduces forward and 2 backward. With SP: 2 all-gathers and 2 "
+            "reduce-scatters each way, the same bytes, and 2 re-gathers for weight gradients.",
             "A column-parallel layer does not all-reduce its output; its input gradient is reduced.",
             "The row-parallel layer reduces its output.",
         ),
     ),
     "dp": Explanation(
         "Data parallelism",
-        (
-            "replicated: all-reduce of P·e bytes per step, 2(n−1)/n·P·e on the wire",
-            "ZeRO-1, 2: reduce-scatter + all-gather, the same bytes; ZeRO-3: 1.5 times, gathers again every microbatch",
-        ),
+        (),
         ("Rajbhandari et al. 2020 (arXiv 1910.02054), section 7",),
-        remarks=("ZeRO never gathers the full gradient: each rank updates its own shard and parameters are gathered.",),
+        remarks=(
+            "Replicated: an all-reduce of all gradients in a step. ZeRO-1 and 2: a reduce-scatter and an all-gather, "
+            "the same bytes. ZeRO-3: 1.5 times, gathers again every microbatch.",
+            "ZeRO never gathers the full gradient: each rank updates its own shard and parameters are gathered.",
+        ),
     ),
     "pp": Explanation(
         "Pipeline parallelism",
-        ("per stage boundary and microbatch: b·s·h·e bytes each way (divided by t with SP), one latency per message",),
+        (),
         ("Narayanan et al. 2021 (arXiv 2104.04473)",),
         remarks=(
+            "Per stage boundary and microbatch one message each way, and one latency for each.",
             "Interleaving sends v times as many messages. The bubble is explained by `shardwise explain bubble`.",
         ),
     ),
     "cp": Explanation(
         "Context parallelism",
-        (
-            "ring: c−1 point-to-point sends of 2·b·(s/c)·h_kv·e forward, twice that backward, under attention itself",
-            "all-gather: 2·b·s·h_kv·e gathered forward, gathered and reduce-scattered backward",
-            "Ulysses: all-to-all of q, k, v and the output, (2h + 2h_kv)·b·s/c·e, each way",
-        ),
+        (),
         ("Liu et al. 2023 (arXiv 2310.01889)", "Llama 3 (arXiv 2407.21783)", "Jacobs et al. 2023 (arXiv 2309.14509)"),
-        remarks=("Training has no KV cache; context parallelism splits attention over the sequence.",),
+        remarks=(
+            "ring: cp − 1 sends of a rank's keys and values forward, twice as many backward, under attention itself; "
+            "all-gather: gathered forward, gathered and reduce-scattered backward; ulysses: q, k, v and the output "
+            "exchanged each way (--context-method).",
+            "Training has no KV cache; context parallelism splits attention over the sequence.",
+        ),
     ),
     "ep": Explanation(
         "Expert parallelism",
-        (
-            "dispatch and combine, forward and backward: 4 all-to-alls of T·k·h·e bytes per rank and layer",
-            "deduplicated: T·h·e·E[distinct nodes] between nodes, E = N(1 − (1 − 1/N)^k) for uniform routing",
-        ),
+        (),
         ("Lepikhin et al. 2020, GShard (arXiv 2006.16668)", "DeepSeek-V3 (arXiv 2412.19437), section 3.2.2"),
-        remarks=("Expert ranks are those of one stage: expert_tp · ep · expert data parallelism = tp·cp·dp.",),
+        remarks=(
+            "Dispatch and combine, forward and backward: 4 exchanges per layer and microbatch.",
+            "Expert ranks are those of one stage: expert_tp · ep · expert data parallelism = tp·cp·dp.",
+        ),
     ),
 }
 
 
 def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     """The theory of a dimension and what it sends in this job."""
-    theory, job = _THEORY[name], analysis.job
+    theory, whole = _THEORY[name], analysis.job
+    prediction = analysis.step.prediction
+    contents = (prediction.last if name == "dp" else prediction.slowest).contents
+    job = whole.of_stage(analysis.dimension_rank(name))
     traffics = analysis.dimension_traffics(name)
+    own = _OWN_SYMBOLS[name](job, contents) if name in _OWN_SYMBOLS and traffics else ()
+    numbers = (*_common(job), *own)
+    formulas = [Formula(f"{t.what}: bytes", text) for t in traffics if (text := _bytes_of(name, t.payload, job))]
+    results: list[tuple[str, Quantity]] = []
+    if name == "ep" and traffics and job.strategy.dispatch == "deduplicated":
+        symbols, more = _deduplicated(job, traffics[0])
+        numbers += symbols
+        values = {symbol: value.value for symbol, _, value in numbers}
+        for one in more:
+            values[one.name.split()[0]] = one.value(values)
+        formulas += more
+        results = [(one.name, _result(one, values)) for one in more]
     rows = tuple(
         (
             t.what,
@@ -78,25 +109,115 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     )
     columns = {name: name for name in ("what", "collective", "network", "times", "bytes")}
     columns |= {"each": "each_seconds", "exposed": "exposed_seconds"}
-    strategy = job.strategy
-    degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
     return replace(
         theory,
         title=f"{theory.title} of {job.model.name} on {job.cluster.devices} × {job.cluster.device.name}",
-        numbers=(
-            ("b", "sequences of a microbatch", number(strategy.microbatch)),
-            ("s", "tokens of a sequence", number(job.training.seq)),
-            ("h", "hidden size", number(job.model.hidden)),
-            ("h_kv", "width of keys", number(job.model.key_value_heads * job.model.head_size)),
-            ("e", "bytes per element", number(job.training.recipe.communication)),
-            *((one, "degree", number(degree)) for one, degree in degrees.items()),
-            ("", "microbatches", number(job.microbatches)),
-        ),
+        formula=tuple(map(str, formulas)),
+        numbers=(*numbers, ("", "microbatches", number(job.microbatches))),
         result=(
             ("seconds per step", seconds(sum(t.seconds for t in traffics))),
             ("of them exposed in the predicted step", seconds(sum(t.added_seconds for t in traffics))),
             ("bytes the busiest device sends", size(sum(t.bytes_sent for t in traffics))),
+            *results,
         ),
         tables=(GridTable("in one step", columns, rows, words=3, optional=("network",)),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
     )
+
+
+def _result(one: Formula, values: Mapping[str, float]) -> Quantity:
+    value = one.value(values)
+    return number(value, f"{value:.4g}") if one.name.startswith("V") else size(value)
+
+
+def _common(job: Job) -> Symbols:
+    strategy = job.strategy
+    degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
+    return (
+        ("b", "sequences of a microbatch", number(strategy.microbatch)),
+        ("s", "tokens of a sequence", number(job.training.seq)),
+        ("h", "hidden size", number(job.model.hidden)),
+        ("e", "bytes per element", number(job.training.recipe.communication)),
+        *((one, "degree", number(degree)) for one, degree in degrees.items()),
+    )
+
+
+def _context_symbols(job: Job, contents: RankContents) -> Symbols:
+    if job.strategy.context_method == "ulysses":
+        return (("w", "features of q, k, v and output of a token, on one tensor parallel rank",
+                 number(exchanged_features(job))),)  # fmt: skip
+    return (("w", "features of keys and values of a token, on one tensor parallel rank",
+             number(key_value_features(job))),)  # fmt: skip
+
+
+def _expert_symbols(job: Job, contents: RankContents) -> Symbols:
+    strategy, moe, recipe = job.strategy, job.model.moe, job.training.recipe
+    assert moe is not None
+    copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
+    narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
+    return (
+        ("k", "experts of a token", number(moe.top_k)),
+        ("r", "tensor parallel ranks that send the same token", number(copies)),
+        ("e_d", "bytes per element, dispatched", number(narrow)),
+    )
+
+
+def _data_symbols(job: Job, contents: RankContents) -> Symbols:
+    wire, units = wire_bytes(job, job.strategy.pp), communication_units(job, contents)
+    symbols = [
+        ("P", "parameters of a rank that are not experts", number(contents.dense)),
+        ("U", "pieces that they are sent in", number(units[0])),
+        ("e_g", "bytes of a gradient", number(wire.gradient)),
+        ("e_w", "bytes of a gathered weight", number(wire.weight)),
+    ]
+    if contents.experts:
+        symbols[2:2] = [
+            ("P_x", "parameters of a rank's experts", number(contents.experts)),
+            ("U_x", "pieces that they are sent in", number(units[1])),
+        ]
+    return tuple(symbols)
+
+
+_OWN_SYMBOLS = {"cp": _context_symbols, "ep": _expert_symbols, "dp": _data_symbols}
+_HIDDEN_STATES = (Role.INPUTS, Role.OUTPUTS, Role.OUTPUT_GRADIENTS, Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
+
+
+def _bytes_of(dimension: str, payload: Payload, job: Job) -> str:
+    """The formula of the bytes of one collective; empty for those that are small, or not sent in every job."""
+    strategy = job.strategy
+    if dimension == "tp":
+        return "b·s/cp·h·e" if payload.role in _HIDDEN_STATES and payload.share is Share.DENSE else ""
+    if dimension == "cp":
+        return {"ring": "b·s/cp·w·e", "all-gather": "b·s·w·e", "ulysses": "b·s/cp·w·e/4"}[strategy.context_method]
+    if dimension == "ep":
+        return f"r·b·s/(cp·tp)·k·h·{'e_d' if payload.role is Role.DISPATCH else 'e'}"
+    if dimension == "pp" and payload.role in (Role.ACTIVATIONS, Role.GRADIENTS):
+        return "b·s/(cp·tp)·h·e" if strategy.sequence_parallel or job.stack.scattered_messages else "b·s/cp·h·e"
+    if dimension == "dp":
+        piece = "P_x/U_x" if payload.share is Share.EXPERTS else "P/U"
+        wire = wire_bytes(job, strategy.pp)
+        if payload.role is Role.GRADIENTS:
+            return f"{piece}·e_g"
+        if payload.role is Role.PARAMETERS and (sharding_of(strategy).gathers_once or not wire.narrower):
+            return f"{piece}·e_w" if not wire.ends_once or payload.in_pass == "forward" else ""
+    return ""
+
+
+def _deduplicated(job: Job, traffic: Traffic) -> tuple[Symbols, list[Formula]]:
+    """The places that a token visits on every level of the network, and the bytes that a rank sends for it."""
+    topology, moe = spanned(job.cluster, expert_runs(job.strategy), "strategy.ep", "all"), job.model.moe
+    assert topology is not None and moe is not None
+    symbols: list[tuple[str, str, Quantity]] = [("E", "experts of a layer", number(moe.experts))]
+    formulas, terms = [], []
+    for index, places, limit in places_of_levels(topology, moe):
+        level, n = topology.levels[index], f"N{index + 1}"
+        symbols.append((n, f"places that {level.name} leads to", number(places)))
+        symbols.append((f"w{index + 1}", f"members of {level.name}", number(level.shape.size)))
+        text = f"{n}·(1 − C(E − E/{n}, k)/C(E, k))"
+        if limit is not None:
+            symbols.append((f"M{index + 1}", "of them, the most that routing allows a token", number(limit)))
+            text = f"min({text}, M{index + 1})"
+        formulas.append(Formula(f"V{index + 1} visited by a token", text))
+        terms.append(f"V{index + 1}·(w{index + 1} − 1)/w{index + 1}")
+    sent = f"r·b·s/(cp·tp)·h·e_d·({' + '.join(terms)})"
+    return tuple(symbols), [*formulas, Formula("bytes that a rank sends of one dispatch", sent)]

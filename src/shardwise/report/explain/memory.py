@@ -11,6 +11,7 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.memory.states import state_bytes
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, GridTable
+from shardwise.report.explain.formula import Formula
 from shardwise.report.explain.quantity import Quantity, number, share, size
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
@@ -77,15 +78,13 @@ def explain_activations(job: Job) -> Explanation:
         (t.name, bar(t.bytes / total, 24), t.recomputed_by, size(t.bytes), share(t.bytes / total)) for t in tensors
     )
     model = job.model
-    per_element = total / (job.training.seq * strategy.microbatch * model.hidden)
+    units = Formula("in units of s·b·h", "A/(s·b·h)")
+    sizes = {"A": total, "s": job.training.seq, "b": strategy.microbatch, "h": model.hidden}
+    per_element = units.value(sizes)
     columns = {"tensor": "tensor", "": "", "recomputed by": "recomputed_by", "bytes": "bytes", "share": "share"}
     return Explanation(
         title=f"Activations of one {'mixture-of-experts ' if moe else ''}layer of {model.name}, one microbatch",
-        formula=(
-            "published case (GELU 4h, MHA, dropout, stored scores, 16 bit): s·b·h·(34 + 5·a·s/h)",
-            "with TP: s·b·h·(10 + 24/t + 5·a·s/(h·t)); with TP and SP: s·b·h/t·(34 + 5·a·s/h)",
-            "selective recompute drops 5·a·s/h; full recompute keeps 2·s·b·h (SP: /t)",
-        ),
+        formula=(str(units),),
         numbers=(
             ("s", "tokens of a sequence", number(job.training.seq)),
             ("b", "sequences of a microbatch", number(strategy.microbatch)),
@@ -93,6 +92,7 @@ def explain_activations(job: Job) -> Explanation:
             ("a", "query heads", number(model.heads)),
             ("t", f"tensor parallel degree{' (with SP)' if strategy.sequence_parallel else ''}", number(strategy.tp)),
             ("c", "context parallel degree", number(strategy.cp)),
+            ("A", "bytes that nothing recomputed keeps: the sum of the saved tensors", size(total)),
         ),
         result=(
             ("nothing recomputed", size(total)),
@@ -101,11 +101,16 @@ def explain_activations(job: Job) -> Explanation:
                 size(layer_activation_bytes(job, moe=moe, recompute="selective")),
             ),
             ("full recompute", size(layer_activation_bytes(job, moe=moe, recompute="full"))),
-            ("in units of s·b·h", number(per_element, f"{per_element:.2f}")),
+            (units.name, number(per_element, f"{per_element:.2f}")),
             ("embedding, first stage", size(embedding_activation_bytes(job))),
             ("head and loss, last stage", size(head_activation_bytes(job))),
         ),
         tables=(GridTable("saved tensors", columns, rows, words=3),),
+        remarks=(
+            "Published for GELU 4h, MHA, dropout, stored scores and 16 bit, which this layer need not have: "
+            "s·b·h·(34 + 5·a·s/h); with TP s·b·h·(10 + 24/t + 5·a·s/(h·t)); with TP and SP s·b·h/t·(34 + 5·a·s/h).",
+            "There selective recompute drops 5·a·s/h, and full recompute keeps 2·s·b·h (SP: /t).",
+        ),
         source=(
             "Korthikanti et al. 2022 (arXiv 2205.05198), section 4 and Table 2",
             "Dao et al. 2022, FlashAttention (arXiv 2205.14135): one log-sum-exp per head and query",
