@@ -316,8 +316,8 @@ def _unused(found: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _noted(note: str) -> str:
-    setting = re.fullmatch(r"(\S+) = .* is not used", note)
-    return f"`{setting[1]}` is not used" if setting else _escaped(note)
+    setting = re.fullmatch(r"(\S+) = .* is known to \S+, not priced here", note)
+    return f"`{setting[1]}` is not priced" if setting else _escaped(note)
 
 
 def _escaped(text: str) -> str:

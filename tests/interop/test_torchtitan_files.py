@@ -97,7 +97,7 @@ def test_a_saved_run_is_the_preset_that_it_spells_out(tmp_path: Path) -> None:
     assert fields["strategy.recompute"] == "full"
     done = run("analyze", path, "--gpus", "64", "--json")
     assert done.status == 0, done.err
-    assert "not used" not in done.err and "does not say whether matmuls are in fp8" in done.err
+    assert "not priced here" not in done.err and "does not say whether matmuls are in fp8" in done.err
 
 
 def test_a_saved_run_of_a_pipeline_counts_tokens(tmp_path: Path) -> None:

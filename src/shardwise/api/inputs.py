@@ -264,7 +264,7 @@ def _imported(
         raise imported.without_model()
     if isinstance(fields.get("model"), dict):
         fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    notes += [*imported.notes, *(f"{setting} is not used" for setting in imported.unused)]
+    notes += [*imported.notes, *imported.not_priced]
     return fields, notes
 
 

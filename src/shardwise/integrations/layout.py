@@ -149,8 +149,7 @@ def job_of(
         raise
     except SpecError as error:
         raise NotPriced(error.field, error.problem, error.remedy) from None
-    unused = [f"{setting} is not priced" for setting in imported.unused]
-    return job, [*layout.notes, *facts.notes, *imported.notes, *assumed, *unused, *notes]
+    return job, [*layout.notes, *facts.notes, *imported.notes, *assumed, *imported.not_priced, *notes]
 
 
 def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Imported:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
-from shardwise.interop.frameworks.deepspeed import read_offload
+from shardwise.interop.frameworks.deepspeed import NVME, read_offload
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Reading, Target, word_for
 from shardwise.interop.frameworks.torchtitan import OFFLOAD_ALL, ROTATION, hybrid_replicas
@@ -96,7 +96,7 @@ def _deepspeed(job: Job) -> Settings:
     for name, moved in devices.items():
         settings[_DEEPSPEED + f"offload_{name}_device"] = offload.target if moved else "none"
         if moved and offload.target == "nvme":
-            settings[_DEEPSPEED + f"offload_{name}_nvme_path"] = "/local_nvme"
+            settings[_DEEPSPEED + f"offload_{name}_nvme_path"] = offload.folder or NVME
     return settings
 
 

@@ -15,6 +15,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 _ZERO = "zero_optimization."
+NVME = "/local_nvme"  # DeepSpeed's own examples mount it there
 _RECOMPUTE = "activation_checkpointing"
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "sgd-momentum": "SGD", "muon": "Muon"}
 _STATES_LIKE = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "muon": "muon"}
@@ -70,7 +71,7 @@ def _offload(job: Job) -> Settings:
             settings[_ZERO + name + "device"] = offload.target
             settings[_ZERO + name + "pin_memory"] = True
             if offload.target == "nvme":
-                settings[_ZERO + name + "nvme_path"] = "/local_nvme"
+                settings[_ZERO + name + "nvme_path"] = offload.folder or NVME
     if 0 < offload.optimizer < 1 and job.strategy.zero == 3:
         settings[_ZERO + "offload_optimizer.ratio"] = offload.optimizer
     return settings
@@ -162,6 +163,12 @@ def read_offload(reading: Reading, fields: dict[str, Any], key: str, usual: str 
         reading.notes.append("offload_optimizer and offload_param name two devices: both are read as nvme")
     if used:
         fields["strategy.offload.target"] = "nvme" if "nvme" in used else "cpu"
+    paths = [reading.text(key.replace("device", "nvme_path").format(name)) for name in ("optimizer", "param")]
+    folders = {path for path in paths if path not in (None, "none", NVME)}
+    if folders and "nvme" in used:
+        fields["strategy.offload.folder"] = min(folders)
+        if len(folders) == 2:
+            reading.notes.append(f"two folders are named: {min(folders)} is read")
 
 
 def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def effects_of(job: Job) -> dict[str, bool]:
         "overlap.dp": strategy.gradient_group > 1,
         "recompute_operators": strategy.recompute == "selective", "recompute_layers": strategy.recompute != "none",
         "overlap.offload": offload, "offload.target": offload,
+        "offload.folder": offload and strategy.offload.target == "nvme",
     }  # fmt: skip
     optimizer, scaled = job.training.optimizer, job.training.precision == "fp16"
     adam, dynamic = not optimizer.startswith("sgd"), job.training.optimization.loss_scaling.static is None

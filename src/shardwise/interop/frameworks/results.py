@@ -74,7 +74,8 @@ class Imported:
     """A target's configuration as fields of a job by dotted path (``strategy.tp``, ``model.layers``).
 
     ``unused`` are settings that a job has no field for; ``notes`` say how something was understood; ``no_model`` why
-    the model that is named is none, if so; ``devices`` how many it is written for, where it says so.
+    the model that is named is none, if so; ``devices`` how many it is written for, where it says so; ``title`` is the
+    framework's name in full.
     """
 
     target: str
@@ -83,6 +84,12 @@ class Imported:
     notes: tuple[str, ...] = ()
     no_model: str = ""
     devices: int | None = None
+    title: str = ""
+
+    @property
+    def not_priced(self) -> tuple[str, ...]:
+        """What to say of the settings that are not used."""
+        return tuple(f"{setting} is known to {self.title or self.target}, not priced here" for setting in self.unused)
 
     def nested(self) -> dict[str, Any]:
         """The fields as the nested mapping of a job file."""

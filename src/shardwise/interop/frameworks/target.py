@@ -335,7 +335,8 @@ class Target:
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         devices = reading.devices or _devices(fields)
-        return Imported(self.name, fields, shown_unused, tuple(reading.notes), reading.no_model, devices)
+        notes = tuple(reading.notes)
+        return Imported(self.name, fields, shown_unused, notes, reading.no_model, devices, self.title)
 
     def _check_unknown(self, reading: Reading) -> None:
         """What a script gets from outside is left out if no step costs more for it, or the user has said it beside."""
