@@ -84,10 +84,10 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     if (own := _own(device, stack)) is not None and data_type == "fp8" and recipe.scaling in own.scaled:
         rate = device.peak_flops(data_type) * own.scaled[recipe.scaling]
     rows, columns, inner = operator.rows, operator.columns, operator.inner
-    if operator.expert:
-        rows_of_each = rows / operator.matrices
-        grouped = efficiency.expert_gemm * rows_of_each / (rows_of_each + efficiency.expert_rolloff)
-        rate *= select(operator.matrices > 1, grouped, 1.0)  # a single expert is a matmul like any other
+    started: Any = 0.0  # rows that every matmul of a group takes longer as for
+    if operator.expert:  # a single expert is a matmul like any other
+        rate *= select(operator.matrices > 1, efficiency.expert_gemm, 1.0)
+        started = select(operator.matrices > 1, efficiency.expert_rolloff, 0.0)
     element = recipe.activation
     weights, moved_forward = operator.matrices * inner * columns, product_bytes(operator, element)
     # The weight gradient is accumulated in fp32: read and written, 8 bytes per weight.
@@ -95,12 +95,19 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     exposed = efficiency.operand_traffic / device.memory_bandwidth
     launch = _launch(device, stack)
 
-    def seconds(depth: float, moved: float) -> float:
-        flops = operator.flops * (1 + efficiency.gemm_rolloff / depth) + 2 * efficiency.gemm_tail * depth
-        return flops / rate + moved * exposed + launch
+    def seconds(height: Any, width: Any, depth: Any, moved: Any) -> Any:
+        """Of every matrix: an output of ``height`` by ``width`` elements, each a sum over ``depth``."""
+        flops = 2 * operator.matrices * height * width * (depth + efficiency.gemm_rolloff)
+        return (flops + 2 * efficiency.gemm_tail * depth) / rate + moved * exposed + launch
 
+    # What a matmul takes before and after its rows adds to what they take: more rows never take less time. In the
+    # weight gradient the rows are summed over.
+    each = rows / operator.matrices
+    padded = each + started
     return Seconds(
-        seconds(inner, moved_forward), seconds(columns, moved_forward), seconds(rows / operator.matrices, accumulated)
+        seconds(padded, columns, inner, moved_forward),
+        seconds(padded, inner, columns, moved_forward),
+        seconds(inner, columns, padded, accumulated),
     )
 
 

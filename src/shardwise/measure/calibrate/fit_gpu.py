@@ -138,9 +138,9 @@ def _with_experts(device: Device, figures: Sequence[ProductFigure]) -> tuple[Dev
     grouped = [one for one in figures if one.matrices > 1]
     if not grouped:
         return device, []
-    even = _changed(device, expert_gemm=1.0, expert_rolloff=0.0)
-    bare = [_priced(one, even) for one in grouped]
-    features = [(base, base * one.matrices / one.rows) for base, one in zip(bare, grouped)]
+    even = _changed(device, expert_gemm=1.0)
+    bare, with_a_row = ([_priced(one, _changed(even, expert_rolloff=rows)) for one in grouped] for rows in (0.0, 1.0))
+    features = [(base, more - base) for base, more in zip(bare, with_a_row)]
     found = fit(features, [one.seconds for one in grouped], expected=(1.0, 100.0))
     slower, by_rows = found.values
     slower = max(1.0, slower)
