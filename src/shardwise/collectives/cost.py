@@ -191,7 +191,7 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
     def pick(values: Sequence[Any]) -> Any:
         return np.choose(winner, values)
 
-    per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds")
+    per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds", "busy_seconds")
     levels = tuple(
         replace(one, **{name: pick([getattr(cost.levels[i], name) for cost in costs]) for name in per_level})
         for i, one in enumerate(costs[0].levels)

@@ -160,7 +160,8 @@ def _slowest(topology: Topology, hops: list[int], loads: list[int], rounds: int,
     levels = topology.levels
     late = max(range(len(levels)), key=lambda i: (hops[i] * levels[i].latency, i))
     slow = max(range(len(levels)), key=lambda i: (loads[i] / levels[i].rate, i))
+    moved = [rounds * load * block for load in loads]
     return {
-        i: Work(rounds * hops[i] if i == late else 0, rounds * loads[i] * block if i == slow else 0)
+        i: Work(rounds * hops[i] if i == late else 0, moved[i] if i == slow else 0, beside=0 if i == slow else moved[i])
         for i in range(len(levels))
     }

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Work:
     """An algorithm's demands on one level: hops one after the other, bytes over the busiest link.
 
-    ``sent_bytes`` and ``received_bytes`` are those of the busiest rank, ``total_bytes`` of all ranks.
+    ``beside`` are bytes that pass it while the round waits for a slower level. ``sent_bytes`` and ``received_bytes``
+    are those of the busiest rank, ``total_bytes`` of all ranks.
     """
 
     hops: Size = 0
@@ -27,6 +28,7 @@ class Work:
     received_bytes: Size = 0
     total_bytes: Size = 0
     in_network: bool = False
+    beside: Size = 0
 
     def __add__(self, other: Work) -> Work:
         """One after the other, by ranks that are equally busy in both."""
@@ -38,6 +40,7 @@ class Work:
             self.received_bytes + other.received_bytes,
             self.total_bytes + other.total_bytes,
             self.in_network or other.in_network,
+            self.beside + other.beside,
         )
 
     def mirrored(self) -> Work:
@@ -47,7 +50,10 @@ class Work:
 
 @dataclass(frozen=True)
 class LevelCost:
-    """One level's part: ``hops`` latencies in a row and ``bytes`` over its busiest link."""
+    """One level's part: ``hops`` latencies in a row and ``bytes`` over its busiest link.
+
+    The link is busy for ``busy_seconds``, also while a round waits for another level.
+    """
 
     level_name: str
     level_index: int
@@ -55,6 +61,7 @@ class LevelCost:
     bytes: Size
     latency_seconds: Size
     bandwidth_seconds: Size
+    busy_seconds: Size
 
 
 @dataclass(frozen=True)
@@ -91,14 +98,18 @@ def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
     """
     name = level.name or f"level {index}"
     if work is None:
-        return LevelCost(name, index, 0, 0, 0.0, 0.0)
+        return LevelCost(name, index, 0, 0, 0.0, 0.0, 0.0)
     helped = level.in_network if work.in_network else None
     rate, ramp_bytes, startup = level.rate, level.ramp_bytes, level.startup
     if helped is not None:
         rate, ramp_bytes, startup = level.bandwidth * helped.efficiency, helped.ramp_bytes, helped.startup
-    ramp = square_root(ramp_bytes * work.bytes) if ramp_bytes else 0.0
-    latency_seconds = work.hops * level.latency + startup
-    return LevelCost(name, index, work.hops, work.bytes, latency_seconds, (work.bytes + ramp) / rate)
+
+    def seconds(moved: Size) -> Size:
+        return (moved + (square_root(ramp_bytes * moved) if ramp_bytes else 0.0)) / rate
+
+    latency_seconds, moving = work.hops * level.latency + startup, seconds(work.bytes)
+    busy = moving if isinstance(work.beside, int) and not work.beside else seconds(work.bytes + work.beside)
+    return LevelCost(name, index, work.hops, work.bytes, latency_seconds, moving, busy)
 
 
 def settle(

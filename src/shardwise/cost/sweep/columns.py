@@ -96,7 +96,7 @@ class CollectiveBook:
             cost = gradient_price(kind, np.array(line.waiting), topology, ours, self._algorithm)
             seconds[tickets] = cost.seconds
             for level in cost.levels:
-                links[tickets, self._links.index(level.level_name)] += level.bandwidth_seconds
+                links[tickets, self._links.index(level.level_name)] += level.busy_seconds
             line.waiting.clear()
         self.seconds, self.link_seconds = seconds, links
 

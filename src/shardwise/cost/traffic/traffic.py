@@ -222,7 +222,7 @@ class Traffic:
         """Seconds in the step that it keeps each network level's links busy."""
         seconds: dict[str, float] = {}
         for level in self.cost.levels:
-            seconds[level.level_name] = seconds.get(level.level_name, 0.0) + self.count * float(level.bandwidth_seconds)
+            seconds[level.level_name] = seconds.get(level.level_name, 0.0) + self.count * float(level.busy_seconds)
         return seconds
 
     @property
