@@ -23,8 +23,8 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.run import Run
-from shardwise.spec.stack import stack_from
-from shardwise.spec.strategy import Strategy, without_auto
+from shardwise.spec.stack import default_stack, stack_from
+from shardwise.spec.strategy import AUTO, Strategy, without_auto
 from shardwise.spec.training import Training
 
 if TYPE_CHECKING:
@@ -224,17 +224,23 @@ def _is_named(arguments: JobArguments, fields: Mapping[str, Any], kind: str) -> 
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:
-    """A named stack sets overlap and dispatch unless the strategy does."""
+    """A stack sets overlap, dispatch and when a pipeline reduces gradients of ZeRO-2, unless the strategy does."""
     strategy = fields.get("strategy") or {}
-    if "stack" not in fields or not isinstance(strategy, Mapping):
+    if not isinstance(strategy, Mapping):
         return
     try:
-        stack = stack_from(fields["stack"])
+        stack = stack_from(fields["stack"]) if "stack" in fields else default_stack()
     except SpecError as error:
         raise error.under("stack") from None
-    for name in ("overlap", "dispatch"):
+    for name in ("overlap", "dispatch") if "stack" in fields else ():
         if name not in strategy:
             set_field(fields, f"strategy.{name}", getattr(stack, name))
+    zero, pp = (int(str(strategy.get(name))) if str(strategy.get(name)).isdecimal() else 1 for name in ("zero", "pp"))
+    offload = strategy.get("offload")
+    leave = offload == AUTO or bool(_mapping(offload).get("gradients"))
+    usual = stack.usual_accumulation(zero, pp, leave=leave)
+    if "accumulate" not in strategy and usual != Strategy.accumulate:
+        set_field(fields, "strategy.accumulate", usual)
 
 
 def _imported(

@@ -421,7 +421,7 @@ def family_data(one: StrategyFamily) -> dict[str, Any]:
 def candidate_data(one: Candidate) -> dict[str, Any]:
     job, band = one.job, error_bar(one.job)
     return {
-        "strategy": job.strategy.to_dict(),
+        "strategy": job.to_dict().get("strategy", {}),
         "words": strategy_words(job.strategy),
         "predicted_seconds": one.step_seconds,
         "predicted_seconds_low": one.step_seconds * (1 + band.time_low),

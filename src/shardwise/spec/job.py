@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from shardwise.spec import presets, rules
 from shardwise.spec.clusters import cluster_short, job_cluster_from, mixed_kinds
@@ -37,9 +37,11 @@ class Job(Spec):
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the strategy does otherwise than its stack: a reader takes the rest from there."""
         data = super().to_dict()
-        if "stack" not in data:
-            return data
         strategy = dict(data.get("strategy", {}))
+        if self.strategy.accumulate != self.usual_accumulation(self.strategy):
+            strategy["accumulate"] = self.strategy.accumulate
+        if "stack" not in data:
+            return {**data, "strategy": strategy} if strategy else data
         own, usual = self.strategy.overlap, self.stack.overlap
         if own != usual:
             differing = (one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name))
@@ -171,6 +173,11 @@ class Job(Spec):
             named = named or ("norm", "activation", *(("up-projection",) if self.model.mla else ()))
         exchanged = self.strategy.cp > 1 and self.strategy.context_method == "ulysses"
         return tuple(operator for operator in named if not (exchanged and operator == "up-projection"))
+
+    def usual_accumulation(self, strategy: Strategy) -> Literal["sharded", "local"]:
+        """``accumulate`` of a strategy of this job that does not name it."""
+        leave = strategy.offload.gradients > 0 or "gradients" in self.run.automatic
+        return self.stack.usual_accumulation(strategy.zero, strategy.pp, leave=leave)
 
     def with_strategy(self, **changes: Any) -> Job:
         return replace(self, strategy=replace(self.strategy, **changes))

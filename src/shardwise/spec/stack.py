@@ -27,7 +27,9 @@ class Stack(Spec):
     matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
-    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself. ``step_ends``: the norm of all
+    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself. ``pipeline_gradients``: under a
+    pipeline ZeRO-2 keeps "whole" gradients and reduces them once a step, as Megatron-LM's distributed optimizer does,
+    or reduces them to "sharded" ones after every microbatch (see `usual_accumulation`). ``step_ends``: the norm of all
     gradients makes pipeline ranks end a step "together", unless a framework updates before it knows the norm and
     repairs the update afterwards ("apart": post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
 
@@ -106,6 +108,7 @@ class Stack(Spec):
     layer_launches: int = 0
     per_parameter_shards: bool = False
     per_parameter_gathers: bool = False
+    pipeline_gradients: Literal["whole", "sharded"] = "whole"
     layers: Literal["torch", "megatron", "transformer engine"] = "torch"
     experts: Literal["grouped", "in turn"] = "grouped"
     deterministic: bool = False
@@ -127,6 +130,11 @@ class Stack(Spec):
         """With other values of some fields, which its name says; itself where they are the same."""
         other = replace(self, **changes)
         return self if other == self else replace(other, name=self.base + _CHANGED, source="")
+
+    def usual_accumulation(self, zero: int, pp: int, *, leave: bool = False) -> Literal["sharded", "local"]:
+        """``accumulate`` of a strategy that does not name it; gradients that ``leave`` the device are shards."""
+        whole = zero == 2 and pp > 1 and self.pipeline_gradients == "whole" and not leave
+        return "local" if whole else "sharded"
 
     @property
     def launched_by_graphs(self) -> bool:

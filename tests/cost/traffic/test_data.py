@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cost.builders import (
@@ -12,10 +14,16 @@ from cost.builders import (
     switched,
     traffics,
 )
+from shardwise import predict
 from shardwise.collectives import CollectiveKind
+from shardwise.cost.analysis import Analysis
+from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.traffic.traffic import Share
 from shardwise.layout.stages import rank_contents
+from shardwise.spec import presets
+from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
+from shardwise.spec.stack import stack_from
 
 
 def test_data_parallel_all_reduce() -> None:
@@ -90,3 +98,23 @@ def test_zero_3_gathers_experts_over_their_own_group() -> None:
     case = ring(MOE, dp=8, ep=4, zero=3)
     experts = [t for t in traffics(case, "dp") if t.payload.share is Share.EXPERTS]
     assert sent(experts) == pytest.approx(3 * 1 / 2 * 2 * rank_contents(case, 0).experts)
+
+
+@pytest.mark.parametrize("stack", presets.names("stack"))
+def test_zero_2_under_a_pipeline_reduces_as_its_stack_does(stack: str) -> None:
+    """Once a step with whole gradients in memory, unless stack or strategy say otherwise; a job file keeps which."""
+
+    def priced(**strategy: Any) -> Analysis:
+        asked = {"pp": 2, "dp": 4, **strategy}
+        found = predict(model="llama3.2-1b", cluster="dgx-h100:1", stack=stack, strategy=asked, global_batch=32).job
+        written = Job.from_yaml(found.to_yaml())
+        assert written == found == predict(written).job
+        return analyze_job(written)
+
+    one, usual, sharded = (priced(zero=2, **more) for more in ({}, {"accumulate": "local"}, {"accumulate": "sharded"}))
+    assert stack_from(stack).pipeline_gradients == "whole"
+    assert one.job == usual.job
+    bytes_of = [sum(t.bytes_sent for t in each.dimension_traffics("dp")) for each in (priced(zero=1), one, sharded)]
+    assert bytes_of[0] == bytes_of[1] < bytes_of[2]
+    assert one.predicted_seconds <= sharded.predicted_seconds
+    assert sharded.memory.gradients < one.memory.gradients == priced(zero=1).memory.gradients

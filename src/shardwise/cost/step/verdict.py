@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
@@ -18,7 +18,7 @@ from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
-from shardwise.spec.strategy import Offload
+from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.support import verdict
 
 EXPOSED_LIMIT = 0.30
@@ -134,12 +134,19 @@ def neighbours(job: Job) -> Iterator[Job]:
     """Strategies one change away on the same devices with the same batch; those that cannot be built are skipped."""
     for changes in _changes(job):
         try:
-            yield replace(job, strategy=replace(job.strategy, **changes))  # type: ignore[arg-type]
+            yield replace(job, strategy=_as_usual(job, replace(job.strategy, **changes), changes))
         except SpecError:
             continue
 
 
-def _changes(job: Job) -> Iterator[dict[str, object]]:
+def _as_usual(job: Job, changed: Strategy, changes: dict[str, Any]) -> Strategy:
+    """Gradients are accumulated as the stack does, where those of the job are and the changes do not say."""
+    if "accumulate" in changes or job.strategy.accumulate != job.usual_accumulation(job.strategy):
+        return changed
+    return replace(changed, accumulate=job.usual_accumulation(changed))
+
+
+def _changes(job: Job) -> Iterator[dict[str, Any]]:
     strategy = job.strategy
     dp = strategy.data_parallel
     for name in ("tp", "cp", "pp"):
@@ -167,7 +174,7 @@ def _changes(job: Job) -> Iterator[dict[str, object]]:
         yield {"offload": Offload(optimizer=1.0)}
 
 
-def _sharding_changes(job: Job) -> Iterator[dict[str, object]]:
+def _sharding_changes(job: Job) -> Iterator[dict[str, Any]]:
     strategy = job.strategy
     for zero in range(4):
         if zero != strategy.zero:
@@ -175,7 +182,7 @@ def _sharding_changes(job: Job) -> Iterator[dict[str, object]]:
     if strategy.zero == 3:
         yield {"keep_parameters": True}
     if strategy.zero >= 2:
-        yield {"accumulate": "local"}
+        yield {"accumulate": "sharded" if strategy.accumulate == "local" else "local"}
         node = job.cluster.node_devices // strategy.tp
         if node > 1 and strategy.shard_group is None:
             yield {"shard_group": node}

@@ -206,6 +206,7 @@ def _read_sharding(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.zero"] = reading.zero("--zero-stage", 3, 1)
     if reading.flag("--use-megatron-fsdp"):
         fields["strategy.zero"] = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
+        fields["strategy.accumulate"] = "sharded"  # after every microbatch, in a pipeline too
     if reading.flag("--use-torch-fsdp2"):
         fields["strategy.zero"] = 3
         fields["strategy.keep_parameters"] = reading.flag("--torch-fsdp2-no-reshard-after-forward")

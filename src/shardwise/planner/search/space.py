@@ -98,6 +98,11 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
         for zero, keeps, accumulate in (*SHARDINGS, *(LOCAL if constraints.names("accumulate") else ()))
         if zero in stages and keeps in kept and accumulate in accumulated
     ]
+    if job.stack.usual_accumulation(2, base.pp) == "local" and not constraints.names("accumulate"):
+        # As the stack does it, which is the price of ZeRO-1; our own engine can also do otherwise.
+        also = (2, False, "local")
+        wanted = [one for one in wanted if job.stack.is_own or one != (2, False, "sharded")]
+        wanted += [also] if 2 in stages and False in kept and 1 not in stages else []
     if group == 1:
         apart = any("zero" in entry and 0 in entry["zero"] for entry in constraints.excluded)
         more = (LEAVING if states_leave else ()) + (SHARDINGS[1:2] if apart else ())
