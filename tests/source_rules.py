@@ -265,6 +265,25 @@ def class_names(read: Iterable[Module]) -> dict[str, list[str]]:
     return found
 
 
+# -- text becomes data in one place, which has limits ------------------------------------------------------------------
+
+PARSERS = ("json.loads", "json.load", "yaml.load", "yaml.safe_load", "tomllib.loads", "tomllib.load")
+# What these read a process of the same run wrote a moment before, into a pipe, a socket or a file of its own.
+OWN_MESSAGES = (
+    "generation/files.py", "generation/ranks.py", "ui/searching.py", "training/storage/keeper_store.py",
+    "training/checkpoint/draft.py", "engine/torch_private.py", "measure/doctor/software.py", "launch/",
+)  # fmt: skip
+
+
+def parses_by_itself(module: Module) -> Iterator[str]:
+    """`spec/files.py` bounds what a file can ask for; a reader of files that goes around it is not bounded."""
+    if module.name == "spec/files.py" or module.name.startswith(OWN_MESSAGES):
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PARSERS:
+            yield f"line {node.lineno}: {ast.unparse(node.func)}"
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_from_above,
     labels_taken_apart,
@@ -274,4 +293,5 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     says_nothing,
     private_torch,
     arguments_dynamo_miscounts,
+    parses_by_itself,
 )

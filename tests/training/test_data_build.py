@@ -94,7 +94,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "a.jsonl:2: is not JSON"),
+        ("{", "a.jsonl:2: malformed JSON"),
         ("[1]", "a.jsonl:2: is not an object"),
         ('{"body": "x"}', "a.jsonl:2: has no text in 'text'"),
         ('{"messages": [{"role": "user"}]}', "a.jsonl:2: has a message without role and content"),

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from shardwise.api.quantities import amount
 from shardwise.cli.arguments import Parser
 from shardwise.cli.output import show_line
 from shardwise.report.progress import status
@@ -26,6 +27,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--out", help="the shards to write, without a suffix")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder")
     parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
+    parser.add_argument(
+        "--max-record", default="32MiB", metavar="SIZE", help="largest record that is read (default 32MiB)"
+    )
+    parser.add_argument(
+        "--on-bad-record", choices=("stop", "skip"), default="stop",
+        help="stop: end with an error; skip: leave it out, and say how many",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to tokenize with")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
@@ -48,6 +56,8 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     from shardwise.training.data.build import build
 
     settings = {name: getattr(parsed, name) for name in ("tokenizer", "field", "workers")}
+    settings["max_record_bytes"] = int(amount(parsed.max_record, "bytes", "--max-record", "32MiB"))
+    settings["skip_bad_records"] = parsed.on_bad_record == "skip"
     try:
         with status("reading", quiet=parsed.json) as update:
             built = build(files, out, **settings, progress=lambda *counts: update(_size(*counts)))
@@ -55,6 +65,10 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
         raise SpecError(str(error.filename or out), error.strerror or str(error), "choose another place") from None
     share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
     line = f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}"
+    if built.repaired:
+        line += f"\n{counted(built.repaired, 'record')} had what is no character: replaced by U+FFFD"
+    if built.skipped:
+        line += f"\n{counted(built.skipped, 'record')} skipped, the first: {built.first_skipped}"
     show_line(parsed, line, {**asdict(built), "prefix": str(built.prefix)})
     return 0
 

@@ -76,8 +76,12 @@ def parse_json(
     most_values: int = MOST_VALUES,
     unique: bool = False,
     finite: bool = False,
+    halves: bool = False,
 ) -> Any:
-    """The document in ``text``; ``unique`` refuses a key given twice, ``finite`` the words NaN and Infinity."""
+    """The document in ``text``; ``unique`` refuses a key given twice, ``finite`` the words NaN and Infinity.
+
+    Halves of characters are refused, but where ``halves`` says that the caller replaces them.
+    """
     hooks: dict[str, Any] = {"object_pairs_hook": _unique} if unique else {}
     if finite:
         hooks["parse_constant"] = _not_json
@@ -85,7 +89,7 @@ def parse_json(
     def load() -> Any:
         decoded = text.decode() if isinstance(text, bytes) else text
         data = json.loads(decoded, **hooks)
-        if _HALF_CHARACTER.search(decoded):
+        if not halves and _HALF_CHARACTER.search(decoded):
             require_whole_characters(data)
         return data
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.training.data.sources import Document, read_documents, require_readable
+from shardwise.training.data.sources import Document, Reading, read_records, require_readable
 from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
-from shardwise.training.data.tokenizer import Tokenizer, tokenizer_from
+from shardwise.training.data.tokenizer import BYTES, Tokenizer, tokenizer_from
 
 PORTION = 64  # documents handed to a process at a time
+PORTION_CHARACTERS = 4 * 2**20  # where these are fewer
 
 
 Encoded = tuple[Tokens, Tokens | None]
@@ -28,6 +31,29 @@ class Built:
     tokens: int
     counted: int  # tokens that the loss counts
     vocab: int
+    skipped: int = 0  # records that could not be read
+    first_skipped: str = ""  # what was wrong with the first of them
+    repaired: int = 0  # records in which something that is no character was replaced
+
+
+class _Kept:
+    """The documents of records, and a count of what is not kept as it is."""
+
+    def __init__(self, *, skips: bool) -> None:
+        self._skips = skips
+        self.skipped = self.repaired = 0
+        self.first_skipped = ""
+
+    def of(self, files: Sequence[Path], reading: Reading) -> Iterator[Document]:
+        for record in chain.from_iterable(read_records(path, reading) for path in files):
+            if record.problem is None:
+                self.repaired += record.repaired
+                yield record.document
+                continue
+            if not self._skips:
+                raise record.problem
+            self.skipped += 1
+            self.first_skipped = self.first_skipped or str(record.problem)
 
 
 def build(
@@ -35,23 +61,32 @@ def build(
     prefix: Path,
     *,
     tokenizer: str = "bytes",
-    field: str = "text",
+    field: str = Reading.field,
+    max_record_bytes: int = Reading.most_bytes,
+    skip_bad_records: bool = False,
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Built:
-    """Writes ``prefix``.bin and .idx from files in the order given: the same pair for any number of workers."""
+    """Writes ``prefix``.bin and .idx from files in the order given: the same pair for any number of workers.
+
+    Raises SpecError for the first record that cannot be read, or counts it if ``skip_bad_records``. A process holds
+    up to 25 times ``max_record_bytes``.
+    """
     if not files:
         raise SpecError("files", "there are none", "name text, JSON lines, Parquet or tar files")
     for path in files:
         require_readable(path)
     chosen = tokenizer_from(tokenizer)
     chosen.required_end()
-    documents = (document for path in files for document in read_documents(path, field))
-    first = list(islice(documents, PORTION))
+    kept = _Kept(skips=skip_bad_records)
+    portions = _portions(kept.of(files, Reading(field, max_record_bytes, raw=tokenizer == BYTES)))
+    first = next(portions, [])
+    if kept.skipped and not first:
+        raise SpecError("files", f"no record can be read; the first: {kept.first_skipped}", "correct them")
     masked = any(not span.counted for document in first for span in document)
     count = tokens = counted = 0
     with PairWriter(prefix, token_dtype(chosen.vocab), masked=masked) as writer:
-        for encoded, mask in _encoded(chain(first, documents), tokenizer, workers):
+        for encoded, mask in _encoded(chain([first], portions), tokenizer, workers):
             if mask is not None and not masked:
                 problem = "some records mark what the loss counts, the first ones do not"
                 raise SpecError("files", problem, "build them separately")
@@ -59,7 +94,9 @@ def build(
             count, tokens = count + 1, tokens + len(encoded)
             counted += len(encoded) if mask is None else int(mask.sum())
             progress(count, tokens)
-    return Built(prefix, count, tokens, counted, chosen.vocab)
+        writer.skipped = kept.skipped
+    found = (kept.skipped, kept.first_skipped, kept.repaired)
+    return Built(prefix, count, tokens, counted, chosen.vocab, *found)
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
@@ -73,21 +110,35 @@ def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
 
 
 def _portions(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    waiting = iter(documents)
-    while portion := list(islice(waiting, PORTION)):
+    portion: list[Document] = []
+    characters = 0
+    for document in documents:
+        portion.append(document)
+        characters += sum(len(span.text) for span in document)
+        if len(portion) == PORTION or characters >= PORTION_CHARACTERS:
+            yield portion
+            portion, characters = [], 0
+    if portion:
         yield portion
 
 
-def _encoded(documents: Iterable[Document], tokenizer: str, workers: int) -> Iterator[Encoded]:
+def _encoded(portions: Iterable[list[Document]], tokenizer: str, workers: int) -> Iterator[Encoded]:
     if workers == 1:
         chosen = tokenizer_from(tokenizer)
-        for document in documents:
-            yield encode_document(document, chosen)
+        for portion in portions:
+            for document in portion:
+                yield encode_document(document, chosen)
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(workers, _prepare, (tokenizer,)) as pool:
-        for portion in pool.imap(_encode_portion, _portions(documents)):
-            yield from portion
+        # Not imap, which would read all files before the first portion is done.
+        waiting: deque[AsyncResult[list[Encoded]]] = deque()
+        for portion in portions:
+            waiting.append(pool.apply_async(_encode_portion, (portion,)))
+            if len(waiting) > workers:
+                yield from waiting.popleft().get()
+        while waiting:
+            yield from waiting.popleft().get()
 
 
 _TOKENIZER: list[Tokenizer] = []  # of a worker process, created once when it starts

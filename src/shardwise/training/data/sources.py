@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import re
 import sysconfig
-import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, bounded_lines, parse_json
 from shardwise.spec.installation import require_packages
+from shardwise.training.data.archives import DAMAGED, damaged, members_of, opened, read_at_most, too_large
 
 _PARQUET = (".parquet",)
+_PARQUET_ROWS = 64  # read at a time: a value may stand for many rows
+_ANSWERS = ("answer", "completion", "response")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+_INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read: a record of JSON or Parquet has its text in ``field``, and none has more than ``most_bytes``.
+
+    Bytes of a text that are not UTF-8 stay as they are if ``raw``, for a tokenizer of bytes; else they are replaced.
+    """
+
+    field: str = "text"
+    most_bytes: int = 32 * 2**20
+    raw: bool = True
 
 
 @dataclass(frozen=True)
@@ -28,15 +44,25 @@ class Span:
 Document = tuple[Span, ...]
 
 
-def read_documents(path: Path, field: str = "text") -> Iterator[Document]:
-    """The documents of one file by its suffix; raises SpecError naming the file and the line.
+@dataclass(frozen=True)
+class SourceRecord:
+    """A record's document, or the ``problem`` with it; ``repaired`` if something in it was no character."""
 
-    A record of JSON lines or Parquet has its text in ``field``; or ``prompt`` and ``answer`` (``completion``,
-    ``response``), or ``messages`` with a role each: then only what the assistant says counts.
+    document: Document = ()
+    problem: SpecError | None = None
+    repaired: bool = False
+
+
+def read_records(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+    """The records of one file by its suffix; a problem names the file and the record.
+
+    A record of JSON lines or Parquet has its text in a field; or ``prompt`` and ``answer`` (``completion``,
+    ``response``), or ``messages`` with a role each: then only what the assistant says counts. Nothing follows what
+    cannot be read on from.
     """
     for suffixes, read in _READERS:
         if path.name.lower().endswith(suffixes):
-            return read(path, field)
+            return read(path, reading)
     raise _unknown(path)
 
 
@@ -56,62 +82,110 @@ def _unknown(path: Path) -> SpecError:
     return SpecError(str(path), "has an unknown suffix", f"use {known}")
 
 
-def _text(path: Path, field: str) -> Iterator[Document]:
+def _text(path: Path, reading: Reading) -> Iterator[SourceRecord]:
     """The whole file is one document."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        if text := file.read():
-            yield (Span(text),)
+    try:
+        with opened(path) as file:
+            content = read_at_most(file, reading.most_bytes)
+    except DAMAGED as error:
+        yield SourceRecord(problem=damaged(path, "or cut", error))
+        return
+    if content is None:
+        yield SourceRecord(problem=too_large(str(path), reading.most_bytes))
+    elif content:
+        yield _plain(content, reading)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Document]:
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                raise SpecError(f"{path}:{number}", "is not JSON", "one object on every line") from None
-            yield _record(record, field, f"{path}:{number}")
+def _plain(content: bytes, reading: Reading) -> SourceRecord:
+    try:
+        return SourceRecord((Span(content.decode()),))
+    except UnicodeDecodeError:
+        text = content.decode(errors="surrogateescape" if reading.raw else "replace")
+        return SourceRecord((Span(text),), repaired=not reading.raw)
 
 
-def _parquet(path: Path, field: str) -> Iterator[Document]:
+def _json_lines(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+    number = 0
+    try:
+        with opened(path) as file:
+            for number, line in enumerate(bounded_lines(file, reading.most_bytes), 1):
+                if line is None:
+                    yield SourceRecord(problem=too_large(f"{path}:{number}", reading.most_bytes))
+                elif line.strip():
+                    yield _json_record(line.strip(), reading, f"{path}:{number}")
+    except DAMAGED as error:
+        yield SourceRecord(problem=damaged(path, f"after line {number:,}", error))
+
+
+def _json_record(text: bytes, reading: Reading, where: str) -> SourceRecord:
+    try:
+        return _record(parse_json(text, where, most_values=IN_BULK, halves=True), reading.field, where)
+    except SpecError as error:
+        return SourceRecord(problem=error)
+
+
+def _parquet(path: Path, reading: Reading) -> Iterator[SourceRecord]:
     require_packages(str(path), "pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
-    file: Any = parquet.ParquetFile(path)
-    records = (record for batch in file.iter_batches(batch_size=1024) for record in batch.to_pylist())
-    for row, record in enumerate(records):
-        yield _record(record, field, f"{path}, row {row}")
+    row = 0
+    try:
+        # A column is read in pieces, and a value that stands for many rows is kept once.
+        file: Any = parquet.ParquetFile(path, read_dictionary=[reading.field], buffer_size=2**20, pre_buffer=False)
+        used = [name for name in file.schema_arrow.names if name in (reading.field, "prompt", *_ANSWERS, "messages")]
+        for batch in file.iter_batches(_PARQUET_ROWS, columns=used, use_threads=False):
+            for offset in range(batch.num_rows):
+                yield _row(batch, offset, reading, f"{path}, row {row + offset}")
+            row += batch.num_rows
+    except (*DAMAGED, pyarrow.ArrowException, MemoryError, TypeError, NotImplementedError) as error:
+        yield SourceRecord(problem=damaged(path, f"after row {row:,}", error))
 
 
-def _tar(path: Path, field: str) -> Iterator[Document]:
-    """Members named .txt or .json, in the order of the archive; nothing is unpacked to disk."""
-    with tarfile.open(path, "r|*") as archive:
-        for member in archive:
-            suffix = Path(member.name).suffix.lower()
-            if not member.isfile() or suffix not in (".txt", ".text", ".json"):
-                continue
-            opened = archive.extractfile(member)
-            assert opened is not None
-            content = opened.read().decode("utf-8", "surrogateescape")
-            if suffix == ".json":
-                try:
-                    yield _record(json.loads(content), field, f"{path}, {member.name}")
-                except json.JSONDecodeError:
-                    raise SpecError(f"{path}, {member.name}", "is not JSON", "one object in every member") from None
-            else:
-                yield (Span(content),)
+def _row(batch: Any, row: int, reading: Reading, where: str) -> SourceRecord:
+    try:
+        record = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
+    except UnicodeDecodeError:
+        return SourceRecord(problem=SpecError(where, "is not text in UTF-8", "correct it"))
+    try:
+        found = _record({name: value for name, value in record.items() if value is not None}, reading.field, where)
+    except SpecError as error:
+        return SourceRecord(problem=error)
+    if sum(len(span.text) for span in found.document) > reading.most_bytes:
+        return SourceRecord(problem=too_large(where, reading.most_bytes))
+    return found
 
 
-def _record(record: Any, field: str, where: str) -> Document:
+def _tar(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+    """Members named .txt or .json; nothing is unpacked to disk."""
+    last = "its beginning"
+    try:
+        with opened(path) as file:
+            for member in members_of(file, (".txt", ".text", ".json"), reading.most_bytes):
+                last = where = f"{path}, {member.name}"
+                if member.content is None:
+                    yield SourceRecord(problem=too_large(where, reading.most_bytes))
+                elif member.name.lower().endswith(".json"):
+                    yield _json_record(member.content, reading, where)
+                else:
+                    yield _plain(member.content, reading)
+    except DAMAGED as error:
+        yield SourceRecord(problem=damaged(path, f"after {last.rpartition(', ')[2]}", error))
+
+
+def _record(record: Any, field: str, where: str) -> SourceRecord:
+    """With halves of characters, which JSON can write and no text can hold, replaced."""
+    document = _document(record, field, where)
+    whole = tuple(replace(span, text=_HALF_CHARACTER.sub(_INSTEAD, span.text)) for span in document)
+    return SourceRecord(whole, repaired=whole != document)
+
+
+def _document(record: Any, field: str, where: str) -> Document:
     if not isinstance(record, dict):
         raise SpecError(where, "is not an object", 'write {"text": "..."}')
     if isinstance(record.get(field), str):
         return (Span(record[field]),)
-    answer = next((record[name] for name in ("answer", "completion", "response") if name in record), None)
+    answer = next((record[name] for name in _ANSWERS if name in record), None)
     if isinstance(record.get("prompt"), str) and isinstance(answer, str):
         return (Span(record["prompt"], counted=False), Span(answer))
     if isinstance(record.get("messages"), list):
@@ -129,7 +203,7 @@ def _message(message: Any, where: str) -> Span:
     return Span(f"{role}: {content}\n", counted=role == "assistant")
 
 
-_READERS: tuple[tuple[tuple[str, ...], Callable[[Path, str], Iterator[Document]]], ...] = (
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Path, Reading], Iterator[SourceRecord]]], ...] = (
     ((".jsonl", ".jsonl.gz", ".ndjson"), _json_lines),
     (_PARQUET, _parquet),
     ((".tar", ".tar.gz", ".tgz"), _tar),

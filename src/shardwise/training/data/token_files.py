@@ -145,6 +145,7 @@ class PairWriter:
         self._ends = [0]  # of documents, in sequences
         self._tokens = self._open(".bin")
         self._mask = self._open(".mask") if masked else None
+        self.skipped = 0  # records that are not in the pair, for those who read its checksums
 
     def __enter__(self) -> PairWriter:
         return self
@@ -182,7 +183,7 @@ class PairWriter:
             file.close()
         for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it completes the pair
             _path(self.prefix, suffix + ".part").replace(_path(self.prefix, suffix))
-        write_checksums(self.prefix)
+        write_checksums(self.prefix, self.skipped)
 
     def abandon(self) -> None:
         for file in (self._tokens, self._mask):
@@ -194,10 +195,11 @@ class PairWriter:
         return _path(self.prefix, suffix + ".part").open("wb")
 
 
-def write_checksums(prefix: Path) -> None:
+def write_checksums(prefix: Path, skipped: int = 0) -> None:
     paths = {suffix: _path(prefix, suffix) for suffix in (".bin", ".idx", ".mask")}
     files = {suffix: _sums(path) for suffix, path in paths.items() if path.exists()}
-    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, "files": files}, indent=1)
+    lacks = {"skipped_records": skipped} if skipped else {}
+    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, **lacks, "files": files}, indent=1)
     _path(prefix, ".sums.json").write_text(content, encoding="utf-8")
 
 
