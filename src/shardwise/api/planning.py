@@ -126,7 +126,7 @@ def plan(
     """The best way to split a training job: ``plan(model="llama3-8b", cluster="dgx-h100:2", global_batch=512)``.
 
     Keywords of the strategy bound the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
-    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``on_progress`` is
+    command; ``offload`` is True or kinds (always), False (never) or None (where it gains). ``on_progress`` is
     called with what is being done. Raises DoesNotFit if nothing fits.
     """
     asked, bounds = bounded(job_arguments(job, keywords))

@@ -215,13 +215,8 @@ class StrategyFamily:
 def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
     """The plan, or the search if nothing that runs fits."""
     running = request.started()
-    result = Search()
-    for space in _spaces(request):
-        found = _search(running, space, progress)
-        result = found if found.best or not space.straddling or not result.wanted else result
-        if result.best:
-            break
-    else:
+    result, space = searched(running, progress)
+    if not result.best:
         return result
     candidates = _simulated(running, result)
     candidates += _with_own_stages(running, candidates)
@@ -231,17 +226,26 @@ def plan(request: Request, progress: Callable[[int], None] | None = None) -> Pla
     return Plan(ranking.candidates, ranking.noise, request, result, space.narrowing, faster)
 
 
-def _spaces(request: Request) -> Iterator[Space]:
-    """What to search until something fits: offload, and layouts that straddle the network, where nothing else does."""
-    may_offload = request.offload is None and request.job.cluster.host_link is not None
+def searched(request: Request, progress: Callable[[int], None] | None = None) -> tuple[Search, Space]:
+    """What a search finds, and where: layouts that straddle the network are searched where no other fits."""
+    result, space = Search(), request.space(offload=bool(request.offload))
     for straddling in (False, True):
-        for offload in (False, True) if may_offload else (bool(request.offload),):
-            yield request.space(offload=offload, straddling=straddling)
+        space = request.space(offload=bool(request.offload), straddling=straddling)
+        found = _search(request, space, progress)
+        result = found if found.best or not straddling or not result.wanted else result
+        if result.best:
+            break
+    return result, space
 
 
 def _search(request: Request, space: Space, progress: Callable[[int], None] | None) -> Search:
+    """Without offload, and with it where that can gain, unless the request says which."""
+    job = request.job
+    # On a CPU host memory is what is full.
+    may_gain = request.offload is None and job.cluster.host_link is not None and job.run_device != "cpu"
     return search(
         space,
+        beyond=replace(space, offload=True) if may_gain else None,
         memory_bytes=request.capacity_bytes,
         tight_bytes=request.room.usable_bytes,
         deadline=request.deadline.part(),

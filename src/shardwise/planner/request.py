@@ -74,7 +74,7 @@ class Request:
     """``job`` has the model, cluster, training and stack, and the parts of the strategy that no search varies.
 
     ``memory_bytes`` caps a device's memory, in place of the margin that a plan usually leaves free. ``offload``:
-    always (True), never (False), or if nothing else fits (None). ``any_priced`` includes strategies that are priced
+    always (True), never (False), or where it gains (None). ``any_priced`` includes strategies that are priced
     but not run. ``thorough`` searches the whole space. ``time_limit_seconds`` (default a minute, thorough an hour) ends
     an answer with the best so far; plans from a request that has `started` share one limit.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
@@ -76,6 +77,8 @@ class Offloaded:
         self.cluster = job.cluster
         self.job, self.updates = job, how_updated(job)
         self.moved_share = moved_share(job, offload.activations)
+        self._links: dict[Any, Topology] = {}
+        self.host_update = host_update_seconds(job, contents, self.sharding)
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
@@ -98,14 +101,17 @@ class Offloaded:
                 by_row(1.0 * one, lengths) for one in copied_alone_seconds(self.job, self.contents, self.sharding)
             )
             tail = tail + rows.microbatches[part] * each + once
-        tail = tail + by_row(host_update_seconds(self.job, self.contents, self.sharding), lengths)
+        tail = tail + by_row(self.host_update, lengths)
         transfers = self._transfers(rows, part, lengths)
         hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
         together = {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
         return added_seconds(transfers, hidden, tail), together
 
     def _link(self, line: OffloadLine) -> Topology:
-        return line.topology(self.cluster, self.offload.target)
+        key = (line.payload, line.link, line.both_ways)
+        if key not in self._links:
+            self._links[key] = line.topology(self.cluster, self.offload.target)
+        return self._links[key]
 
     def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         m = rows.microbatches[part]
@@ -158,6 +164,14 @@ def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
     cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
     sent = size_bytes > 0  # not even the latency where one strategy of several sends nothing
     return cost.seconds * sent, cost.bandwidth_seconds * sent
+
+
+class Wanted(Protocol):
+    """What a search would still take."""
+
+    def is_fast(self, seconds_per_sequence: Array) -> Array: ...
+
+    def fits(self, memory_bytes: Array, host_bytes: Any) -> Array: ...
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows × columns: what fits a processor's cache
@@ -214,8 +228,11 @@ class TablePricer:
         self.collectives = CollectiveBook(job.cluster, self.parts.links, job.strategy.collective)
         self.columns = ColumnBook(job, self.collectives)
 
-    def pieces(self, groups: Iterable[Group]) -> Iterator[TablePiece]:
-        """The tables of all groups, in pieces that hold several small ones or part of a large one."""
+    def pieces(self, groups: Iterable[Group], wanted: Wanted | None = None) -> Iterator[TablePiece]:
+        """The tables of all groups, in pieces that hold several small ones or part of a large one.
+
+        Pieces of which offload makes nothing that is ``wanted`` are left out.
+        """
         groups = list(groups)
         classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
@@ -226,9 +243,9 @@ class TablePricer:
                 blocks = gathered.setdefault(block.likeness, [])
                 blocks.append(block)
                 if sum(one.cells for one in blocks) >= CELLS_TO_START:
-                    yield from _Batch(self, gathered.pop(block.likeness)).pieces()
+                    yield from _Batch(self, gathered.pop(block.likeness)).pieces(wanted)
         for blocks in gathered.values():
-            yield from _Batch(self, blocks).pieces()
+            yield from _Batch(self, blocks).pieces(wanted)
 
 
 class _Batch:
@@ -263,9 +280,11 @@ class _Batch:
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
         self.rows = joined_rows([block.rows for block in blocks])
-        self.offloads = [
-            Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in blocks[0].group.offloads
-        ]
+
+    @cached_property
+    def offloads(self) -> list[Offloaded]:
+        ways = self.blocks[0].group.offloads
+        return [Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in ways]
 
     def _tied_seconds(self, parts: PartBook) -> Any:
         """Of the sum over both ends of a pipeline: kind × column × block."""
@@ -284,27 +303,32 @@ class _Batch:
         held = {name: seconds[tickets] * units for name, seconds in zip(self.links, pricer.collectives.link_seconds.T)}
         return {name: seconds for name, seconds in held.items() if seconds.any()}
 
-    def pieces(self) -> Iterator[TablePiece]:
+    def pieces(self, wanted: Wanted | None) -> Iterator[TablePiece]:
         kinds, columns = self.seconds.shape[2:4]
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
         for start in range(0, len(self.block_of_row), height):
-            yield from self._pieces_of(slice(start, start + height))
+            yield from self._pieces_of(slice(start, start + height), wanted)
 
-    def _pieces_of(self, part: slice) -> Iterator[TablePiece]:
+    def _pieces_of(self, part: slice, wanted: Wanted | None) -> Iterator[TablePiece]:
         """The strategies of some rows, one piece for every way to offload."""
         import numpy as np
 
         rows, block = self.rows, self.block_of_row[part]
         lengths = np.bincount(block, minlength=len(self.blocks))
         tail, left = self._without_offload(part, lengths)
+        numbers, sequences = self.row_numbers[part], rows.sequences[part]
+        fast = None
+        if wanted is not None:
+            # No way to offload is faster than none.
+            fast = wanted.is_fast((rows.pipeline_seconds[part] + _longest(tail, left)) / sequences)
+            if not fast.any():
+                return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for one in self.offloads:
             memory, host = one.memory_bytes([moment for moment in moments if moment])
-            seconds, together = one.waiting(rows, part, lengths, tail, left)
-            for which in PASSES:
-                seconds = seconds + together[which].longest
-            step = rows.pipeline_seconds[part] + seconds.max(axis=0)
-            numbers, sequences = self.row_numbers[part], rows.sequences[part]
+            if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
+                continue
+            step = rows.pipeline_seconds[part] + _longest(*one.waiting(rows, part, lengths, tail, left))
             yield TablePiece(self.blocks, one.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
@@ -351,6 +375,14 @@ class _Batch:
         """Whatever their sizes."""
         wire = wire_bytes(self.job, self.base.pp)
         return data_lines(self.sharding, SentParameters(0.0, 0.0), 1, wire, microbatches, last)
+
+
+def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:
+    """What the slowest kind of rank adds to the pipeline, its waits included."""
+    for which in PASSES:
+        tail = tail + left[which].longest
+    slowest: Array = tail.max(axis=0)
+    return slowest
 
 
 def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:

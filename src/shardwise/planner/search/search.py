@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cost.accuracy.residuals import noise_of
 from shardwise.cost.memory.room import room_of
+from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.request import Deadline
@@ -84,6 +86,7 @@ class Search:
 def search(
     space: Space,
     *,
+    beyond: Space | None = None,
     memory_bytes: float | None = None,
     tight_bytes: float = 0.0,
     any_priced: bool = False,
@@ -94,18 +97,18 @@ def search(
     """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
 
     Of those that need more, but no more than ``tight_bytes``, it keeps some that are faster. At the ``deadline`` it
-    stops with what it has.
+    stops with what it has. ``beyond`` is the same space with ways to offload: of these only layouts are priced that are
+    too large without, but would be faster by more than noise than all that fit.
     """
     deadline = deadline or Deadline(None)
     cluster = space.job.cluster
     capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
-    keeper = _Keeper(Search(), capacity, tight_bytes, cluster.host_memory_per_device, kept)
+    keeper = _Keeper(Search(), capacity, tight_bytes, cluster.host_memory_per_device, kept, beyond is not None)
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
-    every = deadline.until(space.groups())
-    while groups := list(islice(every, GROUPS_AT_ONCE)):
-        for piece in deadline.until(pricer.pieces(groups)):
+    for groups in _batches(deadline, space, beyond, keeper):
+        for piece in deadline.until(pricer.pieces(groups, keeper.wanted)):
             allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
             if allowed is not None and not any_priced:
                 keeper.take_not_run(piece, priced.allowed(piece), allowed, left_out)
@@ -114,6 +117,48 @@ def search(
                 progress(keeper.result.priced)
     keeper.result.seconds, keeper.result.was_stopped = deadline.spent_seconds, deadline.was_hit
     return keeper.finished()
+
+
+def _batches(deadline: Deadline, space: Space, beyond: Space | None, keeper: _Keeper) -> Iterator[list[Group]]:
+    """The groups of a space, then those ``beyond`` it that can gain: all of them if nothing fits so far."""
+    every = deadline.until(space.groups())
+    while groups := list(islice(every, GROUPS_AT_ONCE)):
+        yield groups
+    if beyond is None:
+        return
+    keeper.leads_on = False
+    if keeper.result.best:
+        keeper.wanted = _Gains(keeper, keeper.fastest, 1 + noise_of(space.job).share)
+    every = deadline.until(_that_can_gain(beyond, keeper))
+    while groups := list(islice(every, GROUPS_AT_ONCE)):
+        yield groups
+
+
+def _that_can_gain(beyond: Space, keeper: _Keeper) -> Iterator[Group]:
+    for group in beyond.groups():
+        too_large = keeper.too_large.get(degrees_of(group.base), float("inf"))
+        if keeper.wanted is None or too_large < keeper.wanted.limit:
+            yield replace(group, offloads=tuple(one for one in group.offloads if one.any))
+
+
+@dataclass(frozen=True)
+class _Gains:
+    """What fits, is ``noise`` times faster than the ``first`` and as fast, within noise, as the fastest since."""
+
+    keeper: _Keeper
+    first: float  # seconds of a sequence
+    noise: float
+
+    @property
+    def limit(self) -> float:
+        return min(self.first / self.noise, self.keeper.fastest * self.noise)
+
+    def is_fast(self, seconds_per_sequence: Array) -> Array:
+        return seconds_per_sequence < self.limit
+
+    def fits(self, memory_bytes: Array, host_bytes: Any) -> Array:
+        fits: Array = (memory_bytes <= self.keeper.capacity) & (host_bytes <= self.keeper.host)
+        return fits
 
 
 def _excluded(piece: TablePiece, masks: list[Mask]) -> Array | None:
@@ -137,11 +182,16 @@ def _layouts(piece: TablePiece) -> Layouts:
 class _Keeper:
     """The best of all pieces so far."""
 
-    def __init__(self, result: Search, capacity: float, tight: float, host: float, kept: int) -> None:
+    def __init__(
+        self, result: Search, capacity: float, tight: float, host: float, kept: int, leads_on: bool = False
+    ) -> None:
         import numpy as np
 
         self.result, self.capacity, self.tight, self.host, self.kept = result, capacity, tight, host, kept
         self.fastest = np.inf  # of those that fit
+        self.leads_on = leads_on  # whether `too_large` is asked for
+        self.too_large: dict[Degrees, float] = {}  # seconds of a sequence: the fastest that does not fit
+        self.wanted: _Gains | None = None
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
         self.front: list[Found | None] = [None] * MEMORY_STEPS
@@ -189,10 +239,15 @@ class _Keeper:
         else:
             result.too_large += int(fits.size - np.count_nonzero(fits))
         layouts = _layouts(piece)
-        self._least_memory(piece, memory, layouts)
+        if self.wanted is None:
+            self._least_memory(piece, memory, layouts)
         seconds = piece.step_seconds / piece.sequences
         if self.tight > self.capacity and not piece.offload.any and seconds.min() < self.fastest:
             self._tight(piece, memory, seconds)
+        if self.leads_on and seconds.min() < self.fastest:
+            self._too_large(np.where(fits, np.inf, np.where(memory < np.inf, seconds, np.inf)), layouts)
+        if self.wanted is not None:
+            fits &= self.wanted.is_fast(seconds)
         if not fits.any():
             return
         score = np.where(fits, seconds, np.inf)
@@ -227,6 +282,15 @@ class _Keeper:
             self.least = float(memory.flat[flat])
             score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
             self.result.least_memory = self._found(piece, score, flat)
+
+    def _too_large(self, score: Array, layouts: Layouts) -> None:
+        """Keeps the time of the fastest cell of every layout that does not fit."""
+        import numpy as np
+
+        starts, degrees = layouts
+        for key, seconds in zip(degrees, np.minimum.reduceat(score.min(axis=0), starts).tolist()):
+            if seconds < self.too_large.get(key, np.inf):
+                self.too_large[key] = seconds
 
     def _tight(self, piece: TablePiece, memory: Array, seconds: Array) -> None:
         """Keeps the fastest cell that fits as predicted, but not with the margin."""

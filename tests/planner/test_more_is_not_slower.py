@@ -1,0 +1,105 @@
+"""More memory, bandwidth, FLOP/s or devices never make the fastest plan slower, beyond noise; nor does offload."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cost.accuracy.residuals import noise_of
+from shardwise.planner.constraints import OFFLOADS, Allowed, Constraints
+from shardwise.planner.plan import Plan, plan, searched
+from shardwise.planner.request import Request
+from shardwise.planner.search.search import Found
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.training import Training
+
+CLUSTERS = ("workstation-4090", "workstation-3090", "dgx-a100-40gb", "dgx-a100", "dgx-h100", "ethernet-cluster",
+            "dgx-v100", "mi300x-node", "h100-pcie-server", "hgx-a800", "over-the-internet", "dgx-b200")  # fmt: skip
+MODELS = ("llama3.2-1b", "llama3.2-3b", "llama2-7b", "llama3-8b", "llama2-13b", "mixtral-8x7b", "llama2-70b")
+# Few values of what multiplies a space; what recompute and offload free memory for is left in.
+FEW: dict[str, tuple[object, ...]] = {
+    "microbatch": (1, 4),
+    "cp": (1,),
+    "schedule": ("1f1b",),
+    "recompute": ("none", "full"),
+    "sequence_parallel": (True,),
+    "zero": (0, 3),
+    "keep_parameters": (False,),
+    "offload": tuple(OFFLOADS[name] for name in ("none", "optimizer", "states", "activations")),
+}
+
+
+def request(model: str, cluster: Cluster, batch: int, seq: int, *, few: bool) -> Request:
+    allowed = {name: Allowed(values) for name, values in FEW.items()} if few else {}
+    job = Job(model=model, cluster=cluster)  # type: ignore[arg-type]
+    training = Training(global_batch=batch, seq=seq, precision="bf16")
+    return Request(job.unchecked(training=training), constraints=Constraints().with_allowed(allowed))
+
+
+def richer(cluster: Cluster, times: float) -> Iterator[tuple[str, Cluster]]:
+    """The cluster with more of one thing."""
+    device, inner, link, host = cluster.device, cluster.levels[0], cluster.host_link, cluster.host
+    assert link is not None and cluster.host_memory is not None
+    peak = {name: times * rate for name, rate in device.peak.items()}
+    faster = replace(inner, bandwidth=times * inner.bandwidth_per_direction)
+    yield "memory", replace(cluster, device=replace(device, memory=times * device.memory))
+    yield "FLOP/s", replace(cluster, device=replace(device, peak=peak))
+    yield "memory bandwidth", replace(cluster, device=replace(device, memory_bandwidth=times * device.memory_bandwidth))
+    yield "inner bandwidth", cluster.with_level(0, faster)
+    yield "host link", replace(cluster, host_link=replace(link, bandwidth=times * link.bandwidth))
+    yield "host bandwidth", replace(cluster, host=replace(host, memory_bandwidth=times * host.memory_bandwidth))
+    yield "host memory", replace(cluster, host_memory=times * cluster.host_memory)
+    try:
+        yield "devices", cluster.with_devices(2 * cluster.devices)
+    except SpecError:  # a node is full, and there is no network to another
+        return
+
+
+def fastest(asked: Request) -> Found | None:
+    found, _ = searched(asked.started())
+    return found.best[0] if found.best else None
+
+
+def check_pairs(seed: int, pairs: int, *, few: bool) -> None:
+    dice, done = random.Random(seed), 0
+    while done < pairs:
+        cluster = cluster_from(dice.choice(CLUSTERS)).with_devices(dice.choice((1, 1, 1, 2) if few else (1, 2, 4)))
+        model, seq, batch = dice.choice(MODELS), dice.choice((512, 2048, 4096)), dice.choice((16, 64, 256))
+        asked = request(model, cluster, batch, seq, few=few)
+        before, noise = fastest(asked), noise_of(asked.job).share
+        if before is None:
+            continue
+        for what, more in richer(cluster, dice.choice((1.25, 1.5, 2.0, 4.0))):
+            # A plan uses all devices: they need as much work as before.
+            work = batch * more.devices // cluster.devices
+            after, done = fastest(request(model, more, work, seq, few=few)), done + 1
+            told = (model, cluster.name, cluster.devices, batch, seq, what, before.strategy())
+            assert after is not None, told
+            assert after.seconds_per_sequence <= before.seconds_per_sequence * (1 + noise), (told, after.strategy())
+
+
+def test_more_of_a_machine_is_not_slower() -> None:
+    check_pairs(0, 200, few=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_more_of_a_machine_is_not_slower_in_whole_spaces(seed: int) -> None:
+    check_pairs(seed, 250, few=False)
+
+
+def test_a_plan_that_fits_is_not_slower_than_one_that_has_to_offload() -> None:
+    """Of the ranked plans: the first is within noise of the fastest."""
+    cluster = cluster_from("ethernet-cluster").with_devices(2)
+    tight, wide = (
+        plan(request("llama3-8b", one, 256, 2048, few=False)) for one in (cluster, dict(richer(cluster, 1.5))["memory"])
+    )
+    assert isinstance(tight, Plan) and isinstance(wide, Plan)
+    assert tight.best.job.strategy.offload.any
+    assert wide.best.step_seconds <= tight.best.step_seconds * (1 + wide.noise.share)
