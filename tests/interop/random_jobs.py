@@ -215,7 +215,7 @@ def _torchtitan(random: Random) -> Fields:
         "tp": tp, "cp": cp, "dp": dp, "pp": pp, "zero": 0 if alone else 3, "schedule": schedule, "ep": ep,
         "interleave": pick((2, 4)) if schedule == "interleaved" else 1, "stage_layers": pick(("even", "balanced")),
         "expert_tp": pick((1, tp)) if ep > 1 else None, "dispatch": pick(("all-to-all", "deduplicated")),
-        "shard_group": None if alone else pick((None, dp * cp // 2)), "keep_parameters": pick((True, False)),
+        "shard_group": None if alone else pick((None, max(2, dp * cp // 2))), "keep_parameters": pick((True, False)),
         "context_method": pick(("ring", "all-gather")), "recompute_operators": ["alternate-products"],
         "recompute": pick(("none", "full") if expert else ("none", "selective", "full")),
         "overlap": {"tp": pick((True, False)), "ep": schedule == "dualpipev" and pp > 1 and pick((True, False))},

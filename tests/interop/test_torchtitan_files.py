@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from cli.running import error_line, run
 from shardwise.interop.frameworks import TARGETS, framework_of, read
 from shardwise.spec import presets
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 
 TITAN = TARGETS["torchtitan"]
@@ -175,3 +177,28 @@ def test_another_model_is_named_with_what_is_known(text: str, said: str, tmp_pat
     path = tmp_path / "train.toml"
     path.write_text(text, encoding="utf-8")
     assert said in error_line(run("analyze", str(path), "--gpus", "8"))
+
+
+@pytest.mark.parametrize("shards", [1, 2, -1])
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_fsdp_tensor_and_pipeline_parallel_ranks_compute_in_fp32(
+    dtype: str, tp: int, pp: int, cp: int, shards: int
+) -> None:
+    """``maybe_enable_amp`` of 0.2.2: FSDP has its own policy, autocast is for one device and DDP."""
+    text = (
+        f'[model]\nname = "llama3"\nflavor = "8B"\n[training]\ndtype = "{dtype}"\nlocal_batch_size = 8\n[parallelism]\n'
+        f"tensor_parallel_degree = {tp}\npipeline_parallel_degree = {pp}\ncontext_parallel_degree = {cp}\n"
+        f"data_parallel_shard_degree = {shards}\n"
+    )
+    cluster = cluster_from("dgx-h100:1").with_devices(tp * pp * cp * max(1, shards))
+    back = TARGETS["torchtitan"].read(text, None, cluster)
+    job = back.job(cluster)
+    alone = dtype == "float32" and cp == 1 and shards != 2 and max(tp, pp) > 1
+    assert (job.training.recipe.compute == "fp32") == alone
+    assert any("compute in fp32" in note for note in back.notes) == alone
+    assert job.autocasts == (job.strategy.world == 1 and dtype == "float32")
+    exported = TARGETS["torchtitan"].export(job.unchecked(training=replace(job.training, precision="bf16-fp32-grads")))
+    missing = {lost.field: lost.why for lost in exported.missing}
+    assert ("training.precision" in missing) == (cp == 1 and shards != 2 and max(tp, pp) > 1)

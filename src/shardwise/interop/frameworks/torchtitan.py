@@ -200,21 +200,33 @@ def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.interleave"] = chunks
 
 
+# Of 0.2 (distributed/utils.py, maybe_enable_amp); later versions, which save the model's shape, install FSDP's policy
+# on a single rank too. With one device or DDP alone autocast computes in bf16 (`stack.autocast`).
+_NOT_MIXED = "tp and pp without FSDP compute in fp32: TorchTitan 0.2 turns mixed precision off there"
+
+
 def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     converters = reading.value("model.converters", [])
     words = " ".join(map(str, converters)) if isinstance(converters, list) else str(converters)
     full = reading.choice("training.dtype", {"float32": False, "bfloat16": True}, False)
     brain = reading.choice("training.mixed_precision_param", {"bfloat16": True, "float32": False}, True)
-    if full:
-        reading.notes.append("training.dtype bfloat16 keeps no fp32 weights: priced as bf16, which has them")
+    alone = not full and fields["strategy.zero"] == 0 and max(fields["strategy.tp"], fields["strategy.pp"]) > 1
+    if alone and brain and not reading.has(SHAPE):
+        reading.notes.append(_NOT_MIXED)
+        brain = False
     mixed = "bf16" if full else "bf16-fp32-grads" if brain else "fp32"
     scaled = reading.choice("quantize.linear.float8.recipe_name", _FLOAT8, "fp8")
     quantized = {name: scaled if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
     fields["training.precision"] = next(iter(quantized.values()), mixed)
+    if quantized and mixed == "fp32" and fields["strategy.zero"] == 0:
+        reading.notes.append(f"{fields['training.precision']} matmuls between fp32 layers are priced between bf16 ones")
     reading.used.add("training.mixed_precision_reduce")
     if not quantized:
         reading.used.update(key for key in reading.settings if key.startswith("quantize."))  # of no converter
     fields["training.optimizer"] = reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"}, "adamw")
+    if full:  # the optimizer updates the weights themselves, and its moments have their format
+        fields.update({"stack.masters": "none", "stack.sharded_parameters": "16-bit"})
+        fields["training.optimizer"] = "adamw-bf16-moments"
     training_values.read_torchtitan(reading, fields)
     fields["training.attention"] = "flash"
     mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")
@@ -299,7 +311,8 @@ TORCHTITAN = Target(
         "strategy.overlap.ep": "only with DualPipeV, where it is an option",
         "strategy.offload": "FSDP2 offloads weights, gradients and optimizer together, to CPU memory",
         "strategy.overlap.offload": "FSDP2 always overlaps its transfers",
-        "training.precision": "bf16 with fp32 reduction and weights, fp8, fp8-rowwise and mxfp8, or fp32",
+        "training.precision": lambda job: _NOT_MIXED if job.strategy.sharding_group == 1 and job.strategy.world > 1
+        else "bf16 with fp32 reduction and weights, fp8, fp8-rowwise and mxfp8, or fp32",
         "training.optimizer": "only Adam and AdamW",
         "training.optimization.clip_norm": "it always clips",
         "training.attention": "always a fused attention",
