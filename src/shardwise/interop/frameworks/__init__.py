@@ -75,25 +75,33 @@ def read(
 
 @dataclass(frozen=True)
 class Configuration:
-    """The text of a framework's configuration, and the name of its file, which is put before what is wrong in it."""
+    """The text of a framework's configuration, and the name of its file, which is put before what is wrong in it.
+
+    Other files that it names are read from its ``folder``, where it has one.
+    """
 
     file: str
     framework: str
     text: str
+    folder: Path | None = None
 
     def read(
         self, model: Model | None = None, cluster: Cluster | None = None, given: Mapping[str, Any] | None = None
     ) -> Imported:
         """What it says about a job; see `read`."""
         try:
-            return target(self.framework).read(self.text, model, cluster, given)
+            return target(self.framework).read(self.text, model, cluster, given, self._beside)
         except SpecError as error:
             raise SpecError(f"{self.file}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
+
+    def _beside(self, name: str) -> str | None:
+        path = None if self.folder is None else self.folder / name
+        return read_text(path) if path is not None and path.is_file() else None
 
 
 def configuration_in(path: Path | str, framework: str) -> Configuration:
     """A file of the framework; raises SpecError if it cannot be read."""
-    return Configuration(Path(path).name, framework, read_text(path))
+    return Configuration(Path(path).name, framework, read_text(path), Path(path).parent)
 
 
 def framework_of(path: Path | str) -> str | None:

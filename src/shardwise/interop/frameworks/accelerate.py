@@ -10,18 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
-from shardwise.interop.frameworks.deepspeed import NVME, read_offload
+from shardwise.interop.frameworks.deepspeed import DEEPSPEED, NVME, read_offload
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Reading, Target, word_for
 from shardwise.interop.frameworks.torchtitan import OFFLOAD_ALL, ROTATION, hybrid_replicas
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 _FSDP, _DEEPSPEED, _MESH = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-_MODES = {
-    "MULTI_GPU": "MULTI_GPU", "MULTI_CPU": "MULTI_GPU", "NO": "MULTI_GPU", "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED",
-}  # fmt: skip
+_FP8 = {"TE": "fp8-delayed", "AO": "fp8", "MSAMP": "fp8"}  # scaled by earlier steps; by each tensor as it is
+# `DistributedType` of accelerate/utils/dataclasses.py: one process for each device of any kind.
+_REPLICAS = ("MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
+             "MULTI_NEURON", "NO")  # fmt: skip
+_MODES = {**dict.fromkeys(_REPLICAS, "MULTI_GPU"), "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
+_NOT_READ = {
+    "MEGATRON_LM": "give the arguments of Megatron-LM instead, as a script",
+    "XLA": "describe the job in a job file",
+    "TPU": "describe the job in a job file",
+    "TP": "use FSDP with parallelism_config_tp_size, as later versions do",
+}
 
 
 def mode_for(job: Job) -> str:
@@ -40,11 +48,12 @@ def _is_ulysses(job: Job) -> bool:
 
 
 def _compose(job: Job) -> Settings:
-    strategy, mode = job.strategy, mode_for(job)
+    strategy, mode, precision = job.strategy, mode_for(job), job.training.precision
     settings: Settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": mode,
-        "mixed_precision": word_for(_PRECISIONS, job.training.precision) or "bf16",
+        "mixed_precision": word_for(_PRECISIONS, precision) or ("fp8" if precision in _FP8.values() else "bf16"),
+        "fp8_config.backend": "TE" if precision == "fp8-delayed" else None,
         "num_processes": job.cluster.devices,
         "num_machines": job.cluster.nodes,
         "machine_rank": 0,
@@ -101,23 +110,38 @@ def _deepspeed(job: Job) -> Settings:
 
 
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    word = str(reading.text("distributed_type") or "").upper()
+    if word in _NOT_READ:
+        raise SpecError("distributed_type", f"{word} is a mode that is not read here", _NOT_READ[word])
     mode = reading.choice("distributed_type", _MODES)
     if mode is None:
         raise SpecError("distributed_type", "is missing", "use MULTI_GPU, FSDP or DEEPSPEED")
-    processes = reading.devices = reading.count("num_processes")
-    if processes is not None and reading.cluster is not None and processes != reading.cluster.devices:
-        problem = f"{processes}, but the cluster has {reading.cluster.devices} devices"
-        raise SpecError("num_processes", problem, f"use --gpus {processes}")
+    reading.devices = _processes(reading, word)
     fields.update({"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0})
     precision = reading.choice("mixed_precision", _PRECISIONS, "fp32")
     if mode != "DEEPSPEED" and precision == "bf16":
         precision = "bf16-fp32-grads"  # weights stay fp32, and so do their gradients
+    if precision == "fp8" and reading.section("fp8_config"):
+        precision = reading.choice("fp8_config.backend", _FP8, "fp8-delayed")  # Transformer Engine unless named
+        if str(reading.value("fp8_config.backend")).upper() == "MSAMP":
+            reading.notes.append("fp8_config.backend MSAMP: its 8-bit optimizer states are priced as fp32")
     fields["training.precision"] = precision
     if mode == "FSDP":
         _read_fsdp(reading, fields)
     if mode == "DEEPSPEED":
         fields["stack"] = "deepspeed"
         _read_deepspeed(reading, fields)
+
+
+def _processes(reading: Reading, word: str) -> int | None:
+    """As many as the configuration says; without distribution there is one."""
+    processes = reading.count("num_processes")
+    key, processes = ("distributed_type", 1) if word == "NO" else ("num_processes", processes)
+    if processes is not None and reading.cluster is not None and processes != reading.cluster.devices:
+        said = f"{processes}" if key == "num_processes" else "NO is one process"
+        problem = f"{said}, but the cluster has {reading.cluster.devices} devices"
+        raise SpecError(key, problem, f"use --gpus {processes}")
+    return processes
 
 
 def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
@@ -159,6 +183,9 @@ def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
+    file = reading.text(_DEEPSPEED + "deepspeed_config_file")
+    if file is not None and _read_deepspeed_file(reading, fields, file):
+        return
     zero = fields["strategy.zero"] = reading.zero(_DEEPSPEED + "zero_stage", 3, 2)
     fields["strategy.accumulate"] = "sharded"
     fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's default
@@ -166,12 +193,26 @@ def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
     reading.text(_MESH + "sp_backend")
     if fields["strategy.cp"] > 1:
         fields.update({"strategy.context_method": "ulysses", "strategy.overlap.cp": False})
-    if reading.has(_DEEPSPEED + "deepspeed_config_file"):
-        reading.notes.append("deepspeed_config_file is not read: give that file instead")
     read_offload(reading, fields, _DEEPSPEED + "offload_{}_device")
     reading.count(_DEEPSPEED + "gradient_accumulation_steps")
     if reading.has(_DEEPSPEED + "gradient_clipping"):
         training_values.read_clip(fields, reading.number(_DEEPSPEED + "gradient_clipping"))
+
+
+def _read_deepspeed_file(reading: Reading, fields: dict[str, Any], file: str) -> bool:
+    """Whether the file of DeepSpeed that is named is there: it then says all that the plugin would."""
+    text = reading.beside(file)
+    if text is None:
+        reading.notes.append(f"deepspeed_config_file {shown(file)} is not beside this file: give that file instead")
+        return False
+    try:
+        named = DEEPSPEED.read(text, reading.model, reading.cluster, reading.given)
+    except SpecError as error:
+        raise SpecError(f"{file}: {error.field}", error.problem, error.remedy) from None
+    fields.update(named.fields)
+    reading.notes += [f"{file} is read as the configuration of DeepSpeed", *named.notes]
+    reading.notes += [f"not used of {file}: {one}" for one in named.unused]
+    return True
 
 
 def _notes(job: Job) -> list[str]:

@@ -6,6 +6,7 @@ built in the training script (`PipelineModule`), of which ``pipeline.stages`` on
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
@@ -195,15 +196,16 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
     if train is None:
         fields["training.global_batch"] = micro * (steps or 1) * ranks
         return
-    if micro is None:
-        micro = train // (ranks * (steps or 1))
-        fields["strategy.microbatch"] = micro
-    steps = steps if steps is not None else train // (micro * ranks) if micro else 0
-    if micro * steps * ranks != train:
-        product = f"train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps}"
+    known = ((keys[1], micro), (keys[2], steps))
+    product = math.prod(value for _, value in known if value is not None) * ranks
+    exact = micro is not None and steps is not None
+    if train % product or (exact and train != product):
         counted = f"{ranks} data-parallel ranks" if again == 1 else f"{ranks * again} ranks"
-        problem = f"{train * again} is not {product} × {counted} = {micro * steps * ranks * again}"
+        words = " × ".join([*(f"{key} {value}" for key, value in known if value is not None), counted])
+        problem = f"{train * again} is not {'' if exact else 'a multiple of '}{words}"
+        problem += f" = {product * again}" if words != counted else ""
         raise SpecError("train_batch_size", problem, "correct one of the three, or the number of devices")
+    fields.setdefault("strategy.microbatch", train // product)
 
 
 def _notes(job: Job) -> list[str]:

@@ -86,9 +86,15 @@ class Reading:
     """
 
     def __init__(
-        self, settings: Settings, model: Model | None, cluster: Cluster | None, given: Mapping[str, Any]
+        self,
+        settings: Settings,
+        model: Model | None,
+        cluster: Cluster | None,
+        given: Mapping[str, Any],
+        beside: Callable[[str], str | None] = lambda name: None,
     ) -> None:
         self.settings, self.model, self.cluster, self.given = settings, model, cluster, given
+        self.beside = beside  # the text of another file that the configuration names, where that is there
         self.used: set[str] = set()
         self.notes: list[str] = []
         self.no_model = ""  # why the configuration names none that is known, if so
@@ -311,19 +317,22 @@ class Target:
         model: Model | None = None,
         cluster: Cluster | None = None,
         given: Mapping[str, Any] | None = None,
+        beside: Callable[[str], str | None] = lambda name: None,
     ) -> Imported:
-        """What a configuration says; raises SpecError if it is malformed, unknown or contradictory.
+        """What a configuration says; raises SpecError if it is malformed, unknown, contradictory or empty.
 
         ``given`` are fields of the job that are known beside the file (``{"strategy.pp": 4}``), for formats that leave
-        them to the training script.
+        them to the training script. ``beside`` reads the files that it names.
         """
         if len(text) > MOST_CHARACTERS:
             raise SpecError(self.name, f"{len(text):,} characters are too many", "is it a configuration?")
         settings = self.format.parse(text, f"{self.title} configuration", self.names)
         outside = settings.pop(OUTSIDE, [])
+        if not settings:
+            raise SpecError(self.name, f"has no settings of {self.title}: nothing was read", "is it the right file?")
         for key, value in settings.items():
             self.names.check(key, value)
-        reading = Reading(settings, model, cluster, given or {})
+        reading = Reading(settings, model, cluster, given or {}, beside)
         reading.notes += [f"{word} is not set in the script: options in it are not priced" for word in outside]
         fields: dict[str, Any] = {}
         for option in self.options:
