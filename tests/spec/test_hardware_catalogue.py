@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from shardwise.spec import presets
@@ -124,3 +126,17 @@ def test_families_grow_and_usable_bandwidth_too(family: list[str]) -> None:
 def test_the_switch_carries_what_its_links_carry() -> None:
     pairs = {"nvlink-2": "v100", "nvlink-3": "a100", "nvlink-4": "h100", "nvlink-5": "b200"}
     assert all(LINKS[link].bandwidth == LINKS[f"nvswitch-{switch}"].bandwidth for link, switch in pairs.items())
+
+
+def test_one_citation_gives_one_latency_and_what_is_assumed_is_marked() -> None:
+    cited: dict[str, set[float]] = {}
+    for name, link in LINKS.items():
+        text = " ".join(link.source.split())
+        sentence = re.search(r"Latency: (.*?)\.(?: |$)(?!\d)", text)
+        if sentence is None or re.search(r"prior|between| to [\d.]+ us \(", sentence[1]) or "placeholder" in text:
+            assert "latency" in link.assumed or link.kind == "ici", name
+        elif "latency" not in link.assumed:
+            cited.setdefault(sentence[1], set()).add(link.latency)
+        if re.search(r"[Ee]fficiency: priors?\b|and efficiency: priors?\b", text):
+            assert "efficiency" in link.assumed, name
+    assert cited and all(len(latencies) == 1 for latencies in cited.values()), cited

@@ -81,6 +81,7 @@ def _link(link: Link) -> Row:
         "bandwidth, one way": readable_rate(link.bandwidth),
         "latency": readable_seconds(link.latency),
         "efficiency": f"{link.efficiency:g}",
+        "assumed": ", ".join(link.assumed),
     }
 
 

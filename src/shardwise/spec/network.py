@@ -18,7 +18,9 @@ class Link(Spec):
     """A connection of one device: bytes/s in one direction after line coding, seconds per message.
 
     Of a host's link, ``bandwidth`` is what comes to the device; what leaves it has ``outward`` times as much, and each
-    direction ``duplex`` times as much while both are busy.
+    direction ``duplex`` times as much while both are busy. ``latency`` is that of one step of a collective as the
+    software takes it, not the wire's alone. ``assumed`` names the figures for which no measured or published one is
+    known.
     """
 
     bandwidth: float = quantity("bytes/s")
@@ -29,6 +31,7 @@ class Link(Spec):
     outward: float = field(default=1.0, metadata={"above": 0})
     duplex: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
     source: str = ""
+    assumed: tuple[Literal["bandwidth", "latency", "efficiency"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
