@@ -15,6 +15,7 @@ from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
+from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import RECIPES
 
@@ -104,7 +105,7 @@ def ways_of(job: Job, name: str) -> list[Way]:
 
 def _way(job: Job, one: Target) -> Way:
     fields = one.read_back(job, one.text(job)).fields
-    return Way(one.name, str(fields["stack"]), str(fields.get("training.precision")))
+    return Way(one.name, stack_from(fields["stack"]).base, str(fields.get("training.precision")))
 
 
 def other_than_strategy(job: Job, name: str) -> list[Lost]:
