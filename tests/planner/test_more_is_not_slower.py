@@ -90,8 +90,9 @@ def test_more_of_a_machine_is_not_slower() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
-def test_more_of_a_machine_is_not_slower_in_whole_spaces(seed: int) -> None:
-    check_pairs(seed, 250, few=False)
+def test_more_of_a_machine_is_not_slower_thoroughly(seed: int) -> None:
+    """Two seeds in whole spaces, which take ten times as long."""
+    check_pairs(seed, 250, few=seed > 2)
 
 
 def test_a_plan_that_fits_is_not_slower_than_one_that_has_to_offload() -> None:
