@@ -29,13 +29,14 @@ from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, started_on, target_named
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
+from shardwise.report.training_progress import LONG_SECONDS
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile, StepWindow
-from shardwise.spec.units import parse
+from shardwise.spec.units import counted, parse, readable_duration, readable_seconds
 from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.environment.reader import Started, started
 from shardwise.training.metrics.lines import RunSummary
@@ -227,8 +228,6 @@ def ready_run(
     if emulate is not None:
         fields["emulate"] = Emulation.parse(emulate, "--emulate")
     described, notes = job_from(given, fields)
-    for text in notes:
-        note(text)
     job = _shrinking(_completed(described, run_folder, data, profile, nvtx), wait_for_resources, least_devices)
     if metrics_port is not None:
         logging = replace(job.run.logging, metrics_port=port_number(metrics_port))
@@ -238,6 +237,8 @@ def ready_run(
     require_packages("train", "torch", "safetensors")
     if started_as is not None:
         _require_world(job, started_as)
+    for text in notes:
+        note(text)
     if job.run.emulate is not None:
         _check_emulation(job, here=here and not elsewhere, note=note)
     job, placing = on_nodes(job, hosts, started=started_as is not None)
@@ -251,9 +252,18 @@ def ready_run(
 
         found = with_fitting_microbatch(job, folder, note)
         job, checked = found, checked if found == job else preflight(found, started=started_as)
-    for text in (*checked.notes, *_weights_left(given.model, job)):
+    for text in (*checked.notes, *_weights_left(given.model, job), *_how_long(job, checked.price.step_seconds)):
         note(text)
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
+
+
+def _how_long(job: Job, step_seconds: float) -> list[str]:
+    """A note for a run that is predicted to take long; after its first steps it says how long they took."""
+    steps = job.run.last_step
+    if steps * step_seconds < LONG_SECONDS:
+        return []
+    whole = readable_duration(steps * step_seconds)
+    return [f"{counted(steps, 'step')} of {readable_seconds(step_seconds)} are predicted: {whole} in all"]
 
 
 def starting_target(on: str, here: Started | None) -> LaunchTarget:

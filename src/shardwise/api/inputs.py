@@ -18,8 +18,8 @@ from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.installation import planned_precision_notes
-from shardwise.spec.job import Job
+from shardwise.spec.installation import precision_notes
+from shardwise.spec.job import Job, names_precision
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.run import Run
@@ -61,6 +61,8 @@ def job_from(
     _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
     check_algorithm(job.strategy.collective, "strategy.collective")
+    if run is not None or not runs_here:  # what is examined or compared here is not that of the run
+        notes += precision_notes(job, given=names_precision(fields))
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
 
 
@@ -97,7 +99,7 @@ def planning_job(
         notes += cut
     job = Job.from_dict(fields)
     check_algorithm(job.strategy.collective, "strategy.collective")
-    notes += planned_precision_notes(job)
+    notes += precision_notes(job, given=names_precision(fields))
     notes += filter(None, [sequence_note(job.model, job.training)])
     try:
         return job.unchecked(training=replace(job.training, global_batch=batch)), notes

@@ -89,7 +89,7 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
         if not elsewhere:
             _require_room_for_copies(job)
     if here and job.run_device == "cpu":
-        notes += slow_precision_notes(job.training.precision)
+        notes += slow_precision_notes(job)
     notes += filter(None, [sequence_note(job.model, job.training)])
     if fit_of(job) == "tight":
         notes.append(tight_words(job))

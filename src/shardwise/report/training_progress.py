@@ -18,12 +18,21 @@ from rich.progress import Progress, Task
 from rich.text import Text
 
 from shardwise.report.tables import Bar
-from shardwise.spec.units import readable_bytes, readable_count, readable_duration, readable_seconds, readable_share
+from shardwise.spec.units import (
+    counted,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_seconds,
+    readable_share,
+)
 from shardwise.training.metrics.lines import Follower
 from shardwise.training.metrics.recent import RecentSteps
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
+LONG_SECONDS = 60.0  # a run that takes longer says how long, before it and
+MEASURED_STEPS = 3  # after so many steps, by their pace
 _EVENTS = {"checkpoint_damaged": "skipped a damaged checkpoint: ", "checkpoint_failed": "no checkpoint: ",
            "bad": "bad, ", "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
 _BAR, _LEAST_BAR = 40, 8
@@ -41,6 +50,7 @@ class TrainingProgress:
             self._task = self._bar.add_task("", total=steps, words=("starting",))
         self._recent = RecentSteps()
         self._last_line = time.monotonic()
+        self._timed = 0  # steps
         self._printed: set[str] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
@@ -80,9 +90,12 @@ class TrainingProgress:
         for record in records:
             self._recent.add(record)
             self._show_event(record)
-        newest = next((one["step"] for one in reversed(records) if one.get("seconds") is not None), None)
-        if newest is not None:
-            self._show_step(newest)
+        timed = [one["step"] for one in records if one.get("seconds") is not None]
+        if timed:
+            self._show_step(timed[-1])
+        if self._timed < MEASURED_STEPS <= self._timed + len(timed):
+            self._say_how_long()
+        self._timed += len(timed)
 
     def _show_event(self, record: Mapping[str, Any]) -> None:
         for name, meaning in _EVENTS.items():
@@ -99,6 +112,15 @@ class TrainingProgress:
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             self.print(f"{_step(step, self._steps)}: {', '.join(words)}")
+
+    def _say_how_long(self) -> None:
+        left, seconds, predicted = self._recent.left_seconds(self._steps), self._recent.step_seconds, ""
+        if left is None or seconds is None or left < LONG_SECONDS:
+            return
+        if self._recent.predicted_seconds:
+            predicted = f", predicted {readable_seconds(self._recent.predicted_seconds)}"
+        steps = counted(self._steps - self._recent.step, "step")
+        self.print(f"a step takes {readable_seconds(seconds)}{predicted}: {readable_duration(left)} for {steps} more")
 
 
 def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:

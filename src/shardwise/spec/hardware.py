@@ -71,6 +71,15 @@ class Device(Spec):
             wanted = _WIDER.get(wanted)
         return max(self.peak.values())
 
+    def is_slow(self, data_type: str) -> bool:
+        """Whether fp32 is more than twice as fast: without instructions for a type it is computed one by one."""
+        return 2 * self.peak_flops(data_type) < self.peak_flops("fp32")
+
+    @property
+    def usual_precision(self) -> Literal["bf16", "fp32"]:
+        """Of a job that names none."""
+        return "fp32" if self.is_slow("bf16") else "bf16"
+
     @property
     def usable_memory(self) -> float:
         """Bytes that a process can have, its driver context and library buffers included."""

@@ -77,20 +77,22 @@ def slow_formats(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     return tuple(name for name, sets in _NEEDS.items() if features and not any(one <= features for one in sets))
 
 
-def slow_precision_notes(precision: str, cpuinfo: Path = CPUINFO) -> list[str]:
-    """A note for a job that runs on this machine's CPU, where it lacks instructions for the precision."""
-    compute = RECIPES[precision].compute
-    if compute not in slow_formats(cpuinfo):
+def slow_precision_notes(job: Job, cpuinfo: Path = CPUINFO) -> list[str]:
+    """A note for a job that runs on this machine's CPU, which lacks instructions that its cluster's device has."""
+    compute = RECIPES[job.training.precision].compute
+    if compute not in slow_formats(cpuinfo) or job.cluster.device.is_slow(compute):
         return []
     return [f"this CPU has no {compute} instructions: a step takes many times as long as with --precision fp32"]
 
 
-def planned_precision_notes(job: Job) -> list[str]:
-    """The same for a job planned for CPUs other than this one."""
-    compute = RECIPES[job.training.precision].compute
-    if job.run_device != "cpu" or compute not in _NEEDS:
+def precision_notes(job: Job, *, given: bool) -> list[str]:
+    """A note for a job on devices that lack instructions: for the precision that is ``given``, or else for bf16."""
+    device, compute = job.cluster.device, job.training.recipe.compute if given else "bf16"
+    if compute not in _NEEDS or not device.is_slow(compute):
         return []
-    return [f"a CPU without instructions for {compute} takes many times as long as with --precision fp32"]
+    faster = device.peak_flops("fp32") / device.peak_flops(compute)
+    why = f"{device.name} has no {compute} instructions: fp32 is {faster:,.0f} times as fast (--precision)"
+    return [why if given else f"precision fp32, since {why}"]
 
 
 @cache

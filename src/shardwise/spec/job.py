@@ -18,6 +18,12 @@ from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Recipe, Training
 
 
+def names_precision(job: object) -> bool:
+    """Whether the fields of a job have one."""
+    training = job.get("training") if isinstance(job, Mapping) else None
+    return isinstance(training, Training) or (isinstance(training, Mapping) and "precision" in training)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
@@ -31,12 +37,21 @@ class Job(Spec):
 
     @classmethod
     def from_dict(cls, data: object, path: str = "") -> Self:
-        """As every noun's; `auto` for the microbatch and for offload is kept in ``run.automatic``."""
-        return super().from_dict(without_auto(data) if isinstance(data, Mapping) else data, path)
+        """As every noun's; `auto` for the microbatch and for offload is kept in ``run.automatic``.
+
+        The precision, if there is none, is what the device is fast at.
+        """
+        job = super().from_dict(without_auto(data) if isinstance(data, Mapping) else data, path)
+        usual = job.cluster.device.usual_precision
+        if names_precision(data) or job.training.precision == usual:
+            return job
+        return replace(job, training=replace(job.training, precision=usual))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with what the strategy does otherwise than its stack: a reader takes the rest from there."""
         data = super().to_dict()
+        if self.training.precision != self.cluster.device.usual_precision:
+            data["training"] = {**data.get("training", {}), "precision": self.training.precision}
         strategy = dict(data.get("strategy", {}))
         if self.strategy.accumulate != self.usual_accumulation(self.strategy):
             strategy["accumulate"] = self.strategy.accumulate
