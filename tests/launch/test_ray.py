@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -249,6 +250,44 @@ def test_more_devices_at_least_than_the_job_has(tmp_path: Path) -> None:
     found = shardwise(*SMALL, "--on", "ray", "--least-devices", "3", "--run-folder", str(tmp_path / "run"))
     said = "shardwise: error: --least-devices: 3, and the job has 2; use at most as many"
     assert found.status == 2 and found.err.splitlines()[-1] == said
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1:9"])
+@pytest.mark.parametrize(
+    "fault", [Exception("The current node timed out\nduring startup."), TimeoutError(), OSError(7)]
+)
+def test_a_cluster_that_does_not_start_is_one_line(
+    address: str | None, fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever Ray raises, and it is left behind as it was found."""
+    require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
+    import ray
+
+    def raises(**_: object) -> None:
+        raise fault
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(ray, "init", raises)
+    more = () if address is None else ("--ray-address", address)
+    found = shardwise(*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), *more)
+    where = "started on this machine" if address is None else f"joined at {address}"
+    why = " ".join(str(fault).split()) or type(fault).__name__
+    assert found.status == 2 and f"no cluster can be {where}: {why}; " in found.err.splitlines()[-1], found
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+@pytest.mark.slow
+def test_a_stop_while_ray_connects_is_at_once(tmp_path: Path) -> None:
+    """Ray would wait for a minute for a cluster that does not answer."""
+    require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
+    said, nobody = tmp_path / "said", "127.0.0.1:9"
+    given = (*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", nobody)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with said.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", "shardwise", *given], stderr=file, env=environment)
+    wait_until(lambda: "Failed to connect" in said.read_text(), 100)  # of Ray, after 5 seconds
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 
 ADDRESS = "RAY_ADDRESS"
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK, _LOCAL = "127.0.0.1", "local"
+END_SECONDS = 5.0  # to leave a cluster
 _STORE_BYTES = 128 * 2**20  # of the object store: only lines of text go through Ray
 _LOOK_SECONDS = 0.5
 _PRINTS = "print_to_stdstream"
@@ -39,7 +42,7 @@ def ray_cluster(address: str | None, processors: int) -> Iterator[RayCluster]:
     given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with OwnedFolder("ray", Path("/tmp")) as folder, _variables(given):  # its sockets need short names
         own = {"num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        with _joined(address="local", _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
+        with _joined(address=_LOCAL, _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
             yield RayCluster()
 
 
@@ -52,13 +55,61 @@ def _joined(**given: Any) -> Iterator[None]:
     try:
         with _silent():
             try:
-                ray.init(**given, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError) as error:  # none there, other versions, a wrong token
-                problem = f"no cluster can be joined at {given['address']}: {' '.join(str(error).split())}"
-                raise SpecError("--ray-address", problem, "`ray status --address ...` must work here") from None
+                with _stoppable():
+                    ray.init(**given, log_to_driver=False, logging_level="CRITICAL")  # errors are raised here
+            except Exception as error:  # none there, other versions, a wrong token, too slow: Ray has a type for few
+                raise _not_joined(given["address"], error) from None
             yield
     finally:
-        ray.shutdown()
+        within(END_SECONDS, ray.shutdown)
+
+
+def _not_joined(address: str, error: Exception) -> SpecError:
+    why = " ".join(str(error).split()) or type(error).__name__
+    if address == _LOCAL:
+        problem = f"no cluster can be started on this machine: {why}"
+        return SpecError("--on ray", problem, "try again, or join one that is there (--ray-address)")
+    problem = f"no cluster can be joined at {address}: {why}"
+    return SpecError("--ray-address", problem, "`ray status --address ...` must work here")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals end this process at once, as they would without Ray.
+
+    Ray waits for up to a minute in a call that no Python handler interrupts, and installs such a handler before; it
+    gets its place afterwards. What it has started here ends with this process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    utils, name = importlib.import_module("ray._private.utils"), "set_sigterm_handler"
+    theirs: list[Any] = []
+    install, before = getattr(utils, name), {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not a caller's own
+            before[number] = signal.signal(number, signal.SIG_DFL)
+    setattr(utils, name, theirs.append)
+    try:
+        yield
+    finally:
+        setattr(utils, name, install)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if theirs and signal.SIGTERM in before:
+            install(theirs[-1])
+
+
+def within(seconds: float, call: Callable[[], object]) -> None:
+    """Calls it for so long at most, whatever becomes of it: a cluster that is lost needs no farewell."""
+
+    def called() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=called, name="leaves Ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 @contextmanager
@@ -117,7 +168,7 @@ class PlacedGang:
         return ray.remote(concurrency_groups=GROUPS)(AgentActor).options(**options).remote(module, environment)
 
     def close(self) -> None:
-        _remove(self.group)
+        within(END_SECONDS, lambda: _remove(self.group))
 
 
 @dataclass(frozen=True)
