@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -223,3 +225,18 @@ def test_every_file_beside_the_code_is_in_the_wheel() -> None:
     left = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} - taken
     assert not left
     assert package / "cost/accuracy/tables/training_runs.csv" in taken
+
+
+def test_a_folder_that_goes_away_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as its name was read: a run that ends removes its own."""
+    (tmp_path / "gone" / "inner").mkdir(parents=True)
+    listed = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).startswith(str(tmp_path / "gone")):
+            shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert "has no run's folder in it" in error_line(run("validate", str(tmp_path)))
+    assert not (tmp_path / "gone").exists()

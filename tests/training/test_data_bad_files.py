@@ -138,9 +138,9 @@ def test_bytes_that_are_no_text_stay_for_a_tokenizer_of_bytes_alone(tmp_path: Pa
     model.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_bytes(b"a \xff")
     assert build([tmp_path / "a.txt"], tmp_path / "raw").repaired == 0
-    assert open_pair(tmp_path / "raw").tokens.tolist() == [97, 32, 255, 256]
+    assert open_pair(tmp_path / "raw").tokens[:].tolist() == [97, 32, 255, 256]
     assert build([tmp_path / "a.txt"], tmp_path / "own", tokenizer=str(tmp_path)).repaired == 1
-    assert open_pair(tmp_path / "own").tokens.tolist() == [0, 1, 2]
+    assert open_pair(tmp_path / "own").tokens[:].tolist() == [0, 1, 2]
 
 
 def test_files_are_read_no_further_than_the_processes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
