@@ -9,7 +9,6 @@ from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, device_memories
 from shardwise.cost.memory.room import Fit, Room, fit_probability, room_of, tightest
-from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import SimulatedStep, simulated_step
@@ -41,9 +40,9 @@ class Analysis:
     def predicted_seconds(self) -> float:
         return self.step.step_seconds
 
-    @cached_property
+    @property
     def floor_seconds(self) -> float:
-        return step_floor(self.job).seconds
+        return self.step.floor_seconds
 
     @cached_property
     def parts(self) -> dict[str, float]:

@@ -424,7 +424,7 @@ def candidate_data(one: Candidate) -> dict[str, Any]:
         "strategy": job.to_dict().get("strategy", {}),
         "words": strategy_words(job.strategy),
         "predicted_seconds": one.step_seconds,
-        "predicted_seconds_low": one.step_seconds * (1 + band.time_low),
+        "predicted_seconds_low": one.low_seconds(band.time_low),
         "predicted_seconds_high": one.step_seconds * (1 + band.time_high),
         "error_bar_basis": band.basis,
         "tokens_per_step": job.tokens_per_step,

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from shardwise.cost.compute.flops import flops_per_token
+from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.traffic.pipeline import message_traffic
@@ -35,6 +36,15 @@ class SimulatedStep:
     @property
     def step_seconds(self) -> float:
         return self.pipeline_seconds + self.prediction.tail_seconds
+
+    @cached_property
+    def floor_seconds(self) -> float:
+        """No more than the step: a simulated pipeline may hide messages that the floor's closed form waits for."""
+        return min(step_floor(self.job).seconds, self.step_seconds)
+
+    def low_seconds(self, error: float) -> float:
+        """The low end of a bar, a (negative) share ``error`` away from the step: no run is faster than the floor."""
+        return max(self.floor_seconds, self.step_seconds * (1 + error))
 
     @property
     def bubble_seconds(self) -> float:

@@ -54,7 +54,7 @@ class PlanAnswer:
 
     @property
     def predicted_seconds_low(self) -> float:
-        return self.plan.best.step_seconds * (1 + self.error_bar.time_low)
+        return self.plan.best.low_seconds(self.error_bar.time_low)
 
     @property
     def predicted_seconds_high(self) -> float:

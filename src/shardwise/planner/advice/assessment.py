@@ -53,7 +53,7 @@ class Assessment:
 
     @property
     def predicted_seconds_low(self) -> float:
-        return self.analysis.predicted_seconds * (1 + self.error_bar.time_low)
+        return self.analysis.step.low_seconds(self.error_bar.time_low)
 
     @property
     def predicted_seconds_high(self) -> float:
