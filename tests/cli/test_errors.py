@@ -102,7 +102,7 @@ NUMBERS = f"{BARE} --topology"
         (f"{NUMBERS} hierarchical --bandwidth 9GB/s,5GB/s --gpus 60", ["--gpus: 60 is not a whole", "use 56 or 64"]),
         (f"{NUMBERS} ring --bandwidth 5GB/s --cluster laptop", ["--cluster: 'laptop' and --topology are mutually"]),
         (f"{NUMBERS} ring --bandwidth 5GB/s --device h1000", ["unknown device 'h1000'", "did you mean"]),
-        (f"{BARE} --cluster dgx-h100:8 --model gpt2", ["--model: 'gpt2' and --layers, --hidden, --heads are mutually exclusive"]),
+        (f"{BARE} --cluster dgx-h100:8 --model gpt2", ["--model: 'gpt2' and --layers, --hidden, --heads are mutually"]),
         (f"{JOB} --set model=gpt2", ["--model: ", "and --set model are mutually exclusive; give one of them"]),
         (f"{JOB} --set model.layres=2", ["model.layres: unknown field; did you mean layers"]),
         (f"{BARE} --cluster dgx-h100:8 --heads 33", ["--heads: 33 does not divide --hidden 4096"]),

@@ -33,8 +33,10 @@ def test_a_sliding_window_shortens_attention_as_it_shortens_its_flops() -> None:
     )
     launch = cases[0].cluster.device.efficiency.operator_seconds * windowed.layers
     seconds = [one.attention.forward - launch for one in predicted]
-    assert seconds[0] / seconds[1] == pytest.approx(ideal[0].attention_forward / ideal[1].attention_forward)
-    assert seconds[0] < 0.3 * seconds[1]
+    # PyTorch's kernel for windows is of the class before the newest.
+    older = cases[0].cluster.device.efficiency.older_attention
+    assert seconds[0] / seconds[1] == pytest.approx(ideal[0].attention_forward / ideal[1].attention_forward / older)
+    assert seconds[0] < 0.5 * seconds[1]
 
 
 def test_a_prediction_module_adds_its_layer_its_projection_and_a_head() -> None:

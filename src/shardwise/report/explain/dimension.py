@@ -92,9 +92,9 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         numbers += symbols
         values = {symbol: value.value for symbol, _, value in numbers}
         for one in more:
-            values[one.name.split()[0]] = one.value(values)
+            values[one.symbol] = one.value(values)
         formulas += more
-        results = [(one.name, _result(one, values)) for one in more]
+        results = [(one.title, _result(one, values)) for one in more]
     rows = tuple(
         (
             t.what,
@@ -127,7 +127,7 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
 
 def _result(one: Formula, values: Mapping[str, float]) -> Quantity:
     value = one.value(values)
-    return number(value, f"{value:.4g}") if one.name.startswith("V") else size(value)
+    return number(value, f"{value:.4g}") if one.symbol else size(value)
 
 
 def _common(job: Job) -> Symbols:
@@ -217,7 +217,7 @@ def _deduplicated(job: Job, traffic: Traffic) -> tuple[Symbols, list[Formula]]:
         if limit is not None:
             symbols.append((f"M{index + 1}", "of them, the most that routing allows a token", number(limit)))
             text = f"min({text}, M{index + 1})"
-        formulas.append(Formula(f"V{index + 1} visited by a token", text))
+        formulas.append(Formula("visited by a token", text, f"V{index + 1}"))
         terms.append(f"V{index + 1}·(w{index + 1} − 1)/w{index + 1}")
     sent = f"r·b·s/(cp·tp)·h·e_d·({' + '.join(terms)})"
     return tuple(symbols), [*formulas, Formula("bytes that a rank sends of one dispatch", sent)]

@@ -29,13 +29,21 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "C": chos
 
 @dataclass(frozen=True)
 class Formula:
-    """``name`` is what it gives; ``text`` has symbols, numbers, + − · / and the functions min, max and C(n, k)."""
+    """``name`` is what it gives; ``text`` has symbols, numbers, + − · / and the functions min, max and C(n, k).
+
+    Further formulas have its value under ``symbol``.
+    """
 
     name: str
     text: str
+    symbol: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.text}"
+        return f"{self.title} = {self.text}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.symbol} {self.name}" if self.symbol else self.name
 
     def value(self, numbers: Mapping[str, float]) -> float:
         def computed(node: ast.expr) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.training.data.sources import Document, Reading, read_records, require_readable
+from shardwise.training.data.sources import Document, ReadingRules, read_records, require_readable
 from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
 from shardwise.training.data.tokenizer import BYTES, Tokenizer, tokenizer_from
 
@@ -44,7 +44,7 @@ class _Kept:
         self.skipped = self.repaired = 0
         self.first_skipped = ""
 
-    def of(self, files: Sequence[Path], reading: Reading) -> Iterator[Document]:
+    def of(self, files: Sequence[Path], reading: ReadingRules) -> Iterator[Document]:
         for record in chain.from_iterable(read_records(path, reading) for path in files):
             if record.problem is None:
                 self.repaired += record.repaired
@@ -61,8 +61,8 @@ def build(
     prefix: Path,
     *,
     tokenizer: str = "bytes",
-    field: str = Reading.field,
-    max_record_bytes: int = Reading.most_bytes,
+    field: str = ReadingRules.field,
+    max_record_bytes: int = ReadingRules.most_bytes,
     skip_bad_records: bool = False,
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
@@ -79,7 +79,7 @@ def build(
     chosen = tokenizer_from(tokenizer)
     chosen.required_end()
     kept = _Kept(skips=skip_bad_records)
-    portions = _portions(kept.of(files, Reading(field, max_record_bytes, raw=tokenizer == BYTES)))
+    portions = _portions(kept.of(files, ReadingRules(field, max_record_bytes, raw=tokenizer == BYTES)))
     first = next(portions, [])
     if kept.skipped and not first:
         raise SpecError("files", f"no record can be read; the first: {kept.first_skipped}", "correct them")

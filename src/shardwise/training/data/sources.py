@@ -22,7 +22,7 @@ _INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingRules:
     """How files are read: a record of JSON or Parquet has its text in ``field``, and none has more than ``most_bytes``.
 
     Bytes of a text that are not UTF-8 stay as they are if ``raw``, for a tokenizer of bytes; else they are replaced.
@@ -53,7 +53,7 @@ class SourceRecord:
     repaired: bool = False
 
 
-def read_records(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+def read_records(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     """The records of one file by its suffix; a problem names the file and the record.
 
     A record of JSON lines or Parquet has its text in a field; or ``prompt`` and ``answer`` (``completion``,
@@ -82,7 +82,7 @@ def _unknown(path: Path) -> SpecError:
     return SpecError(str(path), "has an unknown suffix", f"use {known}")
 
 
-def _text(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+def _text(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     """The whole file is one document."""
     try:
         with opened(path) as file:
@@ -96,7 +96,7 @@ def _text(path: Path, reading: Reading) -> Iterator[SourceRecord]:
         yield _plain(content, reading)
 
 
-def _plain(content: bytes, reading: Reading) -> SourceRecord:
+def _plain(content: bytes, reading: ReadingRules) -> SourceRecord:
     try:
         return SourceRecord((Span(content.decode()),))
     except UnicodeDecodeError:
@@ -104,7 +104,7 @@ def _plain(content: bytes, reading: Reading) -> SourceRecord:
         return SourceRecord((Span(text),), repaired=not reading.raw)
 
 
-def _json_lines(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+def _json_lines(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     number = 0
     try:
         with opened(path) as file:
@@ -117,14 +117,14 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[SourceRecord]:
         yield SourceRecord(problem=damaged(path, f"after line {number:,}", error))
 
 
-def _json_record(text: bytes, reading: Reading, where: str) -> SourceRecord:
+def _json_record(text: bytes, reading: ReadingRules, where: str) -> SourceRecord:
     try:
         return _record(parse_json(text, where, most_values=IN_BULK, halves=True), reading.field, where)
     except SpecError as error:
         return SourceRecord(problem=error)
 
 
-def _parquet(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+def _parquet(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     require_packages(str(path), "pyarrow")
     import pyarrow
     from pyarrow import parquet
@@ -142,7 +142,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[SourceRecord]:
         yield SourceRecord(problem=damaged(path, f"after row {row:,}", error))
 
 
-def _row(batch: Any, row: int, reading: Reading, where: str) -> SourceRecord:
+def _row(batch: Any, row: int, reading: ReadingRules, where: str) -> SourceRecord:
     try:
         record = {name: batch.column(name)[row].as_py() for name in batch.schema.names}
     except UnicodeDecodeError:
@@ -156,7 +156,7 @@ def _row(batch: Any, row: int, reading: Reading, where: str) -> SourceRecord:
     return found
 
 
-def _tar(path: Path, reading: Reading) -> Iterator[SourceRecord]:
+def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     """Members named .txt or .json; nothing is unpacked to disk."""
     last = "its beginning"
     try:
@@ -203,7 +203,7 @@ def _message(message: Any, where: str) -> Span:
     return Span(f"{role}: {content}\n", counted=role == "assistant")
 
 
-_READERS: tuple[tuple[tuple[str, ...], Callable[[Path, Reading], Iterator[SourceRecord]]], ...] = (
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Path, ReadingRules], Iterator[SourceRecord]]], ...] = (
     ((".jsonl", ".jsonl.gz", ".ndjson"), _json_lines),
     (_PARQUET, _parquet),
     ((".tar", ".tar.gz", ".tgz"), _tar),
