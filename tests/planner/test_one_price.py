@@ -13,6 +13,8 @@ from cli.running import run_json
 GRID = {
     "8B, uneven stages": "--model llama3-8b --cluster dgx-h100:1 --global-batch 64 --seq 8192 --tp 1,2 --cp 1 "
     "--schedule zbv,1f1b --microbatch 1 --why-not pp=2 --why-not tp=2",
+    "8B, updates that copy gradients": "--model llama3-8b --cluster dgx-h100:1 --global-batch 64 --seq 512 --cp 1 "
+    "--stack deepspeed --tp 1,2 --pp 1 --microbatch 1 --why-not zero=3 --why-not tp=2",
 }
 MORE = {
     "experts": "--model qwen3-30b-a3b --cluster dgx-h100:2 --global-batch 64 --seq 4096 --cp 1 "

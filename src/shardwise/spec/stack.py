@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.spec import presets
-from shardwise.spec.codec import Spec
+from shardwise.spec.codec import Spec, count
 from shardwise.spec.schedules import ScheduleRecord, StepEnds
 from shardwise.spec.strategy import Overlap, Strategy
 from shardwise.spec.training import Recipe
@@ -58,8 +58,11 @@ class Stack(Spec):
     ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
     that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
     once for both passes and sums copies of shards after the last microbatch. ``masters`` of whole bf16 weights are fp32
-    numbers, or the "rest": their lower halves, of which the weights are the upper ones; with "none" the optimizer
-    updates the 16-bit weights themselves, by gradients of their format. ``message_buffers`` of a pipeline: one for each
+    numbers, or the "rest": their lower halves, of which the weights are the upper ones; or numbers of
+    "16-bit", as a copy that is updated; with "none" the optimizer
+    updates the 16-bit weights themselves, by gradients of their format. ``update_elements``: the optimizer's update
+    copies gradients, into one tensor and then into the format of the masters, under ZeRO-3 so many elements at a time
+    (see `update_copies`); 0: it reads them where they are. ``message_buffers`` of a pipeline: one for each
     direction, or for each microbatch too, with all outputs of the stage beside them.
     ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the
     device) say what PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side
@@ -97,7 +100,8 @@ class Stack(Spec):
     dummy_gradients: bool = False
     late_gradients: bool = False
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
-    masters: Literal["fp32", "rest", "none"] = "fp32"
+    masters: Literal["fp32", "rest", "16-bit", "none"] = "fp32"
+    update_elements: int = count(0, minimum=0, maximum=10**18)
     gradients: Literal["kept", "made", "replaced"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
@@ -155,6 +159,8 @@ class Stack(Spec):
         recipe = replace(recipe, wide_experts=not self.fp8_experts)
         if self.masters == "none" and recipe.master:
             return replace(recipe, gradient=recipe.weight, master=0)
+        if self.masters == "16-bit" and recipe.master:
+            return replace(recipe, master=2)
         if self.sharded_parameters == "fp32" and recipe.master:
             return replace(recipe, weight=4, copies=0, gradient=4, master=0)
         if self.sharded_parameters == "fp32 shards":

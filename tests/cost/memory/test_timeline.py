@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import simulated_step
 from shardwise.report.memory_timeline import memory_over_time_data, memory_picture, sampled, sparkline
 from shardwise.spec.job import Job
+from shardwise.spec.stack import stack_from
 
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved", "dualpipe")
 # The loss comes when other chunks are gone already: the parts that the formula adds never meet.
@@ -51,6 +53,13 @@ def test_the_peak_is_the_formulas_and_never_more(case: Job) -> None:
     assert over.fullest.peak.held.total <= peak_memory(case).total * (1 + 1e-9)
     if parts_meet(case):
         assert over.fullest.peak.held.total == pytest.approx(peak_memory(case).total, rel=1e-9)
+
+
+def test_an_update_that_copies_gradients_is_the_peak_after_the_passes() -> None:
+    case = replace(job(GPT, dp=2, zero=3, training={"global_batch": 2, "seq": 16}), stack=stack_from("deepspeed"))
+    over = memory_over_time(case)
+    assert over.fullest.peak.during == AFTER
+    assert over.fullest.peak.held == peak_memory(case)
 
 
 @settings(max_examples=examples(100), deadline=None)

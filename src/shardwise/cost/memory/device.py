@@ -80,7 +80,8 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 def _peak(job: Job, pipeline_rank: int) -> DeviceMemory:
     contents = rank_contents(job, pipeline_rank)
-    return max(memory_at_moments(job, contents).values(), key=lambda memory: memory.total)
+    moments = (*memory_at_moments(job, contents).values(), memory_at_update(job, contents))
+    return max((memory for memory in moments if memory), key=lambda memory: memory.total)
 
 
 def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMemory]:
@@ -90,6 +91,17 @@ def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMe
     replicated = job.strategy.gradient_group > 1
     held = held_at(job, contents, sharding_of(job.strategy), tuple(transient), replicated=replicated)
     return {one.moment: _parts(MomentMemory(one, passes), *transient[one.moment]) for one in held}
+
+
+def memory_at_update(job: Job, contents: RankContents) -> DeviceMemory | None:
+    """In the optimizer's update, where it copies gradients: no pass holds anything then."""
+    replicated = job.strategy.gradient_group > 1
+    (held,) = held_at(job, contents, sharding_of(job.strategy), ("layer",), replicated=replicated)
+    if not held.copied_for_update:
+        return None
+    parts = {"weights": held.states.weights, "optimizer": held.states.optimizer, "allowance": held.allowance}
+    parts |= {"gradients": held.gradients_at_update, "temporary": held.copied_for_update, "host": held.states.offloaded}
+    return DeviceMemory(contents.rank, **{**dict.fromkeys((*DeviceMemory.PARTS, "host"), 0.0), **parts})
 
 
 def _parts(memory: MomentMemory, communication: float, temporary: float) -> DeviceMemory:

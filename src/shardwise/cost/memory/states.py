@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from shardwise.collectives.arrays import select
+from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.layout.sharding import divided_over, expert_shards, sums_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -172,6 +172,37 @@ def group_states(
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
     """Parameters whose optimizer states a device keeps."""
     return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
+
+
+class UpdateCopies(NamedTuple):
+    """Gradients that an update copies: elements at a time, and bytes of all copies of each."""
+
+    elements: Any
+    each: Any
+
+    @property
+    def bytes(self) -> Any:
+        return self.elements * self.each
+
+
+def update_copies(job: Job, contents: RankContents, sharding: Sharding) -> UpdateCopies:
+    """As DeepSpeed does, where the device itself updates (0.19.8, the files that its stack names).
+
+    ZeRO flattens a shard of gradients and casts that to the format of the masters: of experts that are divided over
+    other devices in a group of their own, and under ZeRO-3 in groups of `Stack.update_elements`. Under ZeRO-1 and 2
+    gradients that are accumulated in fp32 are such a tensor from the start. Without ZeRO all are cast, then flattened.
+    """
+    recipe = job.recipe
+    if not job.stack.update_elements or sharding.offload.optimizer or not recipe.master:
+        return UpdateCopies(0.0, 0.0)
+    dense, experts = contents.dense / sharding.shards, contents.experts / sharding.expert_shards
+    shard = select(sharding.shards == sharding.expert_shards, dense + experts, maximum(dense, experts))
+    cast = recipe.master if recipe.gradient < recipe.master else 0
+    copied = recipe.gradient + cast
+    whole = 2 * cast * (job.strategy.pp == 1)  # under a pipeline another optimizer updates (bf16_optimizer.py)
+    each = select(sharding.zero == 0, whole, select((sharding.zero < 3) & (recipe.gradient >= 4), 0, copied))
+    group = select(sharding.zero == 3, minimum(job.stack.update_elements, shard), shard)
+    return UpdateCopies(select(sharding.zero == 0, contents.total, group), each)
 
 
 def kept_bytes(strategy: Strategy) -> float:

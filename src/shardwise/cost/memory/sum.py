@@ -21,7 +21,14 @@ from shardwise.cost.memory.offload import (
     update_chunk,
     update_slots,
 )
-from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, updates_on_device
+from shardwise.cost.memory.states import (
+    Sharding,
+    StateBytes,
+    owned_parameters,
+    rank_state_bytes,
+    update_copies,
+    updates_on_device,
+)
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -65,6 +72,24 @@ class HeldMemory:
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
         each = self.states.stored / elements + 4 * (offload.weights > 0)
         return update_slots(elements, first) * update_chunk(elements) * each
+
+    @cached_property
+    def copied_for_update(self) -> Any:
+        """Copies of gradients; 0 on a stack that makes none."""
+        return _or_zero(update_copies(self.job, self.contents, self.sharding).bytes)
+
+    @property
+    def gradients_at_update(self) -> Any:
+        """With ZeRO only those that the device updates by are left."""
+        owned = owned_parameters(self.contents, self.sharding) * self.job.recipe.gradient
+        divided = minimum(self.states.gradients, owned * (1 - self.sharding.offload.gradients))
+        return select(self.sharding.zero >= 1, divided, self.states.gradients)
+
+    @property
+    def at_update(self) -> Any:
+        """The sum in the optimizer's update, when no pass holds anything."""
+        states = self.states.weights + self.gradients_at_update + self.states.optimizer
+        return states + self.allowance + self.copied_for_update
 
     @cached_property
     def left_over(self) -> Any:

@@ -13,7 +13,7 @@ from typing import Literal
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import layer_copy_bytes, microbatches_in_flight
 from shardwise.cost.memory.device import DeviceMemory, kept_by_layers
-from shardwise.cost.memory.states import ParameterGroup, Sharding, StateBytes, group_states, sharding_of
+from shardwise.cost.memory.states import ParameterGroup, Sharding, StateBytes, group_states, sharding_of, update_copies
 from shardwise.cost.memory.transient import divided_units
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.spec.job import Job
@@ -51,7 +51,7 @@ def memory_terms(job: Job, memory: DeviceMemory) -> dict[str, tuple[MemoryTerm, 
         "activations": _activations(job, contents),
         "gathered": _gathered(job, contents, memory.gathered),
         "communication": _communication(job, memory.communication),
-        "temporary": _temporary(job, memory.temporary),
+        "temporary": _temporary(job, contents, memory),
     }
     parts = {part: getattr(memory, part) for part in memory.PARTS if getattr(memory, part)}
     return {part: _with_rest(tuple(known.get(part, ())), size, part) for part, size in parts.items()}
@@ -59,7 +59,7 @@ def memory_terms(job: Job, memory: DeviceMemory) -> dict[str, tuple[MemoryTerm, 
 
 # What is left of a part when its terms are added up, and what that is.
 _REST = {
-    "gradients": "not there yet at the peak",
+    "gradients": "not there at the peak",
     "optimizer": "kept for less communication, or on the device for an update",
     "activations": "inputs of the loss, with autocast a copy of the head, less what is offloaded",
     "recomputed": "one layer, restored for its backward pass",
@@ -161,8 +161,14 @@ def _communication(job: Job, size: float) -> Iterator[MemoryTerm]:
     )
 
 
-def _temporary(job: Job, size: float) -> Iterator[MemoryTerm]:
-    tokens = job.microbatch_tokens
+def _temporary(job: Job, contents: RankContents, memory: DeviceMemory) -> Iterator[MemoryTerm]:
+    tokens, size = job.microbatch_tokens, memory.temporary
+    copies = update_copies(job, contents, sharding_of(job.strategy))
+    if copies.bytes == size:  # the peak is in the update
+        each = MemoryFactor("bytes of each, in one tensor and in the format of the masters", copies.each, "bytes")
+        factors = (MemoryFactor("gradients at a time", copies.elements), each)
+        yield MemoryTerm("copies of gradients for the optimizer's update", factors)
+        return
     held = "logits, or gradients on their way"
     if job.autocasts:
         held += ", with what autocast's cache still holds"

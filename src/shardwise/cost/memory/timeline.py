@@ -16,6 +16,7 @@ from shardwise.cost.memory.device import (
     DeviceMemory,
     activation_bytes,
     memory_at_moments,
+    memory_at_update,
     offloaded_activations,
 )
 from shardwise.cost.memory.offload import moved_share
@@ -95,7 +96,7 @@ def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[floa
         spans.append(MemorySpan(start, end, f"{action.kind.words} of microbatch {action.microbatch}", held))
         heads -= has_head and action.kind in (ActionKind.B, ActionKind.I)
         now, chunks = end, chunks_then
-    spans.append(MemorySpan(now, now + tail_seconds, AFTER, parts.between(0.0, 0)))
+    spans.append(MemorySpan(now, now + tail_seconds, AFTER, parts.updated))
     return RankMemory(rank, tuple(spans))
 
 
@@ -115,6 +116,7 @@ class _Parts:
         least = min(one.gradients for one in self.moments.values())
         self.idle = replace(self.in_layer, gradients=least, recomputed=0.0, communication=0.0, temporary=0.0)
         share = moved_share(job, job.strategy.offload.activations)
+        self.updated = memory_at_update(job, self.contents) or self.between(0.0, 0)
         self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
         self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 

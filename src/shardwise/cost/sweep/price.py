@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.arrays import is_array, maximum
+from shardwise.collectives.arrays import is_array, maximum, some
 from shardwise.cost.memory.offload import moved_share
 from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
@@ -88,6 +88,9 @@ class Offloaded:
         memory: Any = each[0].total.max(axis=0)
         for one in each[1:]:
             memory = maximum(memory, one.total.max(axis=0))
+        held = each[-1].held
+        if some(held.copied_for_update):
+            memory = maximum(memory, moments[-1].spread(held.at_update).max(axis=0))
         return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
 
     def waiting(
