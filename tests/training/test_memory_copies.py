@@ -116,6 +116,9 @@ def test_a_stranger_gets_nothing(two: Keepers) -> None:
             b'guessed\n{"what": "get", "how": {"key": "keeper://nodes/secret", "first": 0, "last": 9}}\n'
         )
         assert connection.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", port_of(two, 0)), 5) as connection:
+        connection.sendall(b"g" * 200)  # a line without end
+        assert connection.recv(100) == b""
 
 
 def copied(job: Job, file: str, losses: int) -> dict[str, Any]:

@@ -260,4 +260,4 @@ def test_a_taken_port_is_one_line(served: Served) -> None:
     from cli.running import error_line, run
 
     line = error_line(run("ui", "--port", str(served.port)))
-    assert line == f"--port: {served.port} is taken; give another, or 0 for any that is free"
+    assert line == f"--port: 127.0.0.1:{served.port} is taken; name another port, or 0 for any that is free"

@@ -8,6 +8,7 @@ import webbrowser
 from shardwise.api.execution import port_number
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from
+from shardwise.launch.loopback import LOOPBACK, bound
 from shardwise.spec.installation import require_packages
 
 _EXAMPLE = """
@@ -28,10 +29,10 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     port, state = port_number(parsed.port, "--port"), _state(parsed)
     require_packages("ui", "uvicorn", "starlette")
-    from shardwise.ui.serve import HOST, bound, serve
+    from shardwise.ui.serve import serve
 
-    listening = bound(port)
-    address = f"http://{HOST}:{listening.getsockname()[1]}/{state}"
+    listening = bound(port, "--port")
+    address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/{state}"
 
     def ready() -> None:
         print(f"shardwise ui: {address} (Ctrl-C ends it)", flush=True)

@@ -21,7 +21,7 @@ from io import BufferedIOBase
 from typing import Any
 
 FRAME = struct.Struct("<I")  # the length of a piece of an object; 0 ends it
-_LINE_BYTES = 2**16
+_SECRET_SECONDS = 10.0  # of silence, before the secret: who does not know it holds no thread
 MARK = b"shardwise-keeper "  # begins the line with the port
 
 
@@ -55,10 +55,12 @@ class _Request(socketserver.StreamRequestHandler):
     rbufsize = 2**20
 
     def handle(self) -> None:
-        with contextlib.suppress(ConnectionError, ValueError, struct.error):
-            secret = self.rfile.readline(_LINE_BYTES).strip()
+        with contextlib.suppress(ConnectionError, TimeoutError, ValueError, struct.error):
+            self.connection.settimeout(_SECRET_SECONDS)
+            secret = self.rfile.readline(len(self.server.secret) + 1).strip()
             if not hmac.compare_digest(secret, self.server.secret):
                 return
+            self.connection.settimeout(None)
             asked = json.loads(self.rfile.readline())
             getattr(self, f"_{asked['what']}", self._unknown)(**asked["how"])
 

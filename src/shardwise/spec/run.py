@@ -254,6 +254,7 @@ class Logging(Spec):
     """Every ``interval`` steps a line in metrics.jsonl, TensorBoard (where it is installed) and, if ``wandb`` names a
     project, Weights & Biases. On CPUs every ``memory`` steps one is run with its tensors counted, which is slow; GPUs
     count by themselves. ``metrics_port`` serves the run's state to Prometheus on loopback; 0 takes a free port.
+    ``metrics_hosts`` are other names under which a scraper reaches it, through a proxy or a forwarded port.
     """
 
     interval: int = count(1)
@@ -261,6 +262,13 @@ class Logging(Spec):
     tensorboard: bool = True
     wandb: str | None = None
     metrics_port: int | None = count(None, minimum=0, maximum=65535)
+    metrics_hosts: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        for number, host in enumerate(self.metrics_hosts):
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", host):
+                problem = f"{shown(host)} is not a host"
+                raise SpecError(f"metrics_hosts[{number}]", problem, "write a name or an address, without a port")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,16 @@
 """Who may ask: this machine's own browser and programs, by the address that was printed. Everything else is refused.
 
-A page of another origin can make a browser send requests to loopback, and a name that resolves to loopback can make it
-read the answers (DNS rebinding): the Host and the Origin of every request are compared with our own address, and what
-is posted must be JSON, which a form of another page cannot send (https://fetch.spec.whatwg.org/#cors-safelisted-method).
+The Host and the Origin of every request are compared with our own address (`launch/loopback.py`), and what is posted
+must be JSON, which a form of another page cannot send (https://fetch.spec.whatwg.org/#cors-safelisted-method).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
+from shardwise.launch.loopback import Refusal, refusal
 from shardwise.spec.errors import shown
 from shardwise.ui.given import MOST_BYTES
 
@@ -21,8 +19,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# Any port: it may be forwarded from another machine. Whoever made a name of his own resolve to loopback has that name.
-_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 # Popups: Perfetto's window is spoken to after it has been opened.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -33,20 +29,6 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a request is not answered, as the status and the line that say so."""
-
-    status: int
-    field: str
-    problem: str
-    remedy: str
-
-    def to_dict(self) -> dict[str, Any]:
-        text = f"{self.field}: {self.problem}; {self.remedy}"
-        return {"error": {"field": self.field, "problem": self.problem, "remedy": self.remedy, "text": text}}
 
 
 class Guard:
@@ -74,14 +56,8 @@ class Guard:
         headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        host = headers.get("host", [])
-        if len(host) != 1 or not _LOOPBACK.fullmatch(host[0]):
-            problem = f"{shown(', '.join(host))} is not this server"
-            return Refusal(421, "host", problem, "use the address that it printed")
-        origins = headers.get("origin", [])
-        if any(one.lower() != f"http://{host[0].lower()}" for one in origins):
-            return Refusal(403, "origin", f"{shown(', '.join(origins))} may not use this server", "open its own page")
-        return _refused_body(scope["method"], headers)
+        refused = refusal(headers.get("host", []), headers.get("origin", []))
+        return refused or _refused_body(scope["method"], headers)
 
 
 def _refused_body(method: str, headers: dict[str, list[str]]) -> Refusal | None:

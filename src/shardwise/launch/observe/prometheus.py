@@ -6,20 +6,18 @@ client library would bring a registry of its own, and all that is said here is r
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Literal, get_args
 
+from shardwise.launch.loopback import LOOPBACK, MOST_SECONDS, LoopbackServer, refusal
 from shardwise.launch.observe.state import RunObserver, RunState, Word
-from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import RunFolder
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LOOPBACK = "127.0.0.1"
 PATH = "/metrics"
 
 
@@ -115,23 +113,13 @@ def _number(value: float) -> str:
 # -- the server ------------------------------------------------------------------------------------
 
 
-class MetricsServer(ThreadingHTTPServer):
+class MetricsServer(LoopbackServer):
     """Bound when it is made, to loopback; `serving` answers. ``port`` 0 takes a free one."""
 
-    daemon_threads = True
-    allow_reuse_address = True
-
     def __init__(self, port: int, field: str) -> None:
-        try:
-            super().__init__((LOOPBACK, port), _Handler)
-        except OverflowError:
-            raise SpecError(field, f"{port} is not a port", "use 0 (any that is free) to 65535") from None
-        except OSError as error:
-            taken = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-            raise SpecError(
-                field, f"{LOOPBACK}:{port} {taken}", "name another port, or 0 for any that is free"
-            ) from None
+        super().__init__(port, field, _Handler)
         self.text: Callable[[], str] = lambda: ""
+        self.hosts: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -146,7 +134,8 @@ class MetricsServer(ThreadingHTTPServer):
             with one_at_a_time:
                 return exposition(metrics_of(observer.state()))
 
-        self.text = text
+        job = observer.job()
+        self.text, self.hosts = text, () if job is None else job.run.logging.metrics_hosts
         thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         thread.start()
         try:
@@ -160,6 +149,7 @@ class MetricsServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
     server_version = "shardwise"
+    timeout = MOST_SECONDS  # of a silence, and of sending the answer
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -168,6 +158,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
+        self.server.request_came(self.request)
+        hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+        if refused := refusal(hosts, origins, self.server.hosts):
+            self.send_error(refused.status, explain=refused.text)
+            return
         if self.path.partition("?")[0] != PATH:
             self.send_error(404, "only /metrics is here")
             return

@@ -114,7 +114,7 @@ class RunObserver:
     def state(self) -> RunState:
         now = time.time()
         events = read_events(self.folder.events)
-        job, figures = self._job(), self._read_figures()
+        job, figures = self.job(), self._read_figures()
         if job is not None and figures.predicted_seconds is None:  # before the first step
             for name, value in read_prediction(self.folder.path).items():
                 setattr(figures, name, value)
@@ -141,7 +141,7 @@ class RunObserver:
             quiet_seconds=quiet,
         )
 
-    def _job(self) -> Job | None:
+    def job(self) -> Job | None:
         with suppress(SpecError):
             return Job.from_dict(read_yaml(self.folder.job, "job file"))
         return None
