@@ -88,6 +88,33 @@ def test_deepspeed_settings_without_a_field_are_reported() -> None:
         assert harmless not in unused
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("formats", "masters", "optimizer"), [
+    ({"bf16": {"enabled": True}}, "fp32", "adamw"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "16-bit", "adamw"),
+    ({"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+     "16-bit", "adamw-bf16-moments"),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "16-bit", "adamw"),
+])  # fmt: skip
+def test_deepspeed_formats_of_masters_and_moments(
+    stage: int, formats: dict[str, Any], masters: str, optimizer: str
+) -> None:
+    zero = {"stage": stage, "sub_group_size": 1e6}
+    config = {"train_batch_size": 64, "optimizer": {"type": "AdamW"}, "zero_optimization": zero, **formats}
+    back = deepspeed(config)
+    job = replace(back, fields={**back.fields, "training.seq": 512}).job(CLUSTER, LLAMA)
+    assert (job.stack.masters, job.training.optimizer) == (masters, optimizer)
+    assert job.stack.update_elements == (10**6 if stage == 3 else 10**9)
+    assert ("sub_group_size" in " ".join(back.unused)) == (stage != 3)
+    assert "bf16" not in " ".join(back.unused)
+    exported = TARGETS["deepspeed"].export(job)
+    (text,) = exported.files.values()
+    again = deepspeed(text)
+    again = replace(again, fields={**again.fields, "training.seq": 512}).job(CLUSTER, LLAMA)
+    assert (again.stack, again.training, again.strategy) == (job.stack, job.training, job.strategy)
+    assert "training.optimizer" not in [lost.field for lost in exported.lost]
+
+
 def test_comments_inside_text_stay() -> None:
     assert json.loads(without_comments('{"a": "http://x # y /* z */", "b": [1, 2,], } // end')) == {
         "a": "http://x # y /* z */",
@@ -157,6 +184,9 @@ def test_deepspeed_auto_is_left_to_the_user() -> None:
         ({"fp16": {"loss_scale": "big"}}, ("fp16.loss_scale", "big")),
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, ("offload_param.device", "disk", "nvme")),
         ({"zero_optimization": {"reduce_bucket_size": []}}, ("reduce_bucket_size",)),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": -1}}, ("sub_group_size", "-1")),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ("weights_and_grads", "ZeRO")),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ("optimizer_states", "weights_and_grads")),
     ],
 )
 def test_deepspeed_mistakes_name_the_key(config: dict[str, Any], parts: tuple[str, ...]) -> None:

@@ -14,15 +14,19 @@ from shardwise.interop.frameworks.documents import JSON, Settings
 from shardwise.interop.frameworks.target import SCRIPT, Option, Reading, Target, product_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
+from shardwise.spec.stack import stack_from
 
 _ZERO = "zero_optimization."
 NVME = "/local_nvme"  # DeepSpeed's own examples mount it there
 _RECOMPUTE = "activation_checkpointing"
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "sgd-momentum": "SGD", "muon": "Muon"}
+_SUB_GROUP = _ZERO + "sub_group_size"
+_MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
+_MOMENTS = "bf16_optimizer_states"
 _STATES_LIKE = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "muon": "muon"}
 # Settings that a job has no field for: their type is checked, then they are reported as unused.
 _NUMBERS = (
-    _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size", _ZERO + "sub_group_size",
+    _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size",
     _ZERO + "stage3_prefetch_bucket_size", _ZERO + "stage3_param_persistence_threshold",
     _ZERO + "stage3_max_live_parameters", _ZERO + "stage3_max_reuse_distance",
     _RECOMPUTE + ".number_checkpoints",
@@ -54,7 +58,21 @@ def _compose(job: Job) -> Settings:
     if strategy.recompute == "full":
         settings[_RECOMPUTE + ".partition_activations"] = False
         settings[_RECOMPUTE + ".cpu_checkpointing"] = strategy.offload.activations == 1
-    return {**settings, **_offload(job), **training_values.deepspeed_settings(job)}
+    return {**settings, **_of_stack(job), **_offload(job), **training_values.deepspeed_settings(job)}
+
+
+def _of_stack(job: Job) -> Settings:
+    """What differs from its defaults in a stack of DeepSpeed's; both need ZeRO."""
+    stack, settings, compute = job.stack, Settings(), job.training.recipe.compute
+    if stack.base != "deepspeed" or not job.strategy.zero:
+        return settings
+    if job.strategy.zero == 3 and stack.update_elements != stack_from("deepspeed").update_elements:
+        settings[_SUB_GROUP] = stack.update_elements
+    if stack.masters == "16-bit" and compute in _MASTERS:
+        settings[f"{compute}.{_MASTERS[compute]}"] = True
+        if compute == "bf16" and job.training.optimizer == "adamw-bf16-moments":
+            settings.update({"optimizer.type": "AdamW", f"bf16.{_MOMENTS}": True})
+    return settings
 
 
 def _counted_again(tensor_parallel: int, stages: int) -> int:
@@ -114,6 +132,11 @@ def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
     fp16, bf16 = reading.flag("fp16.enabled"), reading.flag(bf16_key)
     if fp16 and bf16:
         raise SpecError("fp16.enabled", f"true and {bf16_key} true are mutually exclusive", "enable one of them")
+    for key in ("fp16." + _MASTERS["fp16"], bf16_key.replace("enabled", _MASTERS["bf16"])):
+        if reading.flag(key):
+            if not fields["strategy.zero"]:
+                raise SpecError(key, "true needs ZeRO", "set zero_optimization.stage to 1, 2 or 3")
+            fields["stack.masters"] = "16-bit"
     gradients = reading.choice("data_types.grad_accum_dtype", ("fp32", "bf16", "fp16"))
     if not fp16 and not bf16 and "auto" in (reading.settings.get("fp16.enabled"), reading.settings.get(bf16_key)):
         reading.notes.append("fp16 and bf16 are left to the trainer (auto): give --precision")
@@ -124,6 +147,19 @@ def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
     name, momentum = reading.text("optimizer.type"), reading.number("optimizer.params.momentum", 0)
+    _read_states(reading, fields, name, momentum)
+    key = ("bfloat16." if reading.has("bfloat16.enabled") else "bf16.") + _MOMENTS
+    if not reading.flag(key):
+        return
+    if fields.get("stack.masters") != "16-bit":
+        raise SpecError(key, f"true needs {_MASTERS['bf16']}", "set that too")
+    if fields.setdefault("training.optimizer", "adamw") == "adamw":
+        fields["training.optimizer"] = "adamw-bf16-moments"
+    else:
+        reading.used.discard(key)
+
+
+def _read_states(reading: Reading, fields: dict[str, Any], name: str | None, momentum: float) -> None:
     if name is None:
         return
     if name.lower() == "sgd":
@@ -138,6 +174,14 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
 def _read_zero(reading: Reading, fields: dict[str, Any]) -> None:
     zero = fields["strategy.zero"]
     overlap = reading.flag(_ZERO + "overlap_comm", zero == 3)  # DeepSpeed's default
+    if reading.has(_SUB_GROUP):
+        elements = reading.number(_SUB_GROUP)
+        if elements < 0:
+            raise SpecError(_SUB_GROUP, f"{elements:g} is negative", "give elements of an update under ZeRO-3")
+        if zero == 3:
+            fields["stack.update_elements"] = max(1, int(elements))
+        else:
+            reading.used.discard(_SUB_GROUP)
     fields["strategy.overlap.dp"] = overlap and zero > 0
     usual = "cpu" if reading.flag(_ZERO + "cpu_offload") else "none"
     ratio = reading.number(_ZERO + "offload_optimizer.ratio", 1.0)
