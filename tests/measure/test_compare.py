@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run, run_json
-from measure.slowed import FIRST, LAST, profiled_job, run_across, run_profiled
+from measure.slowed import FIRST, LAST, prepared, profiled_job, run_across, run_profiled
 from required import require
 from shardwise.launch.emulate.network import why_not
 from shardwise.measure.compare.comparison import Comparison, compare, profiled_run
 from shardwise.measure.compare.flights import sent_bytes
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
-from training.runs import write_shards
+from shardwise.spec.run import Checkpoints, Evaluation, NonFinite
+from training.runs import digest, lines, write_shards
+from training.runs import run as train_all
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,8 @@ def assert_adds_up(found: Comparison) -> None:
 def test_the_parts_of_a_step_add_up(
     shards: str, tmp_path: Path, strategy: dict[str, int], communicates: set[str]
 ) -> None:
-    found = compared(profiled_job(shards, 2, **strategy), tmp_path / "run")
+    job = profiled_job(shards, 2, **strategy)
+    found = compared(job, tmp_path / "run")
     parts = {one.name for one in found.parts if one.measured > 0}
     assert parts & {"tp", "cp", "pp", "dp"} == communicates
     assert {"compute", "data", "optimizer", "host"} <= parts
@@ -70,6 +73,36 @@ def test_the_parts_of_a_step_add_up(
     for one in found.sent:
         if one.dimensions in (("dp",), ("tp",)):  # of cp are messages, which gloo does not record
             assert one.recorded == pytest.approx(one.planned, rel=0.01) and not one.unrecorded
+    # What else a run does in these steps is not held against the plan of a step.
+    busier = replace(job.run, evaluation=Evaluation(interval=2, batches=1), checkpoints=Checkpoints(steps=2))
+    again = compared(replace(job, run=busier), tmp_path / "busier")
+    assert "checkpoint" in {one.name for one in again.parts}
+    assert exchanged(again) == exchanged(found)
+
+
+def exchanged(found: Comparison) -> list[Any]:
+    """What the ranks sent in each dimension, by the backend's record and by the engine's names."""
+    run = found.found
+    recorded = [sent_bytes(found.job, one, steps) for one, steps in zip(run.records, run.steps)]
+    return [recorded, [(one.label.title, one.what, one.step, one.members, one.bytes) for one in run.exchanges]]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_rolled_back_counts_once(shards: str, tmp_path: Path) -> None:
+    """What was exchanged for it, and to load the checkpoint, is no part of a planned step."""
+    job = profiled_job(shards, 2, dp=2, zero=3)
+    job = replace(
+        job, run=replace(job.run, non_finite=NonFinite(policy="roll-back"), evaluation=Evaluation(interval=1))
+    )
+    sound, spoilt = tmp_path / "sound", tmp_path / "spoilt"
+    for folder in (sound, spoilt):
+        prepared(job, folder)
+    seen = train_all(job, sound)[0]["seen"]
+    bad = [digest(tokens) for number, _, tokens in seen if number == LAST - 2]
+    train_all(job, spoilt, {"nan_at": bad})
+    assert any("rolled_back_from" in one for one in lines(spoilt))
+    (plain, _), (rolled, _) = (exchanged(compare(profiled_run(str(folder)))) for folder in (sound, spoilt))
+    assert rolled == plain
 
 
 @pytest.mark.parametrize(
@@ -87,7 +120,7 @@ def test_unlike_replicas_and_stages(shards: str, tmp_path: Path, ranks: int, str
     found = compared(job, tmp_path / "run")
     assert found.mismatch is None
     for rank in range(ranks):
-        for one in sent_bytes(job, found.found.records[rank], len(found.found.numbers)):
+        for one in sent_bytes(job, found.found.records[rank], found.found.steps[rank]):
             if one.dimensions in (("dp",), ("tp",)):
                 assert one.recorded == pytest.approx(one.planned, rel=0.01), (rank, one)
     said = run("compare", str(tmp_path / "run"))

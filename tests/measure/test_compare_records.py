@@ -13,6 +13,7 @@ from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
 from shardwise.measure.compare.flights import mismatch, sent_bytes
+from shardwise.measure.compare.segments import steps_of
 from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.compare.stragglers import (
     MeasuredLink,
@@ -131,9 +132,19 @@ def test_evaluation_is_no_part_of_a_step_and_a_checkpoint_is_one_part() -> None:
     assert rank.parts == pytest.approx({"host": 5.0, "checkpoint": 2.0})
 
 
-def test_on_a_gpu_kernels_say_where_the_time_went() -> None:
-    """The host is done in a millisecond; an all-reduce runs beside a backward pass, and a bit longer."""
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_on_a_gpu_kernels_say_where_the_time_went(evaluates: bool) -> None:
+    """The host is done in a millisecond; an all-reduce runs beside a backward pass, and a bit longer. An evaluation
+    inside the last step changes nothing."""
     compute, network = STREAMS + 7, STREAMS + 20
+    evaluation = (
+        ("evaluation", 12.0, 14.0, compute),
+        ("layer 0", 12.0, 14.0, compute),
+        ("gemm", 12.0, 14.0, compute),
+        ("evaluation", 13.0, 16.0, network),
+        ("dp: sum over the batch 4 B", 13.0, 16.0, network),
+        ("ncclDevKernel_AllReduce", 13.0, 16.0, network),
+    )
     ranges = (
         ("step 1", 0.0, 0.001),
         ("data", 9.0, 9.5),
@@ -148,8 +159,9 @@ def test_on_a_gpu_kernels_say_where_the_time_went() -> None:
         ("ncclDevKernel_AllReduce", 3.0, 7.0, network),
         ("optimizer", 7.0, 8.0, compute),
         ("adam", 7.0, 8.0, compute),
-        ("step 2", 10.0, 12.0, compute),
+        ("step 2", 10.0, 16.0 if evaluates else 12.0, compute),
         ("gemm", 10.0, 12.0, compute),
+        *(evaluation if evaluates else ()),
     )
     both = (0, 1)
     records = [replace(record(rank, *ranges, dp=both, replicate=both), device="cuda") for rank in both]
@@ -160,7 +172,7 @@ def test_on_a_gpu_kernels_say_where_the_time_went() -> None:
     assert {name: 2 * seconds for name, seconds in rank.parts.items()} == pytest.approx(expected)
     assert 2 * rank.hidden["dp"] == pytest.approx(2.0)
     assert rank.layers == pytest.approx({0: 1.0})
-    assert found.exchanges[0].seconds == pytest.approx(4.0)
+    assert [one.seconds for one in found.exchanges] == pytest.approx([4.0])
 
 
 def pipeline(slow: dict[int, float], late_message: float = 0.0) -> tuple[Job, Measured]:
@@ -261,7 +273,8 @@ def test_sums_that_went_as_messages_are_not_compared_with_the_record() -> None:
     recorded = record(0, *ranges, dp=both, replicate=both)
     for starts, unrecorded in (((1.5, 3.5), ()), ((1.5,), ("all-reduce of gradients",))):
         flights = tuple(Flight("all_reduce", both, 4, start) for start in starts)
-        (found,) = sent_bytes(job, replace(recorded, flights=flights), steps=1)
+        whole = replace(recorded, flights=flights)
+        (found,) = sent_bytes(job, whole, steps_of(whole))
         assert (found.dimensions, found.unrecorded) == (("dp",), unrecorded)
 
 

@@ -317,7 +317,8 @@ class Loop:
         """A save that is given up in time is no failure of the run."""
         if self.checkpoints.unsettled:
             self.parts.reporter.phase("checkpoint", self.position.step, self.checkpoints.limit_seconds)
-            self.checkpoints.settle()
+            with named(StepPhase.CHECKPOINT):
+                self.checkpoints.settle()
 
     def _save(self, *, wait: bool = False) -> None:
         self._settle()
@@ -387,4 +388,5 @@ def batch_of(rows: Rows, device: torch.device) -> Batch:
 def evaluate(trainer: Trainer[Any], loader: Loader, batches: int) -> float:
     """The mean over the first ``batches`` of the loader, equal on all ranks."""
     losses = [trainer.evaluate(batch_of(loader.take(number), trainer.device)) for number in range(batches)]
+    trainer.data.after_evaluation()
     return float(torch.stack(losses).mean())

@@ -119,6 +119,12 @@ class DataParallel:
         for part in self.parts.values():
             part.after_step()
 
+    def after_evaluation(self) -> None:
+        """Call after forward passes without backward passes."""
+        for part in self.parts.values():
+            if isinstance(part, Sharded):
+                part.after_evaluation()
+
 
 def apply_data(
     root: nn.Module | Sequence[nn.Module],

@@ -122,6 +122,11 @@ class Sharded:
         if self.gradients is not None:
             self.gradients.stored.summed.clear()
 
+    def after_evaluation(self) -> None:
+        """Frees what a backward pass would have freed: the next step gathers by itself, as planned."""
+        for unit in self.units:
+            unit.reshard()
+
     def before_input_gradients(self) -> None:
         """Deferred weight gradients need inputs and output gradients but no weights, which may be freed."""
         self._set(False, not self.keeps_parameters, False)

@@ -169,7 +169,7 @@ def compare(run: ProfiledRun) -> Comparison:
     return Comparison(
         job, found, expected, parts, _memory(job, found, lines), tuple(differences),
         summarise(plain).step_seconds, slowness, slow_rank, slow,
-        sent_bytes(job, found.records[busiest.rank], len(found.numbers)), mismatch(found.records),
+        sent_bytes(job, found.records[busiest.rank], found.steps[busiest.rank]), mismatch(found.records),
         summarise(lines).missing_steps,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor
+from shardwise.measure.compare.segments import Step
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import Flight, NamedRange, RankRecord
 
@@ -38,27 +39,29 @@ class SentBytes:
     unrecorded: tuple[str, ...] = ()
 
 
-def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...]:
+def sent_bytes(job: Job, record: RankRecord, steps: Sequence[Step]) -> tuple[SentBytes, ...]:
+    """``steps`` are the rank's: what is sent between them, or for an evaluation, is not planned for a step."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     recorded: dict[tuple[str, ...], float] = defaultdict(float)
     planned: dict[str, float] = defaultdict(float)
     seen = seen_by(job, record.rank)
     for traffic in step_traffic(seen, rank_contents(seen, coordinate(job.strategy, "pp", record.rank))):
         planned[traffic.dimension] += traffic.bytes_sent
-    begun = [one for one in record.ranges if label_of(one.name).kind == "begin"]
-    for one in record.flights:
+    begun = [one for step in steps for one in step.ranges if label_of(one.name).kind == "begin"]
+    flights = [one for step in steps for one in step.flights]
+    for one in flights:
         own = dict.fromkeys(priced_as for name, priced_as in _DIMENSION if record.groups.get(name) == one.members)
         dimensions = tuple(name for name in own if planned[name])
         if dimensions:
             counts[dimensions] += 1
             recorded[dimensions] += _bytes_sent(one, _named(one, begun))
-    missing = _unrecorded(record, begun)
+    missing = _unrecorded(flights, begun)
     return tuple(
         SentBytes(
             names,
-            counts[names] / steps,
+            counts[names] / len(steps),
             sum(planned[name] for name in names),
-            recorded[names] / steps,
+            recorded[names] / len(steps),
             tuple(what for dimension, what in missing if dimension in names),
         )
         for names in counts
@@ -84,9 +87,9 @@ def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
     return [one for one in record.flights if one.members == members]
 
 
-def _unrecorded(record: RankRecord, begun: Sequence[NamedRange]) -> list[tuple[str, str]]:
+def _unrecorded(flights: Sequence[Flight], begun: Sequence[NamedRange]) -> list[tuple[str, str]]:
     """Dimension and name of what began while the backend recorded nothing, each once."""
-    starts = sorted(one.start for one in record.flights)
+    starts = sorted(one.start for one in flights)
     labels = (label_of(one.name) for one in begun if bisect_left(starts, one.start) == bisect_right(starts, one.end))
     return list(dict.fromkeys((label.dimension, label.what) for label in labels))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, label_of
-from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Segment:
 class Step:
     """One step on one rank: the ranges of the training thread, and the same time in segments without gaps.
 
-    Evaluation is left out.
+    Evaluation is left out, and what a checkpoint does inside: what is recorded here is the training's own.
     """
 
     number: int
@@ -38,6 +38,7 @@ class Step:
     ranges: tuple[NamedRange, ...]
     backend: tuple[NamedRange, ...]  # what it does on threads of its own
     segments: tuple[Segment, ...]
+    flights: tuple[Flight, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -55,23 +56,26 @@ def steps_of(record: RankRecord) -> tuple[Step, ...]:
     steps = {label_of(one.name).number: one for one in host if label_of(one.name).kind == "step"}
     found = []
     for number, step in sorted(steps.items()):
-        inside = _without_inner([one for one in host if step.start <= one.start and one.end <= step.end])
-        during = [one for one in record.ranges if step.start <= one.start <= step.end]
-        backend = tuple(one for one in during if label_of(one.name).kind == "backend")
+        own = _OwnTime(step.start, step.end, host)
+        inside = tuple(one for one in host if one.end <= step.end and own.has(one))
+        backend = tuple(one for one in record.ranges if label_of(one.name).kind == "backend" and own.has(one))
         segments = tuple(one for one in _segments(inside) if one.part != "evaluation")
-        found.append(Step(number, step.start, step.end, tuple(inside), backend, segments))
+        flights = tuple(one for one in record.flights if own.has(one))
+        found.append(Step(number, step.start, step.end, inside, backend, segments, flights))
     return tuple(found)
 
 
-def _without_inner(ranges: Sequence[NamedRange]) -> list[NamedRange]:
-    """Without the ranges inside an evaluation or a checkpoint."""
-    kept: list[NamedRange] = []
-    closed = float("-inf")
-    for one in ranges:
-        if one.start >= closed:
-            kept.append(one)
-            closed = one.end if label_of(one.name).part in WHOLE_PHASES else closed
-    return kept
+class _OwnTime:
+    """From ``start`` to ``end`` without the evaluations and checkpoints among ``ranges``, which follow each other."""
+
+    def __init__(self, start: float, end: float, ranges: Sequence[NamedRange]) -> None:
+        self.start, self.end = start, end
+        self.others = [one for one in ranges if start <= one.start <= end and label_of(one.name).part in WHOLE_PHASES]
+
+    def has(self, one: NamedRange | Flight) -> bool:
+        """Whether it begins there; an evaluation or a checkpoint itself does."""
+        inside = any(other.start <= one.start < other.end and other is not one for other in self.others)
+        return self.start <= one.start <= self.end and not inside
 
 
 def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
@@ -119,7 +123,7 @@ class _Kernel:
 
 
 def device_steps(record: RankRecord) -> tuple[Step, ...]:
-    """A step lasts until the next one's first kernel."""
+    """A step lasts until the next one's first kernel. Flights are left out: no backend's there is read (`flights`)."""
     on_device = [one for one in record.ranges if one.lane >= STREAMS]
     marks = [one for one in on_device if label_of(one.name).kind not in ("none", "backend")]
     kernels = [kernel for lane in {one.lane for one in on_device} for kernel in _kernels(on_device, lane)]
@@ -127,10 +131,11 @@ def device_steps(record: RankRecord) -> tuple[Step, ...]:
     host = [one for one in record.ranges if one.lane == HOST and label_of(one.name).part in _HOST_PARTS]
     steps = []
     for number, (start, end) in sorted(bounds.items()):
-        own = [one for one in kernels if start <= one.range.start < end]
-        segments = [one for one in _device_segments(own, host, start, end) if one.part != "evaluation"]
-        ranges = tuple(one for one in marks if start <= one.start < end)
-        backend = tuple(one.range for one in own if one.communicates)
+        running = [one for one in kernels if start <= one.range.start < end]
+        segments = [one for one in _device_segments(running, host, start, end) if one.part != "evaluation"]
+        own = _OwnTime(start, end, marks)
+        ranges = tuple(one for one in marks if one.start < end and own.has(one))
+        backend = tuple(one.range for one in running if one.communicates and own.has(one.range))
         steps.append(Step(number, start, end, ranges, backend, tuple(segments)))
     return tuple(steps)
 
@@ -167,7 +172,9 @@ def _is_kernel(one: NamedRange) -> bool:
 def _kernel(kernel: NamedRange, around: Sequence[NamedRange]) -> _Kernel:
     parts = [label.part for one in reversed(around) if (label := label_of(one.name)).part and label.kind != "step"]
     communicates = label_of(kernel.name).communicates
-    if communicates:
+    if whole := [part for part in parts if part in WHOLE_PHASES]:
+        parts = whole
+    elif communicates:
         parts = [part for part in parts if part in (*DIMENSIONS, "world")] or ["dp"]
     again = any(label_of(one.name).pass_kind == "backward" for one in around)
     layer = None if again else next((one for one in around if label_of(one.name).kind == "layer"), None)
