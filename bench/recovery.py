@@ -27,6 +27,7 @@ from shardwise.training.checkpoint.folder import CheckpointFolder, checkpoint_fo
 from shardwise.training.checkpoint.memory_copies import MemoryCopies, memory_folder
 from shardwise.training.checkpoint.save import Saver
 from shardwise.training.start import load_newest
+from shardwise.training.storage.limits import Limit
 from shardwise.training.storage.stores import Blocks, ObjectFacts, register_store
 
 LEAST_RATIO = 5.0
@@ -39,6 +40,9 @@ class ShapedStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._lock, self._free_at = folder, threading.Lock(), 0.0
+
+    def within(self, limit: Limit) -> ShapedStore:
+        return self  # a folder answers, slowly
 
     def _path(self, uri: str) -> Path:
         return self.folder / uri.partition("://")[2]

@@ -33,7 +33,8 @@ def test_beyond_the_tolerance_the_status_is_one() -> None:
         ("--cluster laptop:2 --tp 2 --run-device cuda", "--run-device: cuda"),
         ("--cluster laptop:2 --steps 0", "--steps: 0; use 1 or more"),
         ("--cluster laptop:2 --seed 99999999999999", "--seed: 99999999999999 is out of range"),
-        ("--cluster laptop:2 --tolerance nan", "--tolerance: nan is not a deviation"),
+        ("--cluster laptop:2 --tolerance nan", "--tolerance: nan is not a finite number"),
+        ("--cluster laptop:2 --tolerance=-1", "--tolerance: -1 is not a deviation"),
         (
             '--cluster laptop:2 --set strategy.offload={"optimizer":1,"target":"nvme","folder":"/no/where"}',
             "strategy.offload.folder: /no/where: No such file or directory",
