@@ -312,6 +312,15 @@ def test_what_cannot_be_planned_says_why(change: dict[str, Any], message: str) -
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_batch_of_fewer_sequences_than_replicas(batch: int) -> None:
+    """It has a plan, of layouts that it can be divided over."""
+    constraints = Constraints(parse_constraints("schedule=1f1b,microbatch=1,recompute=none,pp=2"))
+    training = Training(global_batch=batch, seq=512)
+    found = plan_mixed(asked("llama3.2-1b", mixed_of("dgx-h100", "dgx-a100"), training, constraints=constraints))
+    assert found.best.arrangement.job.microbatches >= 1
+
+
 def test_a_batch_is_needed() -> None:
     with pytest.raises(SpecError, match="global_batch: is missing"):
         asked("llama3.2-1b", mixed_of("dgx-h100", "dgx-a100"), Training(seq=4096))

@@ -191,7 +191,7 @@ def _of_stages(numbers: Sequence[int], stages: Sequence[int]) -> tuple[int, ...]
 def _by_speed(arrangement: Arrangement) -> tuple[int, ...] | None:
     """Layers of every stage: of even ones each rank's time shows its speed, and what its ends take beside them."""
     model, pp = arrangement.job.model, arrangement.strategy.pp
-    if pp > model.layers:
+    if pp > model.layers or not arrangement.job.microbatches:  # fewer sequences than replicas
         return None
     even = [model.layers // pp + (rank < model.layers % pp) for rank in range(pp)]
     try:
