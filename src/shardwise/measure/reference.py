@@ -1,15 +1,23 @@
-"""The single process that every layout must match: the plain model in a plain loop, without the engine."""
+"""The single process that every layout must match: the plain model in a plain loop, without the engine.
+
+And weights, data and experts of tokens for both.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
+from shardwise.engine.offload.store import MASTER
+from shardwise.engine.parameters import divided_as, plain_name
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import DEVIATION, initial_value, is_bias, is_norm
 from shardwise.models.loss import IGNORED
@@ -45,18 +53,42 @@ def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> T
     return value + DEVIATION * torch.randn(value.shape, generator=random)
 
 
+def sample_engine(job: Job, seed: int, device: str) -> Engine:
+    """With the weights that the reference begins with."""
+    engine = Engine(job, device=device, seed=seed)
+    for one in engine.parameters:
+        value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))
+        engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+    engine.on_weights_loaded()
+    return engine
+
+
+def share(engine: Engine, step: int, seed: int) -> Batch:
+    batch = sample_batch(engine.job, step, seed, engine.device.type)
+    return batch.rows(engine.rows)
+
+
+def reference_name(name: str, expected: Mapping[str, Tensor]) -> str:
+    """If embedding and head are tied, the unsharded model has the parameter once."""
+    return "embedding.weight" if name == "head.weight" and name not in expected else name
+
+
 # -- the single process ------------------------------------------------------------------------------
 
 MOST_TOKENS = 1024  # of one pass, in full sequences: logits of a large vocabulary are large
 
 
+Routes = dict[str, tuple[Tensor, Tensor]]  # of each mixture: what tokens were known by, the experts of each
+
+
 @dataclass
 class Reference:
-    """Losses and gradients of each step, and the weights at the end; tensors by the unsharded model's names."""
+    """Losses, gradients and routes of each step, and the weights at the end; by the unsharded model's names."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -82,8 +114,11 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )
+    routed = _record_routes(model)
     for step in range(steps):
         found.losses.append(_gradients(model, job, step, seed))
+        found.routes.append({name: _joined(parts) for name, parts in routed.items()})
+        routed.clear()
         found.gradients.append(
             {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         )
@@ -91,7 +126,7 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
         found.gradient_norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-        for mixture in _mixtures(model):
+        for _, mixture in _mixtures(model):
             mixture.update_bias(mixture.load, job.model.numerics.bias_rate)
         after_step()
     found.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -102,7 +137,7 @@ def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
     """Forward and backward of one global batch, some sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
     counted = batch.counted
-    for mixture in _mixtures(model):
+    for _, mixture in _mixtures(model):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
     total = 0.0
     each = max(1, MOST_TOKENS // job.training.seq)
@@ -114,5 +149,50 @@ def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
     return total
 
 
-def _mixtures(model: Decoder) -> list[MoELayer]:
-    return [one for one in model.modules() if isinstance(one, MoELayer)]
+def _mixtures(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    return ((plain_name(name), one) for name, one in module.named_modules() if isinstance(one, MoELayer))
+
+
+# -- the experts of every token, the same in two runs ------------------------------------------------
+
+# Features that tell tokens apart: FP8 moves a hidden state by percents, and two tokens' are as far apart as long.
+COMPARED_FEATURES = 64
+COMPARED_TOGETHER = 1024  # tokens, each with all of the step: bounds the memory for the distances
+
+
+def _record_routes(model: Decoder) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """A record to which every router adds the tokens that it sees, and their experts."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def note(name: str, router: nn.Module, given: tuple[Tensor], made: tuple[Tensor, ...]) -> None:
+        found[name].append((_features(given[0]), made[0].clone()))
+
+    for name, mixture in _mixtures(model):
+        mixture.router.register_forward_hook(partial(note, name))
+    return found
+
+
+def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    features, experts = zip(*parts)
+    return torch.cat(features), torch.cat(experts)
+
+
+def hold_routes(stage: nn.Module, routes: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Sends every token of a step to the experts that it had in the run that ``routes`` are of.
+
+    Rounding to FP8 moves some scores past others. Such a token trains another expert, and gradients differ by far more
+    than by rounding though both runs are right. A token is the one with the nearest hidden state: whatever ranks and
+    microbatches have made of the batch.
+    """
+    for name, mixture in _mixtures(stage):
+        features, experts = (one.to(device) for one in routes[name])
+        mixture.router.held = partial(_experts_of, features, experts)
+
+
+def _experts_of(features: Tensor, experts: Tensor, hidden: Tensor) -> Tensor:
+    parts = torch.split(_features(hidden), COMPARED_TOGETHER)
+    return experts[torch.cat([torch.cdist(one, features).argmin(1) for one in parts])]
+
+
+def _features(hidden: Tensor) -> Tensor:
+    return hidden.detach()[:, :COMPARED_FEATURES].float().clone()

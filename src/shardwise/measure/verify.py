@@ -7,9 +7,7 @@ process wrote to a file: all replicas are checked, and only deviations are gathe
 from __future__ import annotations
 
 import os
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,114 +15,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.offload.store import MASTER
-from shardwise.engine.parameters import HeldParameter, HeldPart, divided_as, local
+from shardwise.engine.parameters import HeldParameter
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
-from shardwise.measure.reference import Reference, reference_key, run_reference, sample_batch, sample_weight
+from shardwise.measure.deviations import TOLERANCE, Deviation, deviation, gradient_scales, relative, weight_scales
+from shardwise.measure.in_fp8 import FP8_BOUNDS, compare_narrow, on_one_process, write_narrow
+from shardwise.measure.reference import Reference, reference_key, reference_name, run_reference, sample_engine, share
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
-from shardwise.spec.training import Optimization
 from shardwise.spec.units import readable_bytes
 from shardwise.training.environment.reader import Started
 
 Found = TypeVar("Found")
-
-# -- how far a parallel run is from the single process -----------------------------------------------
-
-TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True, order=True)
-class Deviation:
-    """A relative difference and the tensor that shows it."""
-
-    value: float
-    where: str
-
-    @staticmethod
-    def worst(found: Iterable[Deviation]) -> Deviation:
-        return max(found, default=Deviation(0.0, ""))
-
-
-def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scale of each gradient's deviation: its largest element, or more where rounding of its layer exceeds that.
-
-    Some gradients are small differences of large terms: behind a softmax a score's is P·(dP − ΣP·dP), and if all dP
-    are nearly equal, those of query and key are far smaller than the value's, which has the same terms. Each term is
-    rounded to ε of itself, so a difference of up to ε times the largest gradient of the layer is rounding, however
-    small the gradient is. With this scale error/scale ≤ tolerance means error ≤ max(tolerance·own, ε·layer's).
-    """
-    of_layers, rounded = _largest_of_layers(gradients), torch.finfo(torch.float32).eps / TOLERANCE
-    return {name: max(largest(one), rounded * of_layers[name]) for name, one in gradients.items()}
-
-
-def weight_scales(
-    weights: Mapping[str, Tensor], steps: Sequence[Mapping[str, Tensor]], settings: Optimization
-) -> dict[str, float]:
-    """The scale of each weight's deviation: its largest element, and how far AdamW amplifies rounding.
-
-    A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ for g far below ϵ: there a gradient's rounding, ε times the largest
-    of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much; less with clipping.
-    """
-    found = {name: largest(one) for name, one in weights.items()}
-    rounded = torch.finfo(torch.float32).eps / TOLERANCE
-    for gradients in steps:
-        norm = global_norm(gradients.values())
-        clipped = min(1.0, settings.clip_norm / norm) if settings.clip_norm and norm else 1.0
-        carried = rounded * clipped * settings.learning_rate / settings.epsilon
-        for name, one in _largest_of_layers(gradients).items():
-            found[name] += carried * one
-    return found
-
-
-def _largest_of_layers(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each gradient the largest element of its layer."""
-    of_layers: dict[str, float] = defaultdict(float)
-    for name, one in gradients.items():
-        of_layers[_layer(name)] = max(of_layers[_layer(name)], largest(one))
-    return {name: of_layers[_layer(name)] for name in gradients}
-
-
-def _layer(name: str) -> str:
-    """`layers.3` of `layers.3.attention.key.weight`; the name itself outside of layers."""
-    numbered = re.match(r".*?\.\d+(?=\.)", name)
-    return numbered[0] if numbered else name
-
-
-def deviation(
-    name: str, found: Tensor, part: HeldPart, whole: Tensor, absolute_scale: float | None = None
-) -> Deviation:
-    """max|a-b| / max|b|, b being the full reference, or / ``absolute_scale``; a is this rank's shard of ``found``."""
-    expected, mine = part.of(whole), local(found)
-    if found.shape != expected.shape or not torch.isfinite(mine).all():
-        return Deviation(float("inf"), name)
-    scale = largest(whole) if absolute_scale is None else absolute_scale
-    difference = largest(mine - divided_as(found, expected))
-    return Deviation(difference / scale if scale else float(difference > 0), name)
-
-
-def relative(name: str, found: float, expected: float) -> Deviation:
-    difference = abs(found - expected)
-    return Deviation(difference / abs(expected) if expected else difference, name)
-
-
-def global_norm(tensors: Iterable[Tensor]) -> float:
-    return float(torch.stack([one.float().norm() for one in tensors]).norm())
-
-
-def largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-# -- the layout and its reference --------------------------------------------------------------------
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
@@ -132,16 +40,13 @@ PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "s
 # errors of 1e-7 into errors of 1e-4 and hide real ones.
 EPSILON = 1e-5
 Watch = Callable[[str, Callable[[], int]], None]
-# How far training in FP8 may be from fp32. A matmul of e4m3 numbers is 3.8% off, with a gradient in e5m2 6%, relative
-# to the norm of its result; several in a row add up, errors in other directions cancel out in the loss.
-FP8_BOUNDS = {"loss": 0.005, "gradient": 0.2, "gradient_norm": 0.05}
 
 
 @dataclass(frozen=True)
 class Verification:
     """The worst deviation of each kind, and where it is; ``job`` is what was run, in fp32 and perhaps smaller.
 
-    ``in_fp8``: those of the same layout in the FP8 that the job asks for, if it does, against `FP8_BOUNDS`.
+    ``in_fp8``: those of the same layout in the FP8 that the job asks for, if it does, see `measure.in_fp8`.
     """
 
     job: Job
@@ -279,7 +184,8 @@ class _Comparison:
         require_folder(job)
         require_memory(job, self.steps, available_bytes())
         path = str(references / f"{reference_key(job, *given)}.pt")
-        alone, together, again = (Ticks(f"{folder}/{name}") for name in ("alone", "together", "narrow"))
+        phases = ("alone", "together", "narrow_alone", "narrow")
+        alone, together, alone_again, again = (Ticks(f"{folder}/{name}") for name in phases)
         if isinstance(processes, StartedProcesses) or not Path(path).exists():
             watch("one process", alone.count)
             processes.alone(_write_reference, job, *given, path, alone)
@@ -288,8 +194,12 @@ class _Comparison:
         narrow: list[dict[str, Deviation]] = []
         if asked.recipe.scaling:
             narrowed = replace(job, training=replace(job.training, precision=asked.precision))
+            narrow_path = str(folder / "narrow.pt")
+            watch(f"one process in {asked.precision}", alone_again.count)
+            both = (*given, path, narrow_path, self.device)
+            processes.alone(write_narrow, on_one_process(narrowed), *both, alone_again.tick)
             watch(f"the same in {asked.precision}", again.count)
-            narrow = processes.together(_compare_narrow, narrowed, *given, path, self.device, again)
+            narrow = processes.together(compare_narrow, narrowed, *both, again.tick)
         worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
         in_fp8 = {kind: Deviation.worst(one[kind] for one in narrow) for kind in FP8_BOUNDS} if narrow else {}
         return Verification(job, self.steps, self.tolerance, worst, in_fp8)
@@ -345,10 +255,10 @@ def _compare(
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
     with joined(place.rank, place.world, place.rendezvous_file, device=device):
-        engine = _sample_engine(job, seed, device)
+        engine = sample_engine(job, seed, device)
         for step in range(steps):
             at = f"step {step + 1}"
-            loss = engine.forward_backward(_share(engine, step, seed))
+            loss = engine.forward_backward(share(engine, step, seed))
             found["loss"].append(relative(at, float(loss), reference.losses[step]))
             expected = reference.gradients[step]
             found["gradient"] += _deviations(engine, engine.gradient, expected, gradient_scales(expected), f", {at}")
@@ -359,60 +269,6 @@ def _compare(
         scales = weight_scales(reference.weights, reference.gradients, job.training.optimization)
         found["weight"] += _deviations(engine, engine.weight, reference.weights, scales)
     return {kind: Deviation.worst(several) for kind, several in found.items()}
-
-
-def _compare_narrow(
-    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
-) -> dict[str, Deviation]:
-    """How far training in FP8 is from the reference; of gradients, all that a rank holds, by their norm."""
-    torch.set_num_threads(1)
-    reference = Reference(**torch.load(path, mmap=True, weights_only=False))
-    found: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
-    with joined(place.rank, place.world, place.rendezvous_file, device=device):
-        engine = _sample_engine(job, seed, device)
-        for step in range(steps):
-            at = f"step {step + 1}"
-            loss = engine.forward_backward(_share(engine, step, seed))
-            found["loss"].append(relative(at, float(loss), reference.losses[step]))
-            found["gradient"].append(Deviation(_gradient_error(engine, reference.gradients[step]), at))
-            found["gradient_norm"].append(relative(at, float(engine.update()), reference.gradient_norms[step]))
-            if place.rank == 0:
-                ticks.tick()
-    return {kind: Deviation.worst(several) for kind, several in found.items()}
-
-
-def _sample_engine(job: Job, seed: int, device: str) -> Engine:
-    """With the weights that the reference begins with."""
-    engine = Engine(job, device=device, seed=seed)
-    for one in engine.parameters:
-        value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))
-        engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
-    engine.on_weights_loaded()
-    return engine
-
-
-def _share(engine: Engine, step: int, seed: int) -> Batch:
-    batch = sample_batch(engine.job, step, seed, engine.device.type)
-    return batch.rows(engine.rows)
-
-
-def _gradient_error(engine: Engine, expected: Mapping[str, Tensor]) -> float:
-    """The norm of the difference between this rank's gradients and the reference's, over that of the reference's."""
-    errors, whole = [], []
-    for one in engine.parameters:
-        tensor = engine.gradient(one)
-        if tensor is None:
-            return float("inf")
-        name = _reference_name(one.name, expected)
-        right = divided_as(tensor, one.part.of(expected[name])).float()
-        errors.append(local(tensor).float() - right)
-        whole.append(right)
-    return global_norm(errors) / max(global_norm(whole), 1e-30)
-
-
-def _reference_name(name: str, expected: Mapping[str, Tensor]) -> str:
-    """If embedding and head are tied, the unsharded model has the parameter once."""
-    return "embedding.weight" if name == "head.weight" and name not in expected else name
 
 
 def _deviations(
@@ -429,6 +285,6 @@ def _deviations(
         if tensor is None:
             found.append(Deviation(float("inf"), f"{one.name}{at}: no gradient"))
             continue
-        name = _reference_name(one.name, expected)
+        name = reference_name(one.name, expected)
         found.append(deviation(f"{one.name}{at}", tensor, one.part, expected[name], scales[name]))
     return found

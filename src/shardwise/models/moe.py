@@ -45,9 +45,11 @@ class TopKRouter(BuffersInFp32):
     groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     ``bias`` (None without bias balancing) is added to the scores only while picking: it moves load between
     experts and leaves the weights alone. It is a buffer; no gradient reaches it.
+    ``held``, if set from outside, picks the experts of ``hidden`` instead.
     """
 
     bias: Tensor | None
+    held: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class TopKRouter(BuffersInFp32):
         """Of ``hidden`` [tokens, features]: the experts [tokens, k], their weights, all scores [tokens, experts]."""
         logits = _wide_product(hidden, self.gate.weight)
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        indices = self._pick(scores.detach())
+        indices = self._pick(scores.detach()) if self.held is None else self.held(hidden.detach())
         weights = scores.gather(1, indices)
         if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -49,7 +49,7 @@ def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
 
 
 def _narrow(asked: Job, found: Verification) -> Piece:
-    from shardwise.measure.verify import FP8_BOUNDS
+    from shardwise.measure.in_fp8 import FP8_BOUNDS
 
     title = f"the same layout in {asked.training.precision}, against one process in fp32"
     rows = [
@@ -58,10 +58,11 @@ def _narrow(asked: Job, found: Verification) -> Piece:
             f"{one.value:.1e}",
             f"{FP8_BOUNDS[kind]:g}",
             "within" if one.value <= FP8_BOUNDS[kind] else "OFF",
+            one.where,
         )
         for kind, one in found.in_fp8.items()
     ]
-    return table(title, ("", "deviation", "bound", ""), rows, numbers_from=9)
+    return table(title, ("", "deviation", "bound", "", "where"), rows, numbers_from=9)
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""A layout in FP8, against the single process in fp32: no further off than one process in FP8 is.
+
+Both runs send every token to the experts that it has in the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.parameters import divided_as, local
+from shardwise.engine.world import joined
+from shardwise.launch.pool import WorkerPlace
+from shardwise.measure.deviations import Deviation, largest_of_layers
+from shardwise.measure.reference import Reference, hold_routes, reference_name, sample_engine, share
+from shardwise.measure.smaller import cluster_of
+from shardwise.models.initialise import is_stack_of_experts
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+
+Tick = Callable[[], None]  # after each step
+# How far training in FP8 may be from fp32. A matmul of e4m3 numbers is 3.8% off, with a gradient in e5m2 6%, relative
+# to the norm of its result; several in a row add up, errors in other directions cancel out in the loss.
+FP8_BOUNDS = {"loss": 0.005, "gradient": 0.2, "gradient_norm": 0.05}
+# Where one process in FP8 is further off, a layout may be so too, twice as far; but not beyond some times the bound,
+# where no gradient is left.
+AS_ALONE, MOST = 2.0, 4.0
+BF16_ROUNDING = 2.0**-8  # half of a unit in the last place: between matmuls all is in bf16
+
+
+def on_one_process(job: Job) -> Job:
+    """The same training without a layout, for what its precision alone changes."""
+    training = replace(job.training, compile=False)
+    strategy = Strategy(microbatch=job.strategy.microbatch)
+    return replace(job, cluster=cluster_of(job.cluster, 1), strategy=strategy, training=training)
+
+
+@dataclass
+class _Narrow:
+    """What one rank of a run in FP8 finds at each step."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    gradient_errors: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def _run_narrow(job: Job, steps: int, seed: int, reference: Reference, device: str, tick: Tick) -> _Narrow:
+    """Trains with the reference's experts for every token."""
+    found, engine = _Narrow(), sample_engine(job, seed, device)
+    for step in range(steps):
+        for stage in engine.stages.values():
+            hold_routes(stage, reference.routes[step], engine.device)
+        found.losses.append(float(engine.forward_backward(share(engine, step, seed))))
+        found.gradient_errors.append(_gradient_errors(engine, reference.gradients[step]))
+        found.gradient_norms.append(float(engine.update()))
+        tick()
+    return found
+
+
+def write_narrow(
+    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+) -> None:
+    torch.set_num_threads(1)
+    reference = Reference(**torch.load(path, mmap=True, weights_only=False))
+    with joined(0, 1, f"{narrow_path}.meeting", device=device):
+        torch.save(asdict(_run_narrow(job, steps, seed, reference, device, tick)), narrow_path)
+
+
+def compare_narrow(
+    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+) -> dict[str, Deviation]:
+    """How far training in FP8 is from the reference: a gradient of each parameter, or of each expert, by its norm.
+
+    Relative to the reference; or, where one process in FP8 is further off than half of a bound, to as much more.
+    """
+    torch.set_num_threads(1)
+    reference = Reference(**torch.load(path, mmap=True, weights_only=False))
+    alone = _Narrow(**torch.load(narrow_path, weights_only=False))
+    with joined(place.rank, place.world, place.rendezvous_file, device=device):
+        mine = _run_narrow(job, steps, seed, reference, device, tick if place.rank == 0 else lambda: None)
+    found: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
+    for step, expected in enumerate(reference.gradients):
+        at = f"step {step + 1}"
+        for kind, name in (("loss", "losses"), ("gradient_norm", "gradient_norms")):
+            right = float(getattr(reference, name)[step])
+            here, there = (torch.tensor([abs(getattr(run, name)[step] - right)]) for run in (mine, alone))
+            found[kind].append(_beside_alone(kind, at, here, there, torch.tensor([abs(right)])))
+        sizes = _gradient_sizes(expected)
+        for name, here in mine.gradient_errors[step].items():
+            known = reference_name(name, expected)
+            one = _beside_alone("gradient", f"{name}, {at}", here, alone.gradient_errors[step][known], sizes[known])
+            found["gradient"].append(one)
+    return {kind: Deviation.worst(several) for kind, several in found.items()}
+
+
+def _beside_alone(kind: str, where: str, errors: Tensor, by_alone: Tensor, sizes: Tensor) -> Deviation:
+    """The worst of some errors, each relative to the size of what it is of, or to more if one process has a large one.
+
+    The result is within `FP8_BOUNDS` if an error is, or if it is at most `AS_ALONE` times that of one process.
+    """
+    allowed = (by_alone * (AS_ALONE / FP8_BOUNDS[kind])).minimum(sizes * MOST)
+    scales = torch.maximum(sizes, allowed)
+    relative_errors = torch.where(errors == 0, 0.0, errors / scales).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    worst = int(relative_errors.argmax())
+    return Deviation(float(relative_errors[worst]), where if len(errors) == 1 else f"expert {worst} of {where}")
+
+
+def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of each parameter the norm of the difference between what this rank holds of its gradient and the reference's.
+
+    Of stacked experts, of each: one expert of many would be lost in the norm of all. Zero for those of other ranks.
+    """
+    found = {}
+    for one in engine.parameters:
+        whole = expected[reference_name(one.name, expected)]
+        tensor = engine.gradient(one)
+        if tensor is None:
+            found[one.name] = torch.full_like(_norms(one.name, whole), float("inf"))
+            continue
+        right = divided_as(tensor, one.part.of(whole)).float()
+        found[one.name] = _norms(one.name, local(tensor).float().cpu() - right)
+        if is_stack_of_experts(one.name):
+            numbers = torch.arange(len(whole)).view(-1, *[1] * (whole.dim() - 1)).expand(whole.shape)
+            here = divided_as(tensor, one.part.of(numbers)).flatten(1)[:, :1].flatten()
+            errors = torch.zeros(len(whole))
+            found[one.name] = errors.index_copy(0, here, found[one.name][: len(here)])
+    return found
+
+
+def _gradient_sizes(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each gradient, or more where rounding of its layer exceeds that, as in `gradient_scales`."""
+    norms = {name: _norms(name, one) for name, one in gradients.items()}
+    of_layers = largest_of_layers(norms)
+    return {name: one.clamp_min(BF16_ROUNDING * of_layers[name]) for name, one in norms.items()}
+
+
+def _norms(name: str, tensor: Tensor) -> Tensor:
+    """The norm of a tensor, or of each of stacked experts."""
+    rows = tensor.flatten(1) if is_stack_of_experts(name) else tensor.reshape(1, -1)
+    norms: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
+    return norms
