@@ -64,10 +64,15 @@ def does_not_fit_line(result: Result) -> str:
     return _one_line(result, 1)
 
 
+def without_notes(text: str) -> list[str]:
+    """The lines that are no remark about what was assumed, which may stand before an error too."""
+    return [line for line in text.splitlines() if not line.startswith("note: ")]
+
+
 def _one_line(result: Result, status: int) -> str:
     assert result.status == status, (result.status, result.err)
     assert result.out == ""
-    lines = result.err.splitlines()
+    lines = without_notes(result.err)
     assert len(lines) == 1, result.err
     assert lines[0].startswith("shardwise: error: "), result.err
     assert result.err.endswith("\n")

@@ -54,7 +54,7 @@ def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
         "Why 1 wins",
         "textbook",
         "How the batch is spent",
-        "Why not tp 8? Slower by",
+        "Why not tp 8? Slower than the fastest by",
         "Why not tp 3? Does not divide",
         "sm-free",
         "Time against memory",
