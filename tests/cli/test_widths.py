@@ -207,7 +207,9 @@ def _trained() -> None:
     from shardwise.training.metrics.lines import RunSummary
 
     Page.of(
-        summary_pieces(RunSummary(1200, 10.9, 3.2, 3.4, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01), "bf16")
+        summary_pieces(
+            RunSummary(1200, 10.9, 3.2, 3.4, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.4, 0.1), "bf16"
+        )
     ).print()
     points_page(
         [RehearsalCheck("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)]
