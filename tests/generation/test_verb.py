@@ -128,7 +128,7 @@ def test_weights_are_read_from_any_layout(strategy: dict[str, Any], tmp_path: Pa
         ("--tokens 1 --stop 61", "--stop: 61 is not a token"),
         ("--tokens 1 --top-p 0.5", "--top-p: is for sampling"),
         ("--tokens 1 --temperature 1 --top-p 1.5", "--top-p: 1.5 is not a probability"),
-        ("--tokens 1 --temperature nan", "--temperature: nan is not a temperature"),
+        ("--tokens 1 --temperature nan", "--temperature: nan is not a finite number"),
         ("--tokens 1 --temperature 1 --top-k 0", "--top-k: 0; use 1 or more"),
         ("--tokens 1 --max-new-tokens 0", "--max-new-tokens: '0' is not a positive whole number"),
         ("--tokens 1 --seed -1", "--seed: -1 is out of range"),

@@ -394,6 +394,7 @@ def test_training_goes_on_while_a_store_does_not_answer(server: ObjectServer, sh
 
 def test_a_moved_run_is_not_begun_again(server: ObjectServer, shards: str, tmp_path: Path) -> None:
     """A run with checkpoints on the disk, and a job that looks for them in the store."""
+    (tmp_path / "run").mkdir()
     on_ranks(2, saved_twice, small_job(shards), str(tmp_path / "run" / "checkpoints"))
     (tmp_path / "run" / "job.yaml").write_text(small_job(shards).to_yaml(), encoding="utf-8")
     file = tmp_path / "job.yaml"
