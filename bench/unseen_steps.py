@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,8 @@ def measured(row: Configuration, steps: int) -> Measured:
     cluster = cluster_name_here("cuda")
     job = job_of(row, cluster)
     found = measure_step(job, None, steps=steps, warmup=5, warmup_seconds=HEATED_SECONDS, on_progress=lambda text: None)
+    if not math.isfinite(found.last_loss):
+        raise RuntimeError(f"its loss is {found.last_loss}: the time does not count")
     return Measured(dict(row), cluster, found.median_seconds, found.peak_bytes, found.graphs)
 
 
