@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from cli.running import run
-from shardwise.interop.frameworks import TARGETS, configuration_in, target
+from interop.random_jobs import drawn
+from shardwise.interop.frameworks import TARGETS, accelerate, configuration_in, target
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.spec.presets import load
 
 NODE = cluster_from("dgx-h100:1")
-# `DistributedType` of Accelerate 1.15.
-MODES = ("MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON", "MULTI_XPU",
-         "MULTI_HPU", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM", "NO")  # fmt: skip
+VERSION = "Accelerate 1.15.0"
+# `DistributedType` and `FP8BackendType` of its accelerate/utils/dataclasses.py.
+MODES = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "DEEPSPEED",
+         "FSDP", "XLA", "MEGATRON_LM", "MULTI_HPU", "MULTI_NEURON"}  # fmt: skip
+BACKENDS = {"NO", "TE", "MSAMP", "AO"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+def test_the_lists_are_those_of_the_installed_version() -> None:
+    if (found := find_spec("accelerate")) is None or version("accelerate") != VERSION.split()[1]:
+        pytest.skip(f"needs {VERSION}")
+    assert TARGETS["accelerate"].names.version == VERSION
+    source = ast.parse((Path(str(found.origin)).parent / "utils/dataclasses.py").read_text(encoding="utf-8"))
+    values = {
+        one.name: {part.value.value for part in one.body if isinstance(part, ast.Assign)}  # type: ignore[attr-defined]
+        for one in source.body
+        if isinstance(one, ast.ClassDef) and one.name in ("DistributedType", "FP8BackendType")
+    }
+    assert values == {"DistributedType": MODES, "FP8BackendType": BACKENDS}
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
 def test_every_mode_is_read_or_refused_by_name(mode: str) -> None:
     text = f"distributed_type: '{mode}'\nmixed_precision: bf16\n"
-    if mode in ("TP", "XLA", "MEGATRON_LM"):
+    if mode in accelerate.NOT_READ:
         with pytest.raises(SpecError, match=f"{mode} is a mode that is not read here"):
             target("accelerate").read(text)
         return
@@ -33,10 +53,43 @@ def test_every_mode_is_read_or_refused_by_name(mode: str) -> None:
             target("accelerate").read(text, cluster=NODE)
 
 
-@pytest.mark.parametrize(("backend", "precision"), [("TE", "fp8-delayed"), ("AO", "fp8"), ("MSAMP", "fp8")])
-def test_the_backend_of_fp8_says_how_it_scales(backend: str, precision: str) -> None:
-    text = f"distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: {backend}\n"
+def test_no_mode_is_made_up() -> None:
+    assert {*accelerate.MODES, *accelerate.NOT_READ} == MODES and set(accelerate.FP8_BACKENDS) == BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ("backend: TE", "fp8-delayed"),
+        ("fp8_backend: te", "fp8-delayed"),
+        ("backend: TE\n  use_mxfp8_block_scaling: true", "mxfp8"),
+        ("backend: AO", "fp8"),
+        ("backend: MSAMP", "fp8"),
+        ("margin: 0", "fp8"),  # none named: torchao is looked for first
+        ("backend: 'NO'", "fp8"),
+    ],
+)
+def test_the_backend_of_fp8_says_how_it_scales(settings: str, precision: str) -> None:
+    text = f"distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  {settings}\n"
     assert target("accelerate").read(text).fields["training.precision"] == precision
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-delayed", "mxfp8"])
+def test_fp8_is_written_with_its_backend(precision: str) -> None:
+    """torchao beside FSDP2 is refused with `cpu_ram_efficient_loading`, the default of `accelerate launch`."""
+    job = next(one for one in drawn("accelerate", 1, 200) if one.strategy.zero == 3 and not one.strategy.offload.any)
+    exported = target("accelerate").export(replace(job, training=job.training.unchecked(precision=precision)))
+    (text,) = exported.files.values()
+    assert "training.precision" not in {one.field for one in exported.lost}
+    assert ("backend: AO" in text) == ("fsdp_cpu_ram_efficient_loading: false" in text) == (precision == "fp8")
+
+
+def test_a_key_needs_no_prefix_and_a_sharding_strategy_may_be_its_number() -> None:
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  {}sharding_strategy: {}\n"
+    for number, word in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), 1):
+        same = [target("accelerate").read(text.format(prefix, value), cluster=NODE).fields
+                for prefix in ("fsdp_", "") for value in (word, number, f"'{number}'")]  # fmt: skip
+        assert all(one == same[0] for one in same)
 
 
 def test_the_file_of_deepspeed_beside_it_is_read(tmp_path: Path) -> None:

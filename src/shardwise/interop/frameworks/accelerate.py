@@ -7,11 +7,12 @@ Batch, sequence and optimizer belong to the training script.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED, NVME, read_offload
-from shardwise.interop.frameworks.documents import YAML, Settings
+from shardwise.interop.frameworks.documents import YAML, Names, Settings
 from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Reading, Target, word_for
 from shardwise.interop.frameworks.torchtitan import OFFLOAD_ALL, ROTATION, hybrid_replicas
 from shardwise.spec.errors import SpecError, shown
@@ -19,17 +20,35 @@ from shardwise.spec.job import Job
 
 _FSDP, _DEEPSPEED, _MESH = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-_FP8 = {"TE": "fp8-delayed", "AO": "fp8", "MSAMP": "fp8"}  # scaled by earlier steps; by each tensor as it is
-# `DistributedType` of accelerate/utils/dataclasses.py: one process for each device of any kind.
+# `FP8BackendType` and `DistributedType` of Accelerate 1.15.0 (accelerate/utils/dataclasses.py).
+FP8_BACKENDS = {"AO": "fp8", "TE": "fp8-delayed", "MSAMP": "fp8", "NO": "fp8"}  # NO: torchao is looked for first
 _REPLICAS = ("MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
              "MULTI_NEURON", "NO")  # fmt: skip
-_MODES = {**dict.fromkeys(_REPLICAS, "MULTI_GPU"), "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
-_NOT_READ = {
+MODES = {**dict.fromkeys(_REPLICAS, "MULTI_GPU"), "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
+NOT_READ = {
     "MEGATRON_LM": "give the arguments of Megatron-LM instead, as a script",
     "XLA": "describe the job in a job file",
+}
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+_EARLIER = {  # modes of versions before 1.15.0
     "TPU": "describe the job in a job file",
     "TP": "use FSDP with parallelism_config_tp_size, as later versions do",
 }
+
+
+def _parse(text: str, what: str, names: Names) -> Settings:
+    """As ``accelerate launch`` reads it: a key has the prefix of its section or not, a sharding strategy its number."""
+    settings: Settings = {}
+    for path, value in YAML.parse(text, what, names).items():
+        section, _, key = path.partition(".")
+        if section == "fp8_config":
+            path = f"{section}.{key.removeprefix('fp8_')}"
+        elif section == "fsdp_config" and key and not key.startswith("fsdp"):
+            path = _FSDP + key
+        if path == _FSDP + "sharding_strategy" and str(value) in tuple("12345"):
+            value = list(_STAGES)[int(value) - 1]
+        settings[path] = value
+    return settings
 
 
 def mode_for(job: Job) -> str:
@@ -49,11 +68,13 @@ def _is_ulysses(job: Job) -> bool:
 
 def _compose(job: Job) -> Settings:
     strategy, mode, precision = job.strategy, mode_for(job), job.training.precision
+    backend = "TE" if precision == "mxfp8" else word_for(FP8_BACKENDS, precision)
     settings: Settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": mode,
-        "mixed_precision": word_for(_PRECISIONS, precision) or ("fp8" if precision in _FP8.values() else "bf16"),
-        "fp8_config.backend": "TE" if precision == "fp8-delayed" else None,
+        "mixed_precision": word_for(_PRECISIONS, precision) or ("bf16" if backend is None else "fp8"),
+        "fp8_config.backend": backend,
+        "fp8_config.use_mxfp8_block_scaling": True if precision == "mxfp8" else None,
         "num_processes": job.cluster.devices,
         "num_machines": job.cluster.nodes,
         "machine_rank": 0,
@@ -63,6 +84,8 @@ def _compose(job: Job) -> Settings:
     }
     if mode == "FSDP":
         settings.update(_fsdp(job))
+        if backend == "AO":  # refused together with that
+            settings[_FSDP + "cpu_ram_efficient_loading"] = False
     if mode == "DEEPSPEED":
         settings.update(_deepspeed(job))
         if _is_ulysses(job):
@@ -111,26 +134,34 @@ def _deepspeed(job: Job) -> Settings:
 
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     word = str(reading.text("distributed_type") or "").upper()
-    if word in _NOT_READ:
-        raise SpecError("distributed_type", f"{word} is a mode that is not read here", _NOT_READ[word])
-    mode = reading.choice("distributed_type", _MODES)
+    if remedy := {**NOT_READ, **_EARLIER}.get(word):
+        raise SpecError("distributed_type", f"{word} is a mode that is not read here", remedy)
+    mode = reading.choice("distributed_type", MODES)
     if mode is None:
         raise SpecError("distributed_type", "is missing", "use MULTI_GPU, FSDP or DEEPSPEED")
     reading.devices = _processes(reading, word)
     fields.update({"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0})
-    precision = reading.choice("mixed_precision", _PRECISIONS, "fp32")
+    precision = reading.choice("mixed_precision", _PRECISIONS, "fp16" if reading.flag("fp16") else "fp32")
     if mode != "DEEPSPEED" and precision == "bf16":
         precision = "bf16-fp32-grads"  # weights stay fp32, and so do their gradients
-    if precision == "fp8" and reading.section("fp8_config"):
-        precision = reading.choice("fp8_config.backend", _FP8, "fp8-delayed")  # Transformer Engine unless named
-        if str(reading.value("fp8_config.backend")).upper() == "MSAMP":
-            reading.notes.append("fp8_config.backend MSAMP: its 8-bit optimizer states are priced as fp32")
-    fields["training.precision"] = precision
+    fields["training.precision"] = _read_fp8(reading) if precision == "fp8" else precision
     if mode == "FSDP":
         _read_fsdp(reading, fields)
     if mode == "DEEPSPEED":
         fields["stack"] = "deepspeed"
         _read_deepspeed(reading, fields)
+
+
+def _read_fp8(reading: Reading) -> str:
+    backend = reading.text("fp8_config.backend", "NO").upper()
+    precision: str = reading.choice("fp8_config.backend", FP8_BACKENDS, FP8_BACKENDS["NO"])
+    if backend == "MSAMP":
+        reading.notes.append("fp8_config.backend MSAMP: its 8-bit gradients and optimizer states are priced as fp32")
+    if backend != "TE":
+        return precision
+    if reading.value("fp8_config.override_linear_precision", "") not in ("", False, [False] * 3):
+        reading.notes.append("fp8_config.override_linear_precision: all three matmuls are priced in FP8")
+    return "mxfp8" if reading.flag("fp8_config.use_mxfp8_block_scaling") else precision
 
 
 def _processes(reading: Reading, word: str) -> int | None:
@@ -147,7 +178,8 @@ def _processes(reading: Reading, word: str) -> int | None:
 def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
     version = reading.count(_FSDP + "version", 1)
     tp, cp = reading.count(_MESH + "tp_size", 1), reading.count(_MESH + "cp_size", 1)
-    replicas, shards = reading.count(_MESH + "dp_replicate_size", 1), reading.count(_MESH + "dp_shard_size")
+    replicas = reading.count(_MESH + "dp_replicate_size", 1)
+    shards = reading.count(_MESH + "dp_shard_size", 1 if reading.section("parallelism_config") else None)
     fields.update({"strategy.tp": tp, "strategy.cp": cp, "strategy.zero": 3})
     if tp > 1:
         fields["strategy.sequence_parallel"] = False
@@ -173,9 +205,8 @@ def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
     """Its plugin has a strategy of its own, FULL_SHARD unless the file has another: that one is run."""
-    stages = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
     word = reading.text(_FSDP + "sharding_strategy", "FULL_SHARD")
-    fields["strategy.zero"] = reading.choice(_FSDP + "sharding_strategy", stages, 3)
+    fields["strategy.zero"] = reading.choice(_FSDP + "sharding_strategy", _STAGES, 3)
     if reading.value(_FSDP + "reshard_after_forward") is not None:
         reading.notes.append("fsdp_reshard_after_forward has no effect with FSDP1: use fsdp_sharding_strategy")
     if word.upper().startswith("HYBRID") and reading.cluster is not None:
@@ -231,7 +262,7 @@ def _notes(job: Job) -> list[str]:
 ACCELERATE = Target(
     name="accelerate",
     title="Accelerate",
-    format=YAML,
+    format=replace(YAML, parse=_parse),
     signature=("distributed_type",),
     options=(),
     compose=_compose,
