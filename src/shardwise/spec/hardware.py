@@ -109,7 +109,7 @@ class NodeHost(Spec):
     cores: int = count(32)
     # A prior, as for the link `ddr5`.
     copied: float = field(default=0.8, metadata={"above": 0, "maximum": 1})
-    # CPU-Adam updates 10B parameters in 2.57 s (Ren et al. 2021, arXiv 2101.06840, table 4, recalled), 117 GB/s of a
+    # CPU-Adam updates 10B parameters in 2.57 s (Ren et al. 2021, arXiv 2101.06840, table 4), 117 GB/s of a
     # DGX-2's 256: 12 channels of DDR4-2666.
     updated: float = field(default=0.46, metadata={"above": 0, "maximum": 1})
     # Measured: PyTorch's fused AdamW on one core of a server.
