@@ -296,7 +296,7 @@ ACCELERATE = Target(
         "strategy.offload.activations": "only with FSDP2 and full recomputation, all of them",
         "strategy.offload.gradients": "gradients go where the optimizer goes",
         "training.precision": lambda job: (
-            "fp8 is the only format below bf16" if job.training.recipe.wide != job.training.recipe.compute
+            "below bf16 only fp8, fp8-delayed and mxfp8" if job.training.recipe.wide != job.training.recipe.compute
             else "gradients have the format of the weights: 16 bit with DeepSpeed, fp32 otherwise"
         ),
     },
