@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from random import Random
 from typing import Any
 
 import pytest
 
+from cli.printed_formulas import check_formulas
 from cli.running import run, run_json
+from shardwise.api.bare import TOPOLOGIES
 from shardwise.api.given import job_arguments
 from shardwise.api.inputs import job_from
+from shardwise.cli.explain import TOPICS, explained
+from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import analyze
 from shardwise.report.explain.dimension import explain_dimension
-from shardwise.report.explain.explanation import Explanation
-from shardwise.report.explain.formula import Formula
 from shardwise.report.explain.quantity import Quantity
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 
 UNITS = ("number", "seconds", "bytes", "bytes_per_second", "flops", "flops_per_second", "share")
-TOPICS = ("allreduce", "p2p", "zero", "activations", "flops", "mfu", "bubble", "scaling", "tp", "dp", "pp", "cp", "ep")
 TEXTS = {"symbol", "meaning", "what", "level", "algorithm", "formula", "convention", "schedule", "source", "collective",
          "network", "stage", "tensor", "recomputed_by"}  # fmt: skip
 
 
-@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize("topic", ("allreduce", *TOPICS))
 def test_every_figure_is_a_number_with_its_unit(topic: str) -> None:
     data: dict[str, Any] = run_json("explain", topic)
     for one in [*data["numbers"], *data["result"]]:
@@ -82,34 +82,6 @@ def test_analyze_prints_what_explain_says_of_the_same_collective(name: str) -> N
         assert line["bytes_sent"] == pytest.approx(line["count"] * values["bytes the busiest rank sends"]["bytes"])
 
 
-def check_formulas(told: Explanation) -> int:
-    """Evaluates every printed formula with the numbers printed beside it, and compares it with the printed result."""
-    data = told.to_dict()
-    values: dict[str, float] = {}
-    for one in data["numbers"]:
-        (unit,) = set(one) - {"symbol", "meaning"}
-        assert one["symbol"] == "" or one["symbol"] not in values, "a symbol has one meaning"
-        values[one["symbol"]] = one[unit]
-    printed = {what: value.text for what, value in told.result}
-    rows = {row["what"]: row for grid in data["tables"] for row in grid["rows"] if "what" in row}
-    units = {what: value.unit for what, value in told.result}
-    for line in told.formula:
-        name, text = line.split(" = ")
-        value = Formula(name, text).value(values)
-        if name in printed:
-            if re.fullmatch(r"V\d .*", name):
-                values[name.split()[0]] = value
-                assert printed[name] == f"{value:.4g}"
-            elif units[name] == "number":
-                assert float(printed[name]) == pytest.approx(value, abs=0.005)
-            else:
-                assert printed[name] == Quantity(value, units[name]).text, line
-        else:
-            row = rows[name.removesuffix(": bytes")]
-            assert row["bytes"] == pytest.approx(value, rel=1e-9), (told.title, line)
-    return len(told.formula)
-
-
 LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     "tp": ({"tp": 2}, {"tp": 4, "sequence_parallel": False}, {"tp": 8, "cp": 2}),
     "cp": tuple(
@@ -149,39 +121,64 @@ def test_formulas_of_random_layouts_give_the_figures_beside_them(seed: int) -> N
     assert sum(check_model(model, draw) for model in presets.names("model")) > 200
 
 
-@pytest.mark.parametrize("arguments", ["p2p", "p2p --size 3KiB --link ethernet-100g", "mfu --recompute full", "scaling",
-                                       "activations", "activations --model deepseek-v3 --tp 2"])  # fmt: skip
-def test_formulas_give_the_results_beside_them(arguments: str) -> None:
-    data = run_json("explain", *arguments.split())
-    told = Explanation(
-        data["title"], tuple(data["formula"]), (),
-        tuple((one["symbol"], "", _quantity(one)) for one in data["numbers"]),
-        tuple((one["what"], _quantity(one)) for one in data["result"]),
-    )  # fmt: skip
-    assert check_formulas(told)
+EVERYTHING = (*TOPICS, *(kind.value.replace("_", "-") for kind in CollectiveKind))
 
 
-def _quantity(one: dict[str, Any]) -> Quantity:
-    (unit,) = set(one) - TEXTS
-    return Quantity(one[unit], unit)
+@pytest.mark.parametrize("topic", EVERYTHING)
+def test_every_formula_gives_the_figure_beside_it(topic: str) -> None:
+    """Of every topic there is, as it is without options and in its own example."""
+    asked = [[topic]]
+    if topic in TOPICS:
+        asked.append(TOPICS[topic].example.split()[2:])
+    for arguments in asked:
+        _, told = explained(arguments)
+        assert check_formulas(told) or not told.tables
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads", "fp32", "fp8"])
-def test_formulas_of_zero_give_the_bytes_beside_them(precision: str) -> None:
-    data = run_json("explain", "zero", "--precision", precision, "--params", "3e9", "--dp", "24")
-    values = {one["symbol"]: one["number"] for one in data["numbers"]}
-    for row in data["tables"][0]["rows"]:
-        assert Formula("", row["formula"]).value(values) == pytest.approx(row["total_bytes"])
+MORE = (
+    *(f"flops --model {model} --seq {seq}" for model in presets.names("model") for seq in (2048, 32768)),
+    *(f"zero --precision {precision} --params 3e9 --dp 24" for precision in ("bf16-fp32-grads", "fp32", "fp8")),
+    *(f"bubble --pp {p} --microbatches {m} --interleave {v}"
+      for p in (1, 2, 3, 4, 6, 8, 9) for m in (1, 2, 3, p, 2 * p, 27, 36) for v in (1, 2, 3)),
+    *(f"parameter-server --cluster {cluster}" for cluster in ("dgx-h100:1", "dgx-a100:4", "mi300x-node:2")),
+    "p2p --size 3KiB --link ethernet-100g", "mfu --recompute full", "activations --model deepseek-v3 --tp 2",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "textbook"])
-@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all", "broadcast"])
-def test_levels_of_a_collective_add_up_as_its_formula_says(kind: str, algorithm: str) -> None:
-    asked = ("--topology", "ring", "--n", "16", "--size", "1GiB", "--bandwidth", "50GB/s", "--algorithm", algorithm)
-    data = run_json("explain", kind, *asked)
-    values = {one["symbol"]: one.get("seconds", one.get("bytes_per_second")) for one in data["numbers"]}
-    (level,) = data["tables"][0]["rows"]
-    assert "hops·a + V·b" in data["formula"][1]
-    result = {one["what"]: one for one in data["result"]}
-    total = level["hops"] * values["a"] + level["bytes"] / values["1/b"]
-    assert total == pytest.approx(result["total"]["seconds"])
+def test_formulas_with_other_numbers() -> None:
+    assert sum(check_formulas(explained(arguments.split())[1]) for arguments in MORE) > 1500
+
+
+def networks(draw: Random) -> tuple[str, ...]:
+    """Arguments for a network of any topology, of any size that fits it; or of the catalogue."""
+    kind = draw.choice((*TOPOLOGIES, "hierarchical", "cluster"))
+    if kind == "cluster":
+        return ("--cluster", draw.choice(("dgx-h100:4", "dgx-h100:1", "dgx-a100:3", "mi300x-node:2", "tpu-v5p:64")))
+    sizes = [draw.randint(2, 9 if kind != "hierarchical" else 5) for _ in range(draw.randint(2, 3))]
+    shaped = kind in ("mesh", "torus", "hierarchical")
+    links = len(sizes) if kind == "hierarchical" else 1
+    speeds = ",".join(f"{draw.randint(10, 500)}GB/s" for _ in range(links))
+    waits = ",".join(f"{draw.randint(1, 20)}us" for _ in range(links))
+    size = ("--shape", "x".join(map(str, sizes))) if shaped else ("--n", str(draw.randint(1, 33)))
+    return ("--topology", kind, *size, "--bandwidth", speeds, "--latency", waits)
+
+
+def check_collectives(draw: Random, pairs: int) -> int:
+    """Every algorithm that a drawn collective has on a drawn network, the cheapest and the textbook's explained."""
+    formulas = 0
+    for _ in range(pairs):
+        kind = draw.choice(list(CollectiveKind)).value
+        where = (*networks(draw), "--size", draw.choice(("0", "3", "100KB", "8MiB", "2GiB")))
+        for algorithm in ("auto", "textbook"):
+            formulas += check_formulas(explained([kind, *where, "--algorithm", algorithm])[1])
+    return formulas
+
+
+def test_formulas_of_collectives_on_any_network() -> None:
+    assert check_collectives(Random(23), 25) > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_formulas_of_many_collectives_on_any_network(seed: int) -> None:
+    assert check_collectives(Random(seed), 50) > 400

@@ -41,6 +41,13 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
+    parsed, explanation = explained(arguments)
+    show(parsed, explanation.page, explanation.to_dict)
+    return 0
+
+
+def explained(arguments: list[str]) -> tuple[argparse.Namespace, Explanation]:
+    """A topic and its options, as parsed, and their explanation."""
     name, *rest = arguments
     topic = _topic(name)
     parser = Parser(f"explain {name}", topic.does, topic.example)
@@ -53,9 +60,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(rest)
     if topic.job is not None:
         _take_job_defaults(parsed, topic.job)
-    explanation = topic.explained(name, parsed)
-    show(parsed, explanation.page, explanation.to_dict)
-    return 0
+    return parsed, topic.explained(name, parsed)
 
 
 def _overview() -> str:
@@ -209,7 +214,8 @@ def _parameter_server(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _sent(name: str, line: str, job: Mapping[str, str]) -> Topic:
-    example = f"shardwise explain {name} --model llama3-70b --cluster dgx-h100:8"
+    model = "mixtral-8x7b" if name == "ep" else "llama3-70b"
+    example = f"shardwise explain {name} --model {model} --cluster dgx-h100:8"
     return Topic(line, f"What {name} sends in one step of a job.", example, _dimension, job=job)
 
 

@@ -104,16 +104,17 @@ def flat_ring_cost(kind: CollectiveKind, size: Size, topology: Topology) -> Coll
     """One ring through all devices in rank order: (n-1)(max a + m/n max b), all-reduce twice."""
     n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
     rounds = passes * (n - 1)
-    last = len(topology.levels) - 1
-    hops = [
-        max(level.shape.next_hops, level.shape.closing_hops) if i == last else level.shape.next_hops
-        for i, level in enumerate(topology.levels)
-    ]
     loads = [level.shape.next_load for level in topology.levels]
     sent = rounds * size / n
     volume = Work(steps=rounds, sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
-    used = _slowest(topology, hops, loads, rounds, size / n)
+    used = _slowest(topology, ring_hops(topology), loads, rounds, size / n)
     return settle(topology, used, volume, "flat_ring", exact=True)
+
+
+def ring_hops(topology: Topology) -> list[int]:
+    """Of a step to the next rank, on every level; the ring closes on the outermost."""
+    *inner, last = (level.shape for level in topology.levels)
+    return [*(shape.next_hops for shape in inner), max(last.next_hops, last.closing_hops)]
 
 
 def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
@@ -141,18 +142,20 @@ def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) ->
 def flat_direct_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
     """Everything in one round over every level's links at once: send_recv to the next rank, or all-to-all."""
     n = topology.size
+    alone = kind is CollectiveKind.SEND_RECV
+    sent = size if alone else (n - 1) / n * size
+    volume = Work(steps=1, sent_bytes=sent, received_bytes=sent, total_bytes=(n - 1) * size)
+    used = _slowest(topology, *direct_loads(kind, topology), 1, size if alone else size / n)
+    return settle(topology, used, volume, "direct", exact=True)
+
+
+def direct_loads(kind: CollectiveKind, topology: Topology) -> tuple[list[int], list[int]]:
+    """Hops of the longest route and blocks over the busiest link, on every level."""
     shapes = [level.shape for level in topology.levels]
     if kind is CollectiveKind.SEND_RECV:
-        hops, loads = [s.next_hops for s in shapes], [s.next_load for s in shapes]
-        volume = Work(steps=1, sent_bytes=size, received_bytes=size, total_bytes=(n - 1) * size)
-        used = _slowest(topology, hops, loads, 1, size)
-    else:
-        hops = [s.farthest_hops for s in shapes]
-        loads = [s.exchange_load * topology.below(i) * topology.sharing(i) for i, s in enumerate(shapes)]
-        sent = (n - 1) / n * size
-        volume = Work(steps=1, sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
-        used = _slowest(topology, hops, loads, 1, size / n)
-    return settle(topology, used, volume, "direct", exact=True)
+        return [s.next_hops for s in shapes], [s.next_load for s in shapes]
+    loads = [s.exchange_load * topology.below(i) * topology.sharing(i) for i, s in enumerate(shapes)]
+    return [s.farthest_hops for s in shapes], loads
 
 
 def _slowest(topology: Topology, hops: list[int], loads: list[int], rounds: int, block: Size) -> dict[int, Work]:

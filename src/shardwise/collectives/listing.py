@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from shardwise.collectives.closed_form import closed_form, symbolic
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer
-from shardwise.collectives.table import IN_NETWORK, LEVELS_ROWS, ROWS
+from shardwise.collectives.table import IN_NETWORK, LEVELS_ROWS, ROWS, LevelsRow, Row
+from shardwise.collectives.topology import Topology
 
 TOPOLOGIES = ("line", "ring", "tree", "switch", "fully_connected", "mesh", "torus2d", "torus3d", "hierarchical")
+_TWO_SWITCHES = Topology.hierarchical([2, 2], [1, 1], [0, 0])  # whose formulas stand for those of any hierarchy
 _POINT_TO_POINT = ("line", "ring", "mesh", "torus2d", "torus3d")
 
 _MIDDLE = "distances of n/2 put n/2 messages on the middle links at once"
@@ -34,7 +37,7 @@ class Pair:
     """One algorithm for one collective on one network; the textbook's choice is marked.
 
     ``bound`` is "exact" (equal to the priced schedule), "upper bound", "lower bound" or "model" (no schedule).
-    Symbols of ``formula``: see ``SYMBOLS``.
+    Symbols of ``formula``: see `closed_form.SYMBOLS`.
     """
 
     kind: CollectiveKind
@@ -47,12 +50,6 @@ class Pair:
     source: str
 
 
-SYMBOLS = (
-    "n ranks, m bytes, a latency, b = 1/bandwidth, d_i axes, D their number, q = ceil(log2 n), "
-    "p = 2^floor(log2 n), k chunks; on hierarchies g, a1, b1 inside and k, a2, b2 outside"
-)
-
-
 def pairs(kind: str | CollectiveKind | None = None, topology: str | None = None) -> list[Pair]:
     """All pairs of a collective and a network with their algorithms, textbook first; optionally only some."""
     kinds = list(CollectiveKind) if kind is None else [CollectiveKind.parse(kind)]
@@ -63,8 +60,12 @@ def pairs(kind: str | CollectiveKind | None = None, topology: str | None = None)
 def _pairs(kind: CollectiveKind, topology: str) -> list[Pair]:
     family = "grid" if topology.startswith(("mesh", "torus")) else topology
     rows = LEVELS_ROWS if topology == "hierarchical" else [row for row in ROWS if family in row.families]
+
+    def formula(row: Row | LevelsRow) -> str:
+        return symbolic(row) if isinstance(row, Row) else closed_form(kind, 1, _TWO_SWITCHES, row.name).text
+
     return [
-        Pair(kind, topology, row.name, index == 0, row.bound, row.built, row.formula, row.source)
+        Pair(kind, topology, row.name, index == 0, row.bound, row.built, formula(row), row.source)
         for index, row in enumerate(row for row in rows if kind in row.kinds)
     ]
 

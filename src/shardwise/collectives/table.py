@@ -1,8 +1,4 @@
-"""Which algorithm runs which collective on which network: the table, as data, textbook algorithm first.
-
-Symbols of the formulas: n ranks, m bytes, a latency, b = 1/bandwidth, d_i sizes of the axes, D their number,
-k chunks, q = ceil(log2 n), p = 2^floor(log2 n); on hierarchies g, a1, b1 inside and k, a2, b2 outside.
-"""
+"""Which algorithm runs which collective on which network: the table, as data, textbook algorithm first."""
 
 from __future__ import annotations
 
@@ -49,15 +45,17 @@ LINKS = "busiest link of the routed schedule"
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm for some collectives on some networks, with its formula and where it comes from.
+    """One algorithm for some collectives on some networks, with its closed form and where it comes from.
 
-    ``nests`` says that it may run on one level of a hierarchy.
+    ``hops`` (one after the other) and ``moved`` (bytes over the busiest link) are what its work computes, for people to
+    read: in the symbols of `closed_form.SYMBOLS`. ``nests`` says that it may run on one level of a hierarchy.
     """
 
     algorithm: Algorithm
     kinds: tuple[CollectiveKind, ...]
     families: tuple[str, ...]
-    formula: str
+    hops: str
+    moved: str
     source: str
     bound: str = EXACT
     nests: bool = True
@@ -72,75 +70,70 @@ class Row:
         return self.algorithm.build is not None
 
 
-_ANY = ("line", "ring", "grid", "tree", "switch", "fully_connected")
 _STAR = ("switch",)
 
+_ROUNDS = ("ring", "tree", "switch", "fully_connected")
+
 ROWS: tuple[Row, ...] = (
-    Row(DIRECT, (P2P,), _ANY, "a + mb (grids: a per hop of the longest step to the next rank)", THAKUR),
+    Row(DIRECT, (P2P,), ("line", "ring", "tree", "switch", "fully_connected"), "1", "m", THAKUR),
+    Row(DIRECT, (P2P,), ("grid",), "x", "m", THAKUR),
     # all-gather, reduce-scatter, all-reduce
-    Row(DIRECT, (AG, RS), _STAR, "a + (n-1)/n mb", NCCL_TESTS),
-    Row(DIRECT, (AR,), _STAR, "2a + 2(n-1)/n mb", NCCL_TESTS),
-    Row(DIRECT, (AG, RS), ("fully_connected",), "a + mb/n", CHAN),
-    Row(DIRECT, (AR,), ("fully_connected",), "2a + 2mb/n", CHAN),
-    Row(BINOMIAL, (AR,), ("tree",), "2q(a + mb)", THAKUR),
-    Row(RING, (AG, RS), ("ring", "tree", "switch", "fully_connected"), "(n-1)(a + mb/n)", THAKUR),
-    Row(RING, (AR,), ("ring", "tree", "switch", "fully_connected"), "2(n-1)(a + mb/n)", NCCL_TESTS),
-    Row(PARALLEL_RINGS, (AG, RS), ("fully_connected",), "(n-1)a + (n-1)/(nr) mb, r = n-1 rings without a common"
-        " link (n-2 of 4 and of 6)", _RINGS, MODEL),
-    Row(PARALLEL_RINGS, (AR,), ("fully_connected",), "twice the all-gather", _RINGS, MODEL),
-    Row(BIDIRECTIONAL_RING, (AG, RS), ("ring",), "floor(n/2)a + (n-1)/(2n) mb", SCALING),
-    Row(BIDIRECTIONAL_RING, (AR,), ("ring",), "2 floor(n/2)a + (n-1)/n mb", SCALING),
-    Row(LINE, (AG, RS), ("line",), "(n-1)(a + mb/n)", CHAN),
-    Row(LINE, (AR,), ("line",), "2(n-1)(a + mb/n)", CHAN),
-    Row(BUCKET, (AG, RS), ("grid",), "mesh: sum(d_i-1)a + (n-1)/n mb/D; torus: sum floor(d_i/2)a + (n-1)/n mb/(2D);"
-        " uneven axes: sum over rounds of the slowest part", f"{CHAN}; {SCALING}"),
-    Row(BUCKET, (AR,), ("grid",), "twice the all-gather: 2 sum(d_i-1)a + 2(n-1)/n mb/D, torus half the distance and"
-        " bytes", f"{CHAN}; {SCALING}"),
-    Row(DIMENSION_ORDERED, (AG, RS), ("grid",), "sum(d_i-1)a + (n-1)/n mb; wrapped axes floor(d_i/2)a and half their"
-        " bytes", CHAN),
-    Row(DIMENSION_ORDERED, (AR,), ("grid",), "twice the all-gather, along one axis after the other", CHAN),
-    Row(BRUCK, (AG, RS), _STAR, "qa + (n-1)/n mb", BRUCKS),
-    Row(BRUCK, (AR,), _STAR, "2qa + 2(n-1)/n mb", BRUCKS),
-    Row(HALVING_DOUBLING, (AR,), _STAR, "2 log2(p)a + 2(p-1)/p mb, + 2(a + mb) unless n = p", RABENSEIFNER),
-    Row(RECURSIVE_DOUBLING, (AR,), _STAR, "log2(p)(a + mb), + 2(a + mb) unless n = p", THAKUR),
-    Row(DOUBLE_BINARY_TREE, (AR,), _STAR, "(2q-1+k)(a + 2mb/k), best k", SANDERS, UPPER),
-    Row(BINOMIAL, (AR,), _STAR, "2q(a + mb)", THAKUR),
+    Row(DIRECT, (AG, RS), _STAR, "1", "(n−1)/n·m", NCCL_TESTS),
+    Row(DIRECT, (AR,), _STAR, "2", "2·(n−1)/n·m", NCCL_TESTS),
+    Row(DIRECT, (AG, RS), ("fully_connected",), "1", "m/n", CHAN),
+    Row(DIRECT, (AR,), ("fully_connected",), "2", "2·m/n", CHAN),
+    Row(BINOMIAL, (AR,), ("tree",), "2·q", "2·q·m", THAKUR),
+    Row(RING, (AG, RS), _ROUNDS, "(n−1)", "(n−1)/n·m", THAKUR),
+    Row(RING, (AR,), _ROUNDS, "2·(n−1)", "2·(n−1)/n·m", NCCL_TESTS),
+    Row(PARALLEL_RINGS, (AG, RS), ("fully_connected",), "(n−1)", "(n−1)/(n·r)·m", _RINGS, MODEL),
+    Row(PARALLEL_RINGS, (AR,), ("fully_connected",), "2·(n−1)", "2·(n−1)/(n·r)·m", _RINGS, MODEL),
+    Row(BIDIRECTIONAL_RING, (AG, RS), ("ring",), "floor(n/2)", "(n−1)/(n·w)·m", SCALING),
+    Row(BIDIRECTIONAL_RING, (AR,), ("ring",), "2·floor(n/2)", "2·(n−1)/(n·w)·m", SCALING),
+    Row(LINE, (AG, RS), ("line",), "(n−1)", "(n−1)/n·m", CHAN),
+    Row(LINE, (AR,), ("line",), "2·(n−1)", "2·(n−1)/n·m", CHAN),
+    Row(BUCKET, (AG, RS), ("grid",), "sum(h_i)", "(n−1)/(n·w·D)·m", f"{CHAN}; {SCALING}"),
+    Row(BUCKET, (AR,), ("grid",), "2·sum(h_i)", "2·(n−1)/(n·w·D)·m", f"{CHAN}; {SCALING}"),
+    Row(DIMENSION_ORDERED, (AG, RS), ("grid",), "sum(h_i)", "(n−1)/(n·w)·m", CHAN),
+    Row(DIMENSION_ORDERED, (AR,), ("grid",), "2·sum(h_i)", "2·(n−1)/(n·w)·m", CHAN),
+    Row(BRUCK, (AG, RS), _STAR, "q", "(n−1)/n·m", BRUCKS),
+    Row(BRUCK, (AR,), _STAR, "2·q", "2·(n−1)/n·m", BRUCKS),
+    Row(HALVING_DOUBLING, (AR,), _STAR, "2·(log2(p) + f)", "2·((p−1)/p + f)·m", RABENSEIFNER),
+    Row(RECURSIVE_DOUBLING, (AR,), _STAR, "(log2(p) + 2·f)", "(log2(p) + 2·f)·m", THAKUR),
+    Row(DOUBLE_BINARY_TREE, (AR,), _STAR, "(2·q−1+k)", "(2 + (2·q−3)/k)·m", SANDERS, UPPER),
+    Row(BINOMIAL, (AR,), _STAR, "2·q", "2·q·m", THAKUR),
     # broadcast, reduce
-    Row(DIRECT, (BCAST, REDUCE), ("fully_connected",), "a + mb", CHAN),
-    Row(BINOMIAL, (BCAST, REDUCE), ("tree", "switch"), "q(a + mb)", THAKUR),
-    Row(CHAIN, (BCAST, REDUCE), ("line", "ring", "tree", "switch", "fully_connected"), "(n-2+k)(a + mb/k), best k near"
-        " sqrt((n-2)mb/a)", CHAN),
-    Row(SPANNING_TREE, (BCAST, REDUCE), ("ring", "grid"), "(h-1+k)(a + mb/k), h = sum(d_i-1), wrapped axes"
-        " floor(d_i/2)", CHAN),
-    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("ring",), "2(n-1)(a + mb/n)", THAKUR, nests=False),
-    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("tree", "switch"), "(q + n-1)a + 2(n-1)/n mb", THAKUR, nests=False),
-    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("fully_connected",), "2a + 2mb/n", CHAN, nests=False),
+    Row(DIRECT, (BCAST, REDUCE), ("fully_connected",), "1", "m", CHAN),
+    Row(BINOMIAL, (BCAST, REDUCE), ("tree", "switch"), "q", "q·m", THAKUR),
+    Row(CHAIN, (BCAST, REDUCE), ("line", *_ROUNDS), "(n−2+k)", "(n−2+k)/k·m", CHAN),
+    Row(SPANNING_TREE, (BCAST, REDUCE), ("ring", "grid"), "(sum(h_i)−1+k)", "(sum(h_i)−1+k)/k·m", CHAN),
+    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("ring",), "2·(n−1)", "2·(n−1)/n·m", THAKUR, nests=False),
+    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("tree", "switch"), "(q+n−1)", "2·(n−1)/n·m", THAKUR, nests=False),
+    Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("fully_connected",), "2", "2·m/n", CHAN, nests=False),
     # gather, scatter
-    Row(CHAIN, (GATHER, SCATTER), ("line", "ring"), "(n-1)(a + mb/n)", CHAN),
-    Row(BINOMIAL, (GATHER, SCATTER), ("tree",), "qa + (n-1)/n mb", THAKUR),
-    Row(DIRECT, (GATHER, SCATTER), ("line",), "(n-1)a + (n-1)/n mb", LINKS),
-    Row(DIRECT, (GATHER, SCATTER), ("ring",), "floor(n/2)a + floor(n/2)/n mb", LINKS),
-    Row(DIRECT, (GATHER, SCATTER), ("grid",), "sum h_i a + max_i h_i prod_(j<i) d_j mb/n (scatter j>i), h_i = d_i-1,"
-        " wrapped floor(d_i/2)", LINKS),
-    Row(DIRECT, (GATHER, SCATTER), ("tree", "switch"), "a + (n-1)/n mb", NCCL_TESTS),
-    Row(DIRECT, (GATHER, SCATTER), ("fully_connected",), "a + mb/n", CHAN),
-    Row(BINOMIAL, (GATHER, SCATTER), _STAR, "qa + (n-1)/n mb", THAKUR),
+    Row(CHAIN, (GATHER, SCATTER), ("line", "ring"), "(n−1)", "(n−1)/n·m", CHAN),
+    Row(BINOMIAL, (GATHER, SCATTER), ("tree",), "q", "(n−1)/n·m", THAKUR),
+    Row(DIRECT, (GATHER, SCATTER), ("line",), "(n−1)", "(n−1)/n·m", LINKS),
+    Row(DIRECT, (GATHER, SCATTER), ("ring",), "floor(n/2)", "floor(n/2)/n·m", LINKS),
+    Row(DIRECT, (GATHER,), ("grid",), "sum(h_i)", "max(h_i·before_i)/n·m", LINKS),
+    Row(DIRECT, (SCATTER,), ("grid",), "sum(h_i)", "max(h_i·after_i)/n·m", LINKS),
+    Row(DIRECT, (GATHER, SCATTER), ("tree", "switch"), "1", "(n−1)/n·m", NCCL_TESTS),
+    Row(DIRECT, (GATHER, SCATTER), ("fully_connected",), "1", "m/n", CHAN),
+    Row(BINOMIAL, (GATHER, SCATTER), _STAR, "q", "(n−1)/n·m", THAKUR),
     # all-to-all
-    Row(RING, (A2A,), ("ring",), "(n-1)a + (n-1)/2 mb", SCALING),
-    Row(DIRECT, (A2A,), ("line",), "(n-1)a + floor(n/2)ceil(n/2)/n mb", LINKS),
-    Row(DIRECT, (A2A,), ("ring",), "floor(n/2)a + L(n)/n mb, L = (n^2-1)/8 or n(n-2)/8 + ceil(n/4)", SCALING),
-    Row(DIRECT, (A2A,), ("grid",), "sum h_i a + max_i L(d_i)/d_i mb; L as on ring, or floor(d/2)ceil(d/2) unwrapped",
-        SCALING),
-    Row(DIRECT, (A2A,), ("tree",), "a + max_k k(n-k)/n mb over subtrees of k leaves", LINKS),
-    Row(DIRECT, (A2A,), _STAR, "a + (n-1)/n mb", NCCL_TESTS),
-    Row(DIRECT, (A2A,), ("fully_connected",), "a + mb/n", CHAN),
-    Row(PAIRWISE, (A2A,), _STAR, "(n-1)(a + mb/n)", THAKUR),
-    Row(BRUCK, (A2A,), _STAR, "qa + (one-bits in 0..n-1)/n mb, about q/2 mb", BRUCKS),
+    Row(RING, (A2A,), ("ring",), "(n−1)", "(n−1)/2·m", SCALING),
+    Row(DIRECT, (A2A,), ("line",), "(n−1)", "floor(n/2)·ceil(n/2)/n·m", LINKS),
+    Row(DIRECT, (A2A,), ("ring",), "floor(n/2)", "floor((n·n+4)/8)/n·m", SCALING),
+    Row(DIRECT, (A2A,), ("grid",), "sum(h_i)", "max(X_i/d_i)·m", SCALING),
+    Row(DIRECT, (A2A,), ("tree",), "1", "X/n·m", LINKS),
+    Row(DIRECT, (A2A,), _STAR, "1", "(n−1)/n·m", NCCL_TESTS),
+    Row(DIRECT, (A2A,), ("fully_connected",), "1", "m/n", CHAN),
+    Row(PAIRWISE, (A2A,), _STAR, "(n−1)", "(n−1)/n·m", THAKUR),
+    Row(BRUCK, (A2A,), _STAR, "q", "ones/n·m", BRUCKS),
     # in the switch
-    Row(NVLS, (AR,), _STAR, "2a + m(1+1/n)b", TUNING, MODEL),
-    Row(SHARP, (AR,), _STAR, "2a + mb", "Bloch et al. 2017 (SHARP)", MODEL),
-    Row(NVLS, (BCAST, REDUCE), _STAR, "a + mb", TUNING, MODEL),
-    Row(SHARP, (BCAST, REDUCE), _STAR, "a + mb", "Bloch et al. 2017 (SHARP)", MODEL),
+    Row(NVLS, (AR,), _STAR, "2", "(1+1/n)·m", TUNING, MODEL),
+    Row(SHARP, (AR,), _STAR, "2", "m", "Bloch et al. 2017 (SHARP)", MODEL),
+    Row(NVLS, (BCAST, REDUCE), _STAR, "1", "m", TUNING, MODEL),
+    Row(SHARP, (BCAST, REDUCE), _STAR, "1", "m", "Bloch et al. 2017 (SHARP)", MODEL),
 )  # fmt: skip
 
 IN_NETWORK = ("nvls", "sharp")
@@ -152,32 +145,25 @@ class LevelsRow:
 
     name: str
     kinds: tuple[CollectiveKind, ...]
-    formula: str
     source: str
     bound: str = EXACT
     built: bool = True
 
 
 _HIERARCHY = "stas00/ml-engineering, network/README.md"
-_OVERLAP = "sum of all latencies + the slowest level's bandwidth term of hierarchical"
 
 LEVELS_ROWS: tuple[LevelsRow, ...] = (
-    LevelsRow("hierarchical", (AR,), "2(g-1)(a1 + mb1/g) + 2(k-1)(a2 + mb2/(gk)), ring on each level", _HIERARCHY),
-    LevelsRow("hierarchical", (AG, RS), "(k-1)(a2 + mb2/(gk)) + (g-1)(a1 + mb1/g)", _HIERARCHY),
-    LevelsRow("hierarchical", (BCAST, REDUCE), "ceil(log2 k)(a2 + mb2) + ceil(log2 g)(a1 + mb1)", THAKUR),
-    LevelsRow("hierarchical", (GATHER, SCATTER), "a2 + (k-1)/(gk) mb2 + a1 + (g-1)/g mb1, along the rails", LINKS),
-    LevelsRow("hierarchical", (A2A,), "(g-1)(a1 + mb1/g) + (k-1)(a2 + mb2/k)", _HIERARCHY),
-    LevelsRow("flat_ring", (AG, RS), "(n-1)(max a + m/n max b)", NCCL_TESTS),
-    LevelsRow("flat_ring", (AR,), "2(n-1)(max a + m/n max b)", NCCL_TESTS),
-    LevelsRow("parallel_rings", (AG, RS, AR), "(n-k)a1 + (k-1)a2 + max((n-1)(g-1)/(ng) mb1, (n-1)/(ng) mb2), all-reduce"
-              " twice", TUNING, MODEL, built=False),
-    LevelsRow("direct", (AG, RS), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
-    LevelsRow("direct", (A2A,), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
-    LevelsRow("direct", (P2P,), "max a + m max b, every rank to the next", THAKUR),
+    LevelsRow("hierarchical", (AR, AG, RS, A2A), _HIERARCHY),
+    LevelsRow("hierarchical", (BCAST, REDUCE), THAKUR),
+    LevelsRow("hierarchical", (GATHER, SCATTER), LINKS),
+    LevelsRow("flat_ring", (AG, RS, AR), NCCL_TESTS),
+    LevelsRow("parallel_rings", (AG, RS, AR), TUNING, MODEL, built=False),
+    LevelsRow("direct", (AG, RS, A2A), LINKS),
+    LevelsRow("direct", (P2P,), THAKUR),
     # A lower bound where a level's rounds fill its ports (rings through switches); else pieces fill the gaps too.
-    LevelsRow("hierarchical_pipelined", (AR, AG, RS), _OVERLAP, TUNING, LOWER),
-    LevelsRow("hierarchical_pipelined", (BCAST, REDUCE, GATHER, SCATTER, A2A), _OVERLAP, TUNING, LOWER, built=False),
-)  # fmt: skip
+    LevelsRow("hierarchical_pipelined", (AR, AG, RS), TUNING, LOWER),
+    LevelsRow("hierarchical_pipelined", (BCAST, REDUCE, GATHER, SCATTER, A2A), TUNING, LOWER, built=False),
+)
 
 # What runs on a level of a hierarchy by default: the first that the level's shape has.
 LEVEL_DEFAULTS: dict[CollectiveKind, tuple[str, ...]] = {

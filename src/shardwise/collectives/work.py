@@ -90,6 +90,14 @@ class CollectiveCost:
 COST_FIGURES = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "received_bytes", "total_bytes")
 
 
+def link_figures(level: Level, in_network: bool) -> tuple[float, float, float]:
+    """Rate, ramp and startup of a level's links, or of its switches that reduce."""
+    helped = level.in_network if in_network else None
+    if helped is None:
+        return level.rate, level.ramp_bytes, level.startup
+    return level.bandwidth * helped.efficiency, helped.ramp_bytes, helped.startup
+
+
 def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
     """hops * latency + startup, and (V + sqrt(ramp*V)) / rate.
 
@@ -99,10 +107,7 @@ def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
     name = level.name or f"level {index}"
     if work is None:
         return LevelCost(name, index, 0, 0, 0.0, 0.0, 0.0)
-    helped = level.in_network if work.in_network else None
-    rate, ramp_bytes, startup = level.rate, level.ramp_bytes, level.startup
-    if helped is not None:
-        rate, ramp_bytes, startup = level.bandwidth * helped.efficiency, helped.ramp_bytes, helped.startup
+    rate, ramp_bytes, startup = link_figures(level, work.in_network)
 
     def seconds(moved: Size) -> Size:
         return (moved + (square_root(ramp_bytes * moved) if ramp_bytes else 0.0)) / rate

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from shardwise.pipeline.build import build, chunks_per_rank
-from shardwise.pipeline.forms import ClosedForms, EqualStages, bubble_is_exact, bubble_seconds, peak_chunks_in_flight
+from shardwise.pipeline.forms import (
+    ClosedForms,
+    EqualStages,
+    bubble_formula,
+    bubble_is_exact,
+    bubble_seconds,
+    peak_chunks_in_flight,
+)
 from shardwise.pipeline.partition import Layers, Partition, Place, layers_of, partition_over
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
 from shardwise.pipeline.simulator import simulate
@@ -22,6 +29,7 @@ __all__ = [
     "Place",
     "StageTimes",
     "Timeline",
+    "bubble_formula",
     "bubble_is_exact",
     "bubble_seconds",
     "build",

@@ -55,6 +55,8 @@ class ClosedForms:
     `paced_by_messages`). Unless the bubble is right for messages of any length, the longer of the two counts.
     ``last_end`` is the idle time from the first start of all ranks to the last end, of schedules in which one rank
     starts first and another ends last: what ranks that end a step together wait, unless the bubble is longer.
+    ``text`` is the bubble for people to read, as a share of the busy time where all passes take equally long and
+    messages none; divides(d, p) is 1 where d divides p.
     """
 
     bubble: Callable[[EqualStages], Any]
@@ -63,6 +65,7 @@ class ClosedForms:
     any_messages: bool = False  # ``bubble`` is right for short messages and for long ones
     pace: Callable[[EqualStages], Any] | None = None
     last_end: Callable[[EqualStages], Any] | None = None
+    text: str = ""
 
 
 # -- Steps paced by messages, for equal stages -------------------------------------------------------
@@ -138,6 +141,12 @@ def bubble_seconds(
         return bubble
     pace = forms.pace(case) if forms.pace else paced_by_messages(case, record)
     return maximum(bubble, (ranks > 1) * (pace - case.work))
+
+
+def bubble_formula(record: ScheduleRecord) -> str:
+    """The bubble of a schedule in words of p, m and v; empty where it is simulated."""
+    forms = _forms(record)
+    return forms.text if forms is not None else ""
 
 
 def bubble_is_exact(

@@ -106,7 +106,7 @@ def _matmul_flops(matrices: Iterable[Matrix]) -> float:
 
 @dataclass(frozen=True)
 class Convention:
-    """One published way to count training FLOPs per token."""
+    """One published way to count training FLOPs per token; the symbols are those of `flops_symbols`."""
 
     name: str
     formula: str
@@ -114,14 +114,35 @@ class Convention:
 
 
 CONVENTIONS = (
-    Convention("causal", "3·(matmuls + attention over s/2 keys)",
+    Convention("causal", "3·(2·W + 2·A·H·(Q + V)·K)",
                "Megatron-Core training.py and NVIDIA Megatron-Bridge tables: causal attention counted once"),
-    Convention("full-attention", "3·(matmuls + attention over s keys); 72·L·s·h²(1+s/6h+v/12hL) for GPT",
+    Convention("full-attention", "3·(2·W + 2·A·H·(Q + V)·K_f)",
                "Narayanan et al. 2021 (arXiv 2104.04473) eq. 3 without recompute; Korthikanti et al. 2022 eq. 7"),
-    Convention("6nd", "6·N, N the parameters active for a token", "Kaplan et al. 2020 (arXiv 2001.08361)"),
-    Convention("palm", "6·N + 12·L·H·Q·T", "Chowdhery et al. 2022 (arXiv 2204.02311) appendix B"),
-    Convention("torchtitan", "6·(N − embedding) + 12·L·H·Q·T", "TorchTitan get_nparams_and_flops"),
+    Convention("6nd", "6·N", "Kaplan et al. 2020 (arXiv 2001.08361)"),
+    Convention("palm", "6·N + 6·L·H·(Q + V)·s",
+               "Chowdhery et al. 2022 (arXiv 2204.02311) appendix B: 12·L·H·Q·T, where V is Q and T is s"),
+    Convention("torchtitan", "6·(N − E) + 6·L·H·(Q + V)·s", "TorchTitan get_nparams_and_flops"),
 )  # fmt: skip
+
+
+def flops_symbols(model: Model, seq: int) -> tuple[tuple[str, str, float], ...]:
+    """What the conventions' formulas stand on: symbol, meaning, value."""
+    layers = model.layers + model.mtp_layers
+    per_key = 2 * layers * model.heads * (model.query_key_dim + model.value_dim)
+    seen, all_keys = (attended_tokens(model, seq, halve_causal=halved) for halved in (True, False))
+    return (
+        ("W", "weights of the matmuls that a token passes through", (forward_flops(model, seq) - per_key * seen) / 2),
+        ("N", "parameters that a token passes through", active_parameter_count(model)),
+        ("E", "of them, the embedding", embedding_parameters(model)),
+        ("L", "layers", model.layers),
+        ("A", "layers with those of multi-token prediction", layers),
+        ("H", "heads", model.heads),
+        ("Q", "dimensions of a query", model.query_key_dim),
+        ("V", "dimensions of a value", model.value_dim),
+        ("s", "tokens of a sequence", seq),
+        ("K", "keys that a query sees, on average", seen),
+        ("K_f", "the same if the causal mask hides none", all_keys),
+    )
 
 
 def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float:

@@ -228,6 +228,15 @@ def _is_exact(case: EqualStages) -> bool:
 
 
 HALF_FORMS = ClosedForms(
-    bubble=_half_bubble, in_flight=_in_flight(v_half, _half_limit), is_exact=_is_exact, pace=_half_pace
+    bubble=_half_bubble,
+    in_flight=_in_flight(v_half, _half_limit),
+    is_exact=_is_exact,
+    pace=_half_pace,
+    text="max(min(1, p−1), 3·p−4 − 3·divides(2, p), 4·p−3−2·m)/(6·m)",
 )
-MIN_FORMS = ClosedForms(bubble=_min_bubble, in_flight=_in_flight(v_min, _min_limit), is_exact=_is_exact)
+MIN_FORMS = ClosedForms(
+    bubble=_min_bubble,
+    in_flight=_in_flight(v_min, _min_limit),
+    is_exact=_is_exact,
+    text="max(0, 4·p−5 − 2·divides(3, p)·min(1, m−1))/(6·m)",
+)

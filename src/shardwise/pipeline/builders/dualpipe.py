@@ -140,9 +140,15 @@ def _v_is_exact(case: EqualStages) -> bool:
 
 # Exact for F = I = W and c = 0, else read off the simulator, as are those of `zbv`.
 FORMS = ClosedForms(
-    bubble=_bubble, in_flight=_in_flight, is_exact=lambda case: _v_is_exact(case) and bool(case.m % 2 == 0)
+    bubble=_bubble,
+    in_flight=_in_flight,
+    is_exact=lambda case: _v_is_exact(case) and bool(case.m % 2 == 0),
+    text="max(0, p/2−1, 2·p+1−3·m)/(3·m)",
 )
 # DualPipe on 2p ranks, folded: 2p + 1.
 V_FORMS = ClosedForms(
-    bubble=_v_bubble, in_flight=lambda p, m, v, r: min(2 * m, m + r + 1, 2 * p + 1), is_exact=_v_is_exact
+    bubble=_v_bubble,
+    in_flight=lambda p, m, v, r: min(2 * m, m + r + 1, 2 * p + 1),
+    is_exact=_v_is_exact,
+    text="max(p−1, 4·p+1−6·m)/(6·m)",
 )

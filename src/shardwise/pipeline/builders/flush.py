@@ -49,7 +49,11 @@ def _gpipe_bubble(case: EqualStages) -> Any:
 
 
 GPIPE_FORMS = ClosedForms(
-    bubble=_gpipe_bubble, in_flight=lambda p, m, v, r: m, is_exact=lambda case: True, any_messages=True
+    bubble=_gpipe_bubble,
+    in_flight=lambda p, m, v, r: m,
+    is_exact=lambda case: True,
+    any_messages=True,
+    text="(p−1)/m",
 )
 
 
@@ -86,6 +90,7 @@ ONE_F_ONE_B_FORMS = ClosedForms(
     in_flight=lambda p, m, v, r: min(m, p - r),
     is_exact=lambda case: True,
     any_messages=True,
+    text="(p−1)/m",
 )
 
 
@@ -152,4 +157,5 @@ INTERLEAVED_FORMS = ClosedForms(
     in_flight=lambda p, m, v, r: min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
     is_exact=lambda case: bool(case.c <= min(case.F, case.I, case.W)),
     pace=_interleaved_pace,
+    text="(p−1)/(v·m)",
 )

@@ -73,4 +73,5 @@ FORMS = ClosedForms(
     in_flight=lambda p, m, v, r: min(2 * m, 2 * p),
     is_exact=lambda case: case.is_even,
     last_end=_last_end,
+    text="max(0, 2·p−1−m, 4·(p−m)−1)/(6·m)",
 )

@@ -220,12 +220,16 @@ def _h2_is_exact(case: EqualStages) -> bool:
 
 
 # p on every rank, r of them waiting for their weight gradient.
-H1_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace)
+_H1_TEXT = "(2·(p−1) − min(m−1, p−1))/(3·m)"
+H1_FORMS = ClosedForms(
+    bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace, text=_H1_TEXT
+)
 H2_FORMS = ClosedForms(
     bubble=h2_bubble,
     in_flight=lambda p, m, v, r: min(m, 2 * p - 1),
     is_exact=_h2_is_exact,
     last_end=last_rank_end,
+    text="max(0, 2·(p−1) − (m−1))/(3·m)",
 )
 
 
@@ -305,5 +309,10 @@ def _2p_bubble(case: EqualStages) -> Any:
     return deferred_bubble(case, (2 * case.p - 1) / max(1 - case.released, 1e-9))
 
 
-ONE_P_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), pace=h1_pace)
-TWO_P_FORMS = ClosedForms(bubble=_2p_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p), last_end=last_rank_end)
+ONE_P_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), pace=h1_pace, text=_H1_TEXT)
+TWO_P_FORMS = ClosedForms(
+    bubble=_2p_bubble,
+    in_flight=lambda p, m, v, r: min(m, 2 * p),
+    last_end=last_rank_end,
+    text=H2_FORMS.text,
+)

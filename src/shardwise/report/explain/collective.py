@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.collectives import (
     CollectiveCost,
     CollectiveKind,
+    Level,
     Topology,
     build_schedule,
     collective_cost,
@@ -16,11 +18,13 @@ from shardwise.collectives import (
     pairs,
     price_schedule,
 )
-from shardwise.collectives.cost import algorithm_names, family
-from shardwise.collectives.listing import SYMBOLS
+from shardwise.collectives.closed_form import ClosedForm, closed_form, legend
+from shardwise.collectives.cost import algorithm_names, family, parse_composite, without_unit_levels
 from shardwise.collectives.shapes import Axis, shape_of
 from shardwise.collectives.shapes import Grid as GridShape
-from shardwise.report.explain.explanation import Explanation, GridTable
+from shardwise.collectives.table import IN_NETWORK
+from shardwise.collectives.work import link_figures
+from shardwise.report.explain.explanation import Explanation, GridTable, Value
 from shardwise.report.explain.formula import Formula
 from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
 from shardwise.spec.errors import SpecError
@@ -31,20 +35,34 @@ _LARGEST_CHECKED = 64  # ranks up to which the schedule itself is built and pric
 _LARGEST_DRAWN = 8
 
 
-def explain_collective(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> Explanation:
+def explain_collective(kind: CollectiveKind, size_bytes: float, network: Topology, algorithm: str) -> Explanation:
     """What ``kind`` costs, why, and what the alternatives cost."""
+    topology, _ = without_unit_levels(network)
     cost = collective_cost(kind, size_bytes, topology, algorithm)
-    formula, source = _row_of(kind, topology, cost.algorithm)
+    names = tuple(dict.fromkeys((cost.algorithm, *algorithm_names(kind, topology))))
+    forms = {name: closed_form(kind, size_bytes, topology, name) for name in names}
+    ideal = _ideal(topology)
+    whole = "total" if ideal == topology else "on ideal links"
     return Explanation(
         title=f"{_spoken(kind)} of {readable_bytes(size_bytes)} on a {topology.name} of {topology.size}, "
-        f"algorithm: {cost.algorithm.replace('_', ' ')}",
-        formula=(f"seconds = {formula}", _levels_formula(topology), f"symbols: {SYMBOLS}"),
+        f"algorithm: {_words(cost.algorithm)}",
+        formula=(f"{whole} = {forms[cost.algorithm]}", *_per_level(topology, ideal, cost.algorithm)),
         numbers=_numbers(kind, size_bytes, topology),
-        result=_result(cost),
-        tables=(_by_level(cost), _alternatives(kind, size_bytes, topology, cost.algorithm)),
-        remarks=(*_schedule_remark(kind, size_bytes, topology, cost), *_crossover_remarks(kind, topology)),
+        result=(
+            *(() if ideal == topology else ((whole, _seconds(kind, size_bytes, ideal, cost.algorithm)),)),
+            *_result(cost),
+        ),
+        tables=(
+            *((_by_level(cost, topology, ideal),) if cost.levels else ()),
+            _alternatives(kind, size_bytes, topology, forms),
+        ),
+        remarks=(
+            *((f"Symbols: {legend(tuple(forms.values()))}.",) if topology.levels else ()),
+            *_schedule_remark(kind, size_bytes, topology, cost),
+            *_crossover_remarks(kind, topology),
+        ),
         drawing=_drawing(kind, topology, cost.algorithm),
-        source=(source,),
+        source=(_source(kind, topology, cost.algorithm),),
     )
 
 
@@ -75,19 +93,44 @@ def _spoken(kind: CollectiveKind) -> str:
     return kind.value.replace("_", "-")
 
 
-def _row_of(kind: CollectiveKind, topology: Topology, algorithm: str) -> tuple[str, str]:
-    """Formula and source of an algorithm, from the table of pairs."""
+def _words(algorithm: str) -> str:
+    return algorithm.replace("_", " ")
+
+
+def _source(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
+    """From the table of pairs."""
     name = family(algorithm)
     for pair in pairs():
         if pair.kind is kind and pair.topology == topology.name and pair.algorithm == name:
-            return pair.formula, pair.source
-    return "sum over the levels of each level's own algorithm", "composition of the levels' algorithms"
+            return pair.source
+    return "composition of the levels' algorithms"
 
 
-def _levels_formula(topology: Topology) -> str:
-    if any(level.ramp_bytes or level.startup for level in topology.levels):
-        return "every level: startup + hops·a + (V + sqrt(ramp·V))·b, V the bytes over its busiest link"
-    return "every level: hops·a + V·b, V the bytes over its busiest link"
+def _ideal(topology: Topology) -> Topology:
+    """The same network, whose levels take no time to start and reach their bandwidth with any message."""
+
+    def without(level: Level) -> Level:
+        switch = level.in_network and replace(level.in_network, startup=0.0, ramp_bytes=0.0)
+        return replace(level, startup=0.0, ramp_bytes=0.0, in_network=switch)
+
+    return replace(topology, levels=tuple(map(without, topology.levels)))
+
+
+def _seconds(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> Quantity:
+    return seconds(float(collective_cost(kind, size_bytes, topology, algorithm).seconds))
+
+
+def _per_level(topology: Topology, ideal: Topology, algorithm: str) -> tuple[str, ...]:
+    """How the columns of the levels follow from each other, and the total from them."""
+    if not topology.levels:
+        return ()
+    together = "max" if family(algorithm) in ("hierarchical_pipelined", "parallel_rings") else "sum"
+    plain = ideal == topology
+    return (
+        f"latency = {'' if plain else 'startup + '}hops·a",
+        f"bandwidth = {'V·b' if plain else '(V + sqrt(ramp·V))·b'}",
+        f"total = sum(latency) + {together}(bandwidth)",
+    )
 
 
 def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tuple[tuple[str, str, Quantity], ...]:
@@ -108,8 +151,13 @@ def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tup
         if isinstance(level.shape, GridShape) and len(level.shape.axes) > 1:
             shape += " " + "x".join(str(axis.size) for axis in level.shape.axes)
         where = f"{level.name or shape}, {counted(level.size, 'member')}" if suffix else shape
+        if suffix:
+            numbers.append((f"n{suffix}", f"members ({level.name or shape})", number(level.size)))
         numbers.append((f"a{suffix}", f"latency of one message ({where})", seconds(level.latency)))
         numbers.append((f"1/b{suffix}", f"bandwidth, one direction ({where})", rate(level.rate)))
+        if level.in_network is not None:
+            reached, *_ = link_figures(level, True)
+            numbers.append((f"1/c{suffix}", f"the same where the switch reduces ({where})", rate(reached)))
     return tuple(numbers)
 
 
@@ -125,30 +173,38 @@ def _result(cost: CollectiveCost) -> tuple[tuple[str, Quantity], ...]:
     )
 
 
-def _by_level(cost: CollectiveCost) -> GridTable:
-    rows = tuple(
-        (
-            level.level_name,
-            number(float(level.hops)),
-            size(float(level.bytes)),
-            seconds(float(level.latency_seconds)),
-            seconds(float(level.bandwidth_seconds)),
-        )
-        for level in cost.levels
-    )
-    columns = {"level": "level", "hops": "hops", "V": "bytes", "hops·a": "latency_seconds", "V·b": "bandwidth_seconds"}
-    return GridTable("numbers put in", columns, rows)
+def _by_level(cost: CollectiveCost, topology: Topology, ideal: Topology) -> GridTable:
+    """What each level carries and how long that takes; startup and ramp only where a level has them."""
+    columns = {"level": "level", "hops": "hops", "V": "bytes", "a": "hop_seconds", "1/b": "bytes_per_second"}
+    if ideal != topology:
+        columns |= {"startup": "startup_seconds", "ramp": "ramp_bytes"}
+    columns |= {"latency": "latency_seconds", "bandwidth": "bandwidth_seconds"}
+    names = parse_composite(cost.algorithm) or [cost.algorithm] * len(topology.levels)
+    rows: list[tuple[Value, ...]] = []
+    for name, level, one in zip(names, topology.levels, cost.levels):
+        reached, ramp, startup = link_figures(level, name in IN_NETWORK)
+        own: tuple[Value, ...] = () if ideal == topology else (seconds(startup), size(ramp))
+        carried = (number(float(one.hops)), size(float(one.bytes)), seconds(level.latency), rate(reached))
+        took = (seconds(float(one.latency_seconds)), seconds(float(one.bandwidth_seconds)))
+        rows.append((one.level_name, *carried, *own, *took))
+    return GridTable("numbers put in: V bytes over the busiest link of a level", columns, tuple(rows))
 
 
-def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> GridTable:
+def _alternatives(
+    kind: CollectiveKind, size_bytes: float, topology: Topology, forms: Mapping[str, ClosedForm]
+) -> GridTable:
+    ideal = _ideal(topology)
+    columns = {"algorithm": "algorithm", "formula": "formula", "steps": "steps"}
+    if ideal != topology:
+        columns["on ideal links"] = "ideal_seconds"
     rows = []
-    for name in dict.fromkeys((chosen, *algorithm_names(kind, topology))):
+    for name, form in forms.items():
         cost = collective_cost(kind, size_bytes, topology, name)
-        formula, _ = _row_of(kind, topology, name)
-        total = float(cost.seconds)
-        rows.append((total, (name.replace("_", " "), formula, number(float(cost.steps)), seconds(total))))
+        total, steps = float(cost.seconds), number(float(cost.steps))
+        own = () if ideal == topology else (_seconds(kind, size_bytes, ideal, name),)
+        rows.append((total, (_words(name), str(form), steps, *own, seconds(total))))
     rows.sort(key=lambda row: row[0])
-    columns = {"algorithm": "algorithm", "seconds": "formula", "steps": "steps", "total": "total_seconds"}
+    columns["total"] = "total_seconds"
     return GridTable("every algorithm here, cheapest first", columns, tuple(row for _, row in rows), words=2)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.cost.compute.flops import CONVENTIONS, flops_per_token
+from shardwise.cost.compute.flops import CONVENTIONS, flops_per_token, flops_symbols
 from shardwise.cost.traffic.pipeline import bubble_share
-from shardwise.pipeline import build, draw_timeline, equal_stages, simulate
+from shardwise.pipeline import bubble_formula, build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.formula import Formula
@@ -13,7 +13,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.parameters import parameter_count
 from shardwise.spec.schedules import schedule_record, schedule_records
 from shardwise.spec.units import counted, readable_count
 
@@ -23,7 +23,7 @@ _MOST_DRAWN = 256  # passes of one kind
 def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Explanation:
     """Training FLOPs by every published convention."""
     peak = device.peak_flops("bf16")
-    total, active = parameter_count(model), active_parameter_count(model)
+    total = parameter_count(model)
     per_token = [(one, flops_per_token(model, seq, one.name)) for one in CONVENTIONS]
     rows = tuple(
         (one.name, one.formula, flops(each), flops(each * tokens), seconds(each * tokens / peak))
@@ -31,25 +31,26 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
     )
     columns = {
         "convention": "convention",
-        "per token": "formula",
-        "FLOPs/token": "flops_per_token",
+        "formula": "formula",
+        "f, FLOPs/token": "flops_per_token",
         "FLOPs in all": "flops",
         "one device at peak": "one_device_at_peak_seconds",
     }
     return Explanation(
         title=f"Training FLOPs of {model.name} at sequence length {seq}",
-        formula=("forward: 2 per weight and token, plus attention; backward: twice the forward pass",),
+        formula=("FLOPs in all = f·T", "one device at peak = f·T/P"),
         numbers=(
-            ("N", "parameters", number(total, readable_count(total))),
-            ("", "parameters a token passes through", number(active, readable_count(active))),
-            ("L", "layers", number(model.layers)),
-            ("h", "hidden size", number(model.hidden)),
-            ("a", "heads", number(model.heads)),
+            ("", "parameters", number(total, readable_count(total))),
+            *(
+                (symbol, meaning, number(value, readable_count(value) if value >= 1e6 else ""))
+                for symbol, meaning, value in flops_symbols(model, seq)
+            ),
             ("T", "tokens trained on", number(tokens, readable_count(tokens))),
-            ("", f"peak of one {device.name}, bf16", flop_rate(peak)),
+            ("P", f"peak of one {device.name}, bf16", flop_rate(peak)),
         ),
         tables=(GridTable("by convention", columns, rows, words=2),),
         remarks=(
+            "Forward: 2 FLOPs per weight and token, plus attention; backward: twice the forward pass.",
             "MFU divides model FLOPs by peak × time, idle time included; recomputed FLOPs count only in HFU.",
             "Conventions differ by causal attention (counted once or fully) and by the embedding: convert, never mix.",
         ),
@@ -59,32 +60,38 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
 
 def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | None = None) -> Explanation:
     """Pipeline bubble of every schedule at F = B = W, and the timeline of one."""
-    rows = []
+    rows, left_out = [], []
     for one in schedule_records():
-        in_rounds = one.closed_forms or microbatches % one.rounds(stages) == 0  # what is simulated is built
-        if one.in_jobs and in_rounds:
+        if one.in_jobs and microbatches % one.rounds(stages):
+            left_out.append(f"{one.name} takes multiples of {one.rounds(stages)} microbatches.")
+        elif one.in_jobs:
             idle = bubble_share(one.name, stages, microbatches, chunks)
-            rows.append((one.name, bar(idle, 16), one.source, share(idle), share(idle / (1 + idle))))
+            rows.append(
+                (one.name, bubble_formula(one), bar(idle, 16), one.source, share(idle), share(idle / (1 + idle)))
+            )
     columns = {
         "schedule": "schedule",
+        "formula": "formula",
         "": "",
         "activations it keeps, by": "source",
-        "of busy time": "share_of_busy_time",
+        "x, of busy time": "share_of_busy_time",
         "of the step": "share_of_the_step",
     }
     return Explanation(
         title=f"Pipeline bubble of {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}",
-        formula=(
-            "1F1B and GPipe: (p−1)/m of the busy time, (p−1)/(m+p−1) of the step; interleaved: divided by v",
-            "ZB-H1: (p−1)(F+B−W); ZB-H2: (p−1)(F+B−2W); here F = B = W and no communication",
-        ),
+        formula=("of the step = x/(1 + x)",),
         numbers=(
             ("p", "stages", number(stages)),
             ("m", "microbatches", number(microbatches)),
             ("v", "chunks per rank (interleaved)", number(chunks)),
         ),
-        tables=(GridTable("by schedule", columns, tuple(rows), words=3),),
-        remarks=("Unequal stages and communication between stages need a simulation of the schedule's actions.",),
+        tables=(GridTable("by schedule", columns, tuple(rows), words=4),),
+        remarks=(
+            "All passes take equally long: forward, input gradient and weight gradient; messages take no time. A "
+            "schedule without a formula is simulated.",
+            "Unequal stages and communication between stages need a simulation of the schedule's actions.",
+            *left_out,
+        ),
         drawing=_timeline(drawn, stages, microbatches, chunks) if drawn else "",
         source=(
             "Narayanan et al. 2021 (arXiv 2104.04473), section 2.2",

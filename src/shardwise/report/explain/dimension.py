@@ -70,7 +70,7 @@ _THEORY = {
         ("Lepikhin et al. 2020, GShard (arXiv 2006.16668)", "DeepSeek-V3 (arXiv 2412.19437), section 3.2.2"),
         remarks=(
             "Dispatch and combine, forward and backward: 4 exchanges per layer and microbatch.",
-            "Expert ranks are those of one stage: expert_tp · ep · expert data parallelism = tp·cp·dp.",
+            "Expert tensor, expert and expert data parallelism share the tp·cp·dp ranks of a stage.",
         ),
     ),
 }

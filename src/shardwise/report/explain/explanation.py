@@ -28,8 +28,9 @@ class GridTable:
     optional: tuple[str, ...] = ()
 
     def data(self) -> dict[str, Any]:
-        rows = [{key: _data(cell) for key, cell in zip(self.columns.values(), row) if not isinstance(cell, Bar)}
-                for row in self.rows]  # fmt: skip
+        """A row has what it says something of: neither bars nor empty cells."""
+        rows = [{key: _data(cell) for key, cell in zip(self.columns.values(), row)
+                 if not isinstance(cell, Bar) and cell != ""} for row in self.rows]  # fmt: skip
         return {"title": self.title, "rows": rows}
 
 

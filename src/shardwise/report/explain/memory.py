@@ -40,7 +40,7 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     return Explanation(
         title=f"Model states of {readable_count(parameters)} parameters over {counted(shards, 'device')} "
         f"({precision}, {optimizer})",
-        formula=tuple(f"{row[0]}: {row[1]}" for row in rows),
+        formula=("total = weights + gradients + optimizer",),
         numbers=(
             ("P", "parameters", number(parameters)),
             ("N", "devices that share the states", number(shards)),

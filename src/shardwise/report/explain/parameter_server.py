@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.cost.traffic.network import network
 from shardwise.cost.traffic.parameter_server import ServerPlan, ServerPrice, server_price
 from shardwise.report.explain.explanation import Explanation, GridTable, Value
 from shardwise.report.explain.quantity import number, rate, seconds, size
@@ -11,6 +12,7 @@ from shardwise.spec.units import counted
 
 _COLUMNS = {
     "": "what",
+    "x": "weights",
     "in": "received_bytes",
     "out": "sent_bytes",
     "exchange": "seconds",
@@ -33,24 +35,27 @@ def explain_parameter_server(job: Job, servers: int | None) -> Explanation:
     rows = [_row(plan(count), price) for count, price in prices.items()]
     sent, took = float(reduced.sent_bytes), float(reduced.seconds)
     rows.append(
-        ("all-reduce, at a rank", size(float(reduced.received_bytes)), size(sent), seconds(took), number(1), "")
+        ("all-reduce, at a rank", "", size(float(reduced.received_bytes)), size(sent), seconds(took), number(1), "")
     )
-    level = cluster.levels[-1]
+    level = network(cluster).levels[-1]
     return Explanation(
         title=f"Parameter servers for {workers:,} workers: {job.model.name} on {cluster.device.name}",
         formula=(
-            "a server's link in a step: n·P/S·e_g bytes in, n·P/S·e_w out; a worker's: P·e_g out, P·e_w in",
-            "synchronous = 2a + max(n/S, 1)·P·(e_g + e_w)·b: all push, then all pull",
-            "asynchronous, at least = a + max(n/S, 1)·P·max(e_g, e_w)·b: the busiest link, both directions at once",
-            "ring all-reduce, every link = 2(n−1)a + 2(n−1)/n·P·e_g·b",
+            "t(V) = startup + a + (V + sqrt(ramp·V))·b",
+            "in = n·x·e_g",
+            "out = n·x·e_w",
+            "exchange = t(max(n·x, P)·e_g) + t(max(n·x, P)·e_w)",
+            "asynchronous, at least = max(t(max(n·x, P)·e_g), t(max(n·x, P)·e_w))",
         ),
         numbers=(
             ("n", "workers, each with a whole copy of the model", number(workers)),
             ("P", "weights", number(elements)),
             ("e_g", "bytes of a gradient", number(recipe.gradient)),
             ("e_w", "bytes of a weight", number(recipe.weight)),
-            ("a", f"latency of {level.name}", seconds(level.latency_per_step)),
-            ("1/b", "bandwidth of a link, one direction", rate(level.bandwidth_per_direction * level.reached_share)),
+            ("a", f"latency of {level.name}", seconds(level.latency)),
+            ("startup", "once for a message", seconds(level.startup)),
+            ("ramp", "bytes at which half of the bandwidth is reached", size(level.ramp_bytes)),
+            ("1/b", "bandwidth of a link, one direction", rate(level.rate)),
         ),
         result=(
             ("bytes at the one server, in and out" if counts[0] == 1 else "bytes at the busiest server, in and out",
@@ -60,6 +65,8 @@ def explain_parameter_server(job: Job, servers: int | None) -> Explanation:
         ),
         tables=(GridTable("the busiest link, in a step", _COLUMNS, tuple(rows), optional=("asynchronous, at least",)),),
         remarks=(
+            "t(V) are the seconds of V bytes over the busiest link, a server's or a worker's. Synchronous: all push, "
+            "then all pull. Asynchronous, at least: both directions at once. `explain all-reduce` has the all-reduce.",
             "One server's link carries what all workers send: it is the bottleneck, n times that of a worker.",
             "As many servers as workers, each with its own link, spread it as a flat ring does; an all-reduce that "
             "first adds inside nodes sends less between them.",
@@ -86,6 +93,7 @@ def _row(plan: ServerPlan, price: ServerPrice) -> tuple[Value, ...]:
     ratio = price.synchronous / float(price.all_reduce.seconds) if float(price.all_reduce.seconds) else 0.0
     return (
         counted(plan.servers, "server"),
+        number(plan.largest_part),
         size(plan.workers * plan.largest_part * plan.gradient_bytes),
         size(plan.workers * plan.largest_part * plan.weight_bytes),
         seconds(price.synchronous),
