@@ -30,10 +30,11 @@ def drawn(dice: random.Random) -> Job:
         cluster = cluster_from(dice.choice(CLUSTERS))
         if cluster.levels[0].topology == "switch":
             cluster = cluster.with_devices(dice.choice((1, 2, 4, cluster.devices)))
+        cluster = richer(cluster, dice.choice((1, 16)))["disks"]
         zero = dice.choice((0, 1, 2, 3))
-        shares = {"optimizer": dice.choice((0.25, 1.0)), "activations": dice.choice((0.0, 0.0, 0.5))}
+        shares = {"optimizer": dice.choice((0.0, 0.25, 1.0)), "activations": dice.choice((0.0, 0.0, 0.5))}
         if zero == 3:
-            shares["weights"] = dice.choice((0.0, shares["optimizer"]))
+            shares["weights"] = dice.choice((0.0, 1.0, shares["optimizer"]))
         if zero >= 2:
             shares["gradients"] = dice.choice((0.0, shares["optimizer"]))
         each = dice.choice((1, 2, 8))
@@ -58,13 +59,13 @@ def on(job: Job, cluster: Cluster) -> float:
     return seconds(job.unchecked(cluster=cluster))
 
 
-def richer(cluster: Cluster) -> dict[str, Cluster]:
-    """The same cluster with twice of one thing its hosts have."""
+def richer(cluster: Cluster, times: int = 2) -> dict[str, Cluster]:
+    """The same cluster with more of one thing its hosts have."""
     host, first = cluster.host, cluster.storage[0]
     return {
-        "memory bandwidth": replace(cluster, host=replace(host, memory_bandwidth=2 * host.memory_bandwidth)),
-        "cores": replace(cluster, host=replace(host, cores=2 * host.cores)),
-        "disks": replace(cluster, storage=(replace(first, count_per_node=2 * first.count_per_node),)),
+        "memory bandwidth": replace(cluster, host=replace(host, memory_bandwidth=times * host.memory_bandwidth)),
+        "cores": replace(cluster, host=replace(host, cores=times * host.cores)),
+        "disks": replace(cluster, storage=(replace(first, count_per_node=times * first.count_per_node),)),
     }
 
 
