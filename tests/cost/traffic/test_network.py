@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from cost.builders import LLAMA, MOE, job, switched
+from cost.builders import LLAMA, MOE, job, switched, traffics
+from shardwise.collectives import CollectiveKind
+from shardwise.collectives.cost import algorithm_names, collective_cost
 from shardwise.collectives.shapes import Grid
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.cost.traffic.network import network, spanned
@@ -160,3 +164,16 @@ def test_parts_of_a_group_are_ordered_by_level() -> None:
 def test_mixtures_on_several_levels_are_priced() -> None:
     case = job(MOE, switched(4, 2, 2), tp=2, dp=8, ep=16, expert_tp=1)
     assert seconds(case, "ep") > 0
+
+
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_a_faster_level_keeps_no_link_busy_for_longer(kind: CollectiveKind) -> None:
+    """Bytes pass a level also while a round waits for a slower one: else a faster network would hide less."""
+    (line, *_) = traffics(job(LLAMA, switched(4, 4, 2), dp=32), "dp")
+    clusters = [switched(4, 4, 2, bandwidths=(32e9, 8e9, 4e9 * times)) for times in (1, 2, 4, 16, 64)]
+    topologies = [network(one) for one in clusters]
+    for algorithm in algorithm_names(kind, topologies[0]):
+        costs = [collective_cost(kind, 2**26, one, algorithm) for one in topologies]
+        busy = [replace(line, cost=one).level_seconds for one in costs]
+        for slower, faster in pairwise(busy):
+            assert all(faster[name] <= slower[name] for name in slower), (algorithm, slower, faster)
