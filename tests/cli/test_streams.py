@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,28 @@ def test_a_run_is_done_only_with_its_last_checkpoint(
     assert ("there is no checkpoint of the last step, 12" in found.err) == (status == DONE)
 
 
+def ended(arguments: Sequence[str], **streams: Any) -> subprocess.CompletedProcess[str]:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-m", "shardwise", *arguments], text=True, env=environment, **given)
+
+
 @pytest.mark.parametrize("closed", COMMANDS)
 def test_a_reader_that_leaves_changes_no_status(closed: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    pipes: dict[str, Any] = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        **dict.fromkeys(closed.split(), writing),
-    }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for arguments, status in COMMANDS[closed]:
-        done = subprocess.run([sys.executable, "-m", "shardwise", *arguments], text=True, env=environment, **pipes)
+        done = ended(arguments, **dict.fromkeys(closed.split(), writing))
         assert done.returncode == status, (arguments, done)
         assert "Traceback" not in (done.stderr or "") and "BrokenPipe" not in (done.stderr or "")
     os.close(writing)
+
+
+def test_what_a_full_disk_does_not_take_is_an_error_and_progress_is_not_missed() -> None:
+    with Path("/dev/full").open("w") as disk:
+        done = ended(["list", "models"], stdout=disk)
+        assert done.returncode == MISTAKE
+        assert done.stderr.startswith("shardwise: error: standard output: cannot be written (No space left on device)")
+        assert done.stderr.count("\n") == 1
+        assert ended(TOO_LARGE, stdout=disk, stderr=disk).returncode == MISTAKE
+        assert ended(TOO_LARGE, stderr=disk).returncode == FAILED

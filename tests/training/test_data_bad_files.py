@@ -64,7 +64,7 @@ DAMAGED: dict[str, tuple[str, bytes | Callable[[], bytes], str, int]] = {
     "flipped gz": ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-6] + b"......", "is damaged", 0),
     "cut tar": ("a.tar", TAR[:2500], "is damaged after 2.txt", 2),
     "cut header": ("a.tar", TAR[:1300], "is damaged after 1.txt (a header is damaged or cut)", 1),
-    "garbage tar": ("a.tar", b"garbage" * 999, "is damaged after its beginning", 0),
+    "garbage tar": ("a.tar", b"garbage" * 999, "is damaged at its beginning", 0),
     "garbage inside": ("a.tar", TAR[:1024] + b"garbage" * 999, "a header is damaged or cut", 1),
     "cut tgz": ("a.tgz", gzip.compress(TAR, mtime=0)[:-40], "is damaged after", 2),
     "size that lies": ("a.tar", tar_of(("1.txt", b"one"), ("2.txt", b"two"), claims=4000)[:2048], "unexpected end", 1),

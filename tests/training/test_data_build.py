@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import multiprocessing
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,21 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     plain.write_text("first\n\nstill first é", encoding="utf-8")
     zipped = tmp_path / "b.jsonl.gz"
     zipped.write_bytes(gzip.compress(b'{"text": "second"}\n\n{"text": "third"}\n'))
-    archive = tmp_path / "c.tar"
-    with tarfile.open(archive, "w") as tar:
-        for name, content in (("1.json", b'{"text": "fourth"}'), ("1.jpg", b"\xff"), ("2.txt", b"fifth")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    built = build([plain, zipped, archive], tmp_path / "out")
-    assert texts(tmp_path / "out") == ["first\n\nstill first é", "second", "third", "fourth", "fifth"]
-    assert (built.documents, built.vocab) == (5, 257)
+    archives = {
+        tmp_path / "c.tar": "w",
+        tmp_path / "d.tgz": "w:gz",
+        tmp_path / "e.tgz": "w",
+        tmp_path / "f.tar": "w:gz",
+    }
+    for path, mode in archives.items():  # packed or not, as its name says or not
+        with tarfile.open(path, mode) as tar:
+            for name, content in (("1.json", b'{"text": "fourth"}'), ("1.jpg", b"\xff"), ("2.txt", b"fifth")):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    built = build([plain, zipped, *(tmp_path / one for one in archives)], tmp_path / "out")
+    assert texts(tmp_path / "out") == ["first\n\nstill first é", "second", "third", *["fourth", "fifth"] * 4]
+    assert (built.documents, built.vocab) == (11, 257)
     assert built.tokens == built.counted == len(open_pair(tmp_path / "out").tokens)
 
 
@@ -60,10 +67,24 @@ def test_parquet(tmp_path: Path) -> None:
     assert texts(tmp_path / "out") == ["one", "two"]
 
 
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+RECORDS = [{"prompt": "ab", "answer": "cd"}, {"messages": TALK}, {"text": "ef"}]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: next(iter(record)))
+def test_parquet_holds_the_records_of_json_lines(tmp_path: Path, record: dict[str, Any]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([record, record]), tmp_path / "a.parquet")
+    build([tmp_path / "a.parquet"], tmp_path / "out")
+    build([json_lines(tmp_path / "a.jsonl", [record, record])], tmp_path / "same")
+    for suffix in (".bin", ".idx", *([".mask"] if "text" not in record else [])):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"same{suffix}").read_bytes()
+
+
 def test_only_answers_count(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    records = [{"prompt": "ab", "answer": "cd"}, {"messages": talk}, {"text": "ef"}]
-    built = build([json_lines(tmp_path / "a.jsonl", records)], tmp_path / "out")
+    built = build([json_lines(tmp_path / "a.jsonl", RECORDS)], tmp_path / "out")
     pair = open_pair(tmp_path / "out")
     assert pair.mask is not None
     counted = bytes(pair.tokens[(pair.mask == 1) & (pair.tokens != END)].astype(np.uint8)).decode()
@@ -78,6 +99,18 @@ def test_workers_make_the_same_pair(tmp_path: Path) -> None:
         build([path], tmp_path / f"out{workers}", workers=workers)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out2{suffix}").read_bytes()
+
+
+def test_a_killed_worker_ends_it_in_one_line(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", [{"text": f"document {i}"} for i in range(64 * 20)])
+
+    def kill_one(documents: int, tokens: int) -> None:
+        if documents == 1:
+            multiprocessing.active_children()[0].kill()
+
+    with pytest.raises(SpecError, match="--workers: one of 2 was killed"):
+        build([path], tmp_path / "out", workers=2, progress=kill_one)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
@@ -109,8 +142,10 @@ def test_a_bad_record_is_named_and_nothing_is_left(tmp_path: Path, line: str, sa
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.exe").write_bytes(b"")
-    for files, says in (([], "there are none"), ([tmp_path / "a.exe"], "suffix"), ([tmp_path / "b.txt"], "not there")):
+    for name in ("a.exe", "empty.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    wrong = {"a.exe": "suffix", "b.txt": "not there", "empty.jsonl": "hold no text"}
+    for files, says in (([], "there are none"), *(([tmp_path / name], says) for name, says in wrong.items())):
         with pytest.raises(SpecError, match=says):
             build(files, tmp_path / "out")
     (tmp_path / "a.txt").write_text("a", encoding="utf-8")

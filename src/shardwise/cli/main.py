@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
 from shardwise.spec.errors import SpecError, nearest_name
@@ -55,7 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     with piped_streams(sys.stdout, sys.stderr):
         try:
-            return _run(arguments)
+            status = _run(arguments)
+            with suppress(ReaderGone):
+                sys.stdout.flush()
+            return status
         except SpecError as error:
             print(f"shardwise: error: {error}", file=sys.stderr)
             return error.status

@@ -1,11 +1,13 @@
-"""Standard output and error as pipes whose reader may leave before the command has ended."""
+"""Standard output and error as pipes whose reader may leave before the command has ended, or files on a full disk."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, TypeVar, cast
+
+from shardwise.spec.errors import SpecError
 
 T = TypeVar("T")
 
@@ -18,7 +20,7 @@ class ReaderGone(Exception):
 
 
 class _PipedStream:
-    """A stream that drops what nobody reads; ``tells``: with the first of it, it raises ReaderGone."""
+    """A stream that drops what cannot be written; ``tells``: at the first of it raises ReaderGone or SpecError."""
 
     def __init__(self, stream: TextIO, *, tells: bool) -> None:
         self._stream, self._tells = stream, tells
@@ -32,25 +34,38 @@ class _PipedStream:
     def flush(self) -> None:
         self._tried(self._stream.flush, None)
 
+    def end(self) -> None:
+        """What is left goes nowhere if it cannot be written: the interpreter's own flush would change the status."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._lead_nowhere()
+
     def _tried(self, call: Callable[[], T], dropped: T) -> T:
         try:
             return call()
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # also for what the interpreter flushes when it ends
-            os.close(nowhere)
-            if self._tells:
+        except OSError as error:
+            if not self._tells:
+                return dropped
+            self._lead_nowhere()
+            if isinstance(error, BrokenPipeError):
                 raise ReaderGone from None
-            return dropped
+            reason = f"cannot be written ({error.strerror})"
+            raise SpecError("standard output", reason, "make room, or name another file") from None
+
+    def _lead_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 @contextmanager
 def piped_streams(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Within it a reader of standard output that leaves is ReaderGone; one of standard error is not missed."""
+    """Within it a reader of standard output that leaves is ReaderGone; what standard error loses is not missed."""
     outward, beside = _PipedStream(out, tells=True), _PipedStream(error, tells=False)
     with redirect_stdout(cast(TextIO, outward)), redirect_stderr(cast(TextIO, beside)):
         try:
             yield
         finally:
-            with suppress(ReaderGone):
-                outward.flush()
+            outward.end()
+            beside.end()

@@ -15,14 +15,20 @@ from shardwise.spec.units import readable_bytes
 
 PIECE_BYTES = 2**20  # the most that is asked of a stream at once; no header of a tar has as many
 _BLOCK_BYTES = 512  # of a tar
+TARS = (".tar", ".tar.gz", ".tgz")
+_GZIP = b"\x1f\x8b"  # its first bytes (RFC 1952)
 # What the readers raise for a file that is cut or holds something else.
 DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, ArithmeticError, LookupError)
 _AGAIN = "copy it again, or --on-bad-record skip leaves out the rest of it"
 
 
 def opened(path: Path) -> BinaryIO:
-    """The bytes of a file, unpacked if it ends in .gz or .tgz."""
-    packed = path.name.lower().endswith((".gz", ".tgz"))
+    """The bytes of a file, unpacked if it ends in .gz; of a tar, if it is packed, whatever its name says."""
+    name = path.name.lower()
+    packed = name.endswith(".gz")
+    if name.endswith(TARS):
+        with path.open("rb") as file:
+            packed = file.read(len(_GZIP)) == _GZIP
     return cast(BinaryIO, gzip.open(path, "rb") if packed else path.open("rb"))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.pool import AsyncResult
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +83,9 @@ def build(
     kept = _Kept(skips=skip_bad_records)
     portions = _portions(kept.of(files, ReadingRules(field, max_record_bytes, raw=tokenizer == BYTES)))
     first = next(portions, [])
-    if kept.skipped and not first:
-        raise SpecError("files", f"no record can be read; the first: {kept.first_skipped}", "correct them")
+    if not first:
+        problem = f"no record can be read; the first: {kept.first_skipped}" if kept.skipped else "hold no text"
+        raise SpecError("files", problem, "name others, or correct them")
     masked = any(not span.counted for document in first for span in document)
     count = tokens = counted = 0
     with PairWriter(prefix, token_dtype(chosen.vocab), masked=masked) as writer:
@@ -130,21 +133,25 @@ def _encoded(portions: Iterable[list[Document]], tokenizer: str, workers: int) -
                 yield encode_document(document, chosen)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, _prepare, (tokenizer,)) as pool:
-        # Not imap, which would read all files before the first portion is done.
-        waiting: deque[AsyncResult[list[Encoded]]] = deque()
-        for portion in portions:
-            waiting.append(pool.apply_async(_encode_portion, (portion,)))
-            if len(waiting) > workers:
-                yield from waiting.popleft().get()
-        while waiting:
-            yield from waiting.popleft().get()
+    with ProcessPoolExecutor(workers, context, _prepare, (tokenizer,)) as pool:
+        # Not map, which would read all files before the first portion is done.
+        waiting: deque[Future[list[Encoded]]] = deque()
+        try:
+            for portion in portions:
+                waiting.append(pool.submit(_encode_portion, portion))
+                if len(waiting) > workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool:
+            raise SpecError("--workers", f"one of {workers} was killed", "use fewer, if memory was short") from None
 
 
 _TOKENIZER: list[Tokenizer] = []  # of a worker process, created once when it starts
 
 
 def _prepare(tokenizer: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that hands out the work
     _TOKENIZER[:] = [tokenizer_from(tokenizer)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, bounded_lines, parse_json
 from shardwise.spec.installation import require_packages
-from shardwise.training.data.archives import DAMAGED, damaged, members_of, opened, read_at_most, too_large
+from shardwise.training.data.archives import DAMAGED, TARS, damaged, members_of, opened, read_at_most, too_large
 
 _PARQUET = (".parquet",)
 _PARQUET_ROWS = 64  # read at a time: a value may stand for many rows
@@ -131,9 +131,11 @@ def _parquet(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
 
     row = 0
     try:
+        names: list[str] = parquet.read_schema(path).names
+        used = [name for name in names if name in (reading.field, "prompt", *_ANSWERS, "messages")]
         # A column is read in pieces, and a value that stands for many rows is kept once.
-        file: Any = parquet.ParquetFile(path, read_dictionary=[reading.field], buffer_size=2**20, pre_buffer=False)
-        used = [name for name in file.schema_arrow.names if name in (reading.field, "prompt", *_ANSWERS, "messages")]
+        whole = [name for name in used if name != "messages"]
+        file: Any = parquet.ParquetFile(path, read_dictionary=whole, buffer_size=2**20, pre_buffer=False)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=used, use_threads=False):
             for offset in range(batch.num_rows):
                 yield _row(batch, offset, reading, f"{path}, row {row + offset}")
@@ -158,11 +160,11 @@ def _row(batch: Any, row: int, reading: ReadingRules, where: str) -> SourceRecor
 
 def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     """Members named .txt or .json; nothing is unpacked to disk."""
-    last = "its beginning"
+    read = "at its beginning"
     try:
         with opened(path) as file:
             for member in members_of(file, (".txt", ".text", ".json"), reading.most_bytes):
-                last = where = f"{path}, {member.name}"
+                read, where = f"after {member.name}", f"{path}, {member.name}"
                 if member.content is None:
                     yield SourceRecord(problem=too_large(where, reading.most_bytes))
                 elif member.name.lower().endswith(".json"):
@@ -170,7 +172,7 @@ def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
                 else:
                     yield _plain(member.content, reading)
     except DAMAGED as error:
-        yield SourceRecord(problem=damaged(path, f"after {last.rpartition(', ')[2]}", error))
+        yield SourceRecord(problem=damaged(path, read, error))
 
 
 def _record(record: Any, field: str, where: str) -> SourceRecord:
@@ -206,7 +208,7 @@ def _message(message: Any, where: str) -> Span:
 _READERS: tuple[tuple[tuple[str, ...], Callable[[Path, ReadingRules], Iterator[SourceRecord]]], ...] = (
     ((".jsonl", ".jsonl.gz", ".ndjson"), _json_lines),
     (_PARQUET, _parquet),
-    ((".tar", ".tar.gz", ".tgz"), _tar),
+    (TARS, _tar),
     ((".txt", ".text", ".md", ".py", ".txt.gz"), _text),
 )
 
