@@ -222,3 +222,19 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (process.returncode, process.stdout, process.stderr) == (0, "{", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status {}", "compare {}", "validate {}", "analyze {}.yaml", "data check {}", "checkpoint {}",
+        f"{JOB.replace('analyze', 'report')} --output {{}}.html", "calibrate --out {}.yaml", "generate {} --prompt x",
+        "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --run-folder {}",
+        "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --precision fp32 --data {}",
+        "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --on {}",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_file_system_takes(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = error_line(run(*shlex.split(command.format("a" * 300))))
+    assert "aaa" in line

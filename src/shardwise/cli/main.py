@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
-from shardwise.spec.errors import SpecError, nearest_name
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.training.storage.stores import StoreError
 
 VERBS = {
@@ -51,6 +52,10 @@ The exit status is 0; 1 if a job does not fit its devices or a check fails; 2 fo
 """
 
 
+# What the machine refuses to do with a path that a user may have named; other errors of the system may be our mistakes.
+_REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; the exit status is 0, 1 if a job does not fit or a check fails, 2 for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -64,13 +69,20 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"shardwise: error: {error}", file=sys.stderr)
             return error.status
         except StoreError as error:
-            said = f"{error.filename}: {error.strerror}; check the store and the network"
-            print(f"shardwise: error: {said}", file=sys.stderr)
-            return SpecError.status
+            return _told(f"{error.filename}: {error.strerror}; check the store and the network")
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            return _told(f"{shown(error.filename, 300)}: {error.strerror}; check the path")
         except ReaderGone:  # it has seen enough
             return 0
         except KeyboardInterrupt:
             return 130
+
+
+def _told(problem: str) -> int:
+    print(f"shardwise: error: {problem}", file=sys.stderr)
+    return SpecError.status
 
 
 def _run(arguments: list[str]) -> int:
