@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run
+from shardwise.api.execution import ready_run
+from shardwise.api.given import job_arguments
 from shardwise.report import training_progress
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import (
@@ -145,6 +147,45 @@ def test_the_progress_shows_the_newest_step_also_after_a_restart(
     lines = MetricLines(tmp_path, 4)
     assert re.findall(r"step (\d+) of", told_after(5, 4)) == ["4"]  # nothing new: what there is again
     assert re.findall(r"step (\d+) of", told_after(5, 6)) == ["6"]
+
+
+def seconds_in(words: str) -> float:
+    units = {"day": 86400, "h": 3600, "min": 60, "s": 1, "ms": 0.001}
+    return sum(float(value) * units[unit] for value, unit in re.findall(r"([\d.]+) (day|h|min|s|ms)(?:s\b|\b)", words))
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(50, 0.5), (119, 0.5), (124, 0.5), (1000, 40.0), (40_000, 9.0)])
+def test_a_long_run_says_after_its_first_steps_how_long_it_takes(
+    steps: int, seconds: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, and only if a minute or more is left."""
+    progress = training_progress.TrainingProgress(tmp_path / "metrics.jsonl", steps)
+    lines, said = MetricLines(tmp_path, 0), ""
+    for step in range(1, 8):
+        lines.write({"step": step, "loss": 1.0, "seconds": seconds, "predicted_seconds": 0.025})
+        progress._show_new()
+        said += capsys.readouterr().err
+    found = re.findall(r"a step takes (.*) \(predicted 25.0 ms\): (.*) for ([\d,]+) more steps", said)
+    if (steps - 3) * seconds < 60:
+        assert not found
+        return
+    ((pace, left, more),) = found
+    assert seconds_in(pace) == seconds and int(more.replace(",", "")) == steps - 3
+    assert seconds_in(left) == pytest.approx((steps - 3) * seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("steps", [100, 20_000, 10_000_000])
+def test_a_long_run_says_before_it_starts_how_long_it_is_predicted_to_take(steps: int, tmp_path: Path) -> None:
+    job = {"model": "tiny", "cluster": "laptop:2", "seq": 128, "global_batch": 8, "dp": 2}
+    said: list[str] = []
+    ready = ready_run(job_arguments(None, job), steps=steps, run_folder=tmp_path / "run", note=said.append)
+    each = ready.checked.price.step_seconds
+    found = [one for one in said if "predicted to take" in one]
+    assert bool(found) == (steps * each >= 60)
+    for one in found:
+        whole, counted = one.partition("predicted to take ")[2].split(": ")
+        assert seconds_in(whole) == pytest.approx(steps * each, rel=0.02)
+        assert counted.startswith(f"{steps:,} steps of ") and seconds_in(counted) == pytest.approx(each, rel=0.01)
 
 
 def messages(path: Path) -> list[bytes]:

@@ -263,7 +263,7 @@ def _how_long(job: Job, step_seconds: float) -> list[str]:
     if steps * step_seconds < LONG_SECONDS:
         return []
     whole = readable_duration(steps * step_seconds)
-    return [f"{counted(steps, 'step')} of {readable_seconds(step_seconds)} are predicted: {whole} in all"]
+    return [f"this run is predicted to take {whole}: {counted(steps, 'step')} of {readable_seconds(step_seconds)}"]
 
 
 def starting_target(on: str, here: Started | None) -> LaunchTarget:

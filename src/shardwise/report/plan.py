@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.memory.room import probability_words
+from shardwise.interop.frameworks.results import Lost
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import PlanExplanation
 from shardwise.planner.advice.frameworks import FrameworkVerdict
@@ -322,23 +323,29 @@ def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Itera
     yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
     yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
     for one in verdicts:
-        lacks = ", ".join(lost.short_field for lost in one.lacks)
-        lead = f"lacks {lacks}" if lacks else ""
-        searched = one.own or one.needed_bytes or (one.searched and all(lost.within("strategy") for lost in one.lacks))
-        yield (
-            f"  {one.name}: " + "; ".join(part for part in (lead, searched and _what_it_runs(best, one)) if part) + "."
-        )
+        yield f"  {one.name}: {' '.join(_what_it_runs(best, one))}"
 
 
-def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
-    parts = [] if one.needed_bytes is None else [f"1 needs {readable_bytes(one.needed_bytes)} there"]
+def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> Iterator[str]:
+    """Sentences: why it cannot run the plan, and what it runs at what price."""
+    if one.lacks:
+        yield f"cannot run it: {'; '.join(_lack_words(lost, best.job) for lost in one.lacks)}."
+    if one.needed_bytes is not None:
+        yield f"cannot run it: it needs {readable_bytes(one.needed_bytes)} of a device there."
     if one.own is not None:
-        what = "runs it" if one.runs else f"its best near 1 is {strategy_words(one.own.job.strategy)}"
+        what = "runs it" if one.runs else f"The fastest similar plan for it: {strategy_words(one.own.job.strategy)}"
         way = f", with {' and '.join(one.differs)}" if one.differs else ""
-        parts.append(f"{what}{way}: {_against(best, one.own)}")
-    elif one.searched:
-        parts.append(f"nothing near 1 fits (`plan --for {one.name}` searches everything it can express)")
-    return "; ".join(parts)
+        yield f"{what}{way}: {_against(best, one.own)}."
+    elif one.searched and all(lost.within("strategy") for lost in one.lacks):
+        yield f"No similar plan fits there; `shardwise plan --for {one.name}` searches all that it can do."
+
+
+def _lack_words(lost: Lost, job: Job) -> str:
+    """What the plan has and the framework has not, and what that has instead."""
+    value = "" if isinstance(lost.value, (bool, list, tuple)) else f" {lost.value}"
+    usual = f"{lost.short_field.replace('_', ' ')}{value}"
+    special = {"strategy.cp": f"{usual} by {job.strategy.context_method}", "strategy.zero": f"ZeRO-{lost.value}"}
+    return f"{special.get(lost.field, usual)} ({lost.why})"
 
 
 def _against(best: Candidate, own: Candidate) -> str:

@@ -118,9 +118,9 @@ class TrainingProgress:
         if left is None or seconds is None or left < LONG_SECONDS:
             return
         if self._recent.predicted_seconds:
-            predicted = f", predicted {readable_seconds(self._recent.predicted_seconds)}"
-        steps = counted(self._steps - self._recent.step, "step")
-        self.print(f"a step takes {readable_seconds(seconds)}{predicted}: {readable_duration(left)} for {steps} more")
+            predicted = f" (predicted {readable_seconds(self._recent.predicted_seconds)})"
+        steps = counted(self._steps - self._recent.step, "more step")
+        self.print(f"a step takes {readable_seconds(seconds)}{predicted}: {readable_duration(left)} for {steps}")
 
 
 def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.planner.advice.frameworks import plan_for, requests_for, who_can_run
 from shardwise.planner.candidate import candidate
 from shardwise.planner.constraints import ACTS, FIELDS, OFFLOADS, Allowed, Constraints, field_value
+from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.supported import findings_of
@@ -200,6 +201,13 @@ def test_a_plan_says_who_can_run_it_and_what_the_others_lack() -> None:
     assert isinstance(found, Plan)
     verdicts = who_can_run(found)
     assert [one.name for one in verdicts] == list(TARGETS)
+    lines = list(runner_lines(found.best, verdicts))[2:]
+    for one, line in zip(verdicts, lines, strict=True):
+        assert ("runs it" in line) == one.runs and ("cannot run it" in line) == (not one.runs)
+        assert all(lost.why in line for lost in one.lacks), "a lack is said with its reason"
+        shown = one.own is None or one.runs or strategy_words(one.own.job.strategy) in line
+        assert shown and "near 1" not in line
+    assert any(one.lacks for one in verdicts)
     for one in verdicts:
         assert one.lacks == tuple(lacking(found.best.job, one.name))
         if one.own is not None:
