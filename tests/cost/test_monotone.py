@@ -12,12 +12,13 @@ from cost.jobs import with_faster_level
 from cost.random_jobs import random_job
 from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.analysis import analyze
-from shardwise.cost.memory.device import device_memories
-from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.memory.states import rank_state_bytes, sharding_of
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
+from shardwise.spec.stack import default_stack
 
 ROUNDING = 1 + 1e-9
 # What hides first takes its window, link and compute units from others, and the best order is not looked for: a faster
@@ -31,7 +32,9 @@ def seconds(job: Job) -> float:
 
 
 def states(job: Job) -> float:
-    return max(memory.states for memory in device_memories(job))
+    sharding, optimizer = sharding_of(job.strategy), job.training.optimizer
+    ranks = (rank_contents(job, rank) for rank in range(job.strategy.pp))
+    return max(float(rank_state_bytes(one, sharding, job.recipe, optimizer)) for one in ranks)
 
 
 def longer_sequences(job: Job, random: Random) -> Pair:
@@ -68,9 +71,12 @@ def more_memory_bandwidth(job: Job, random: Random) -> Pair:
 
 
 def a_higher_stage_of_zero(job: Job, random: Random) -> Pair:
-    zero, sharding = min(job.strategy.zero, 2), sharding_of(job.with_strategy(zero=1).strategy)
-    if min(sharding.shards, sharding.expert_shards if job.model.moe else 2) < 2:
-        raise SpecError("strategy.zero", "has nothing to divide", "")  # FSDP keeps fp32 gradients there, from ZeRO-2 on
+    zero = min(job.strategy.zero, 2)
+    job = replace(job, stack=default_stack()) if random.random() < 0.5 else job
+    whole_experts = job.model.moe and sharding_of(job.with_strategy(zero=1).strategy).expert_shards == 1
+    if zero == 0 and job.stack.is_own and (job.strategy.offload.optimizer or whole_experts):
+        # From ZeRO-1 on fp32 shards stay on the device; without it masters are 2 bytes, or go to the host.
+        raise SpecError("strategy.zero", "is another way to keep master weights", "")
     less, more = (states(job.with_strategy(zero=stage)) for stage in (zero + 1, zero))
     return less, more
 

@@ -189,13 +189,16 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
     return {"weights": sum(weights.values()), "gradients": sum(gradients.values())}
 
 
-def _records(module: nn.Module) -> list[Any]:
+def _groups(module: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     from shardwise.engine.data.fsdp_collectives import parameter_groups
 
-    units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-    return [record for unit in units for group in parameter_groups(unit) for record in group.fsdp_params]
+    return [group for one in module.modules() if isinstance(one, FSDPModule) for group in parameter_groups(one)]
+
+
+def _records(module: nn.Module) -> list[Any]:
+    return [record for group in _groups(module) for record in group.fsdp_params]
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
@@ -212,6 +215,7 @@ def _gradients(module: nn.Module) -> list[Tensor]:
     found = [record.unsharded_accumulated_grad for record in records]
     found += [record._unsharded_param.grad for record in records if hasattr(record, "_unsharded_param")]
     found += [record.sharded_param.grad for record in records]
+    found += [group._partial_reduce_output for group in _groups(module)]  # of hybrid sharding, until the last
     return [local(one) for one in found if one is not None]
 
 

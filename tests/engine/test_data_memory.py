@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from engine.data_cases import UNEVEN, Case, Trained, together
+from engine.data_cases import UNEVEN, Case, Trained, held_bytes, together
 from engine.workers import on_ranks
+from shardwise.cost.memory.states import group_states, sharding_of
+from shardwise.engine.engine import Engine
 from shardwise.engine.optim.precision import FP32, Precision
+from shardwise.layout.stages import rank_contents
+from shardwise.measure.reference import sample_batch
 from shardwise.models import Decoder
+from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
 # Sizes that divide, so that no padding hides a mistake.
@@ -58,3 +65,52 @@ def test_hybrid_sharding_holds_the_part_of_its_group() -> None:
     for found in on_ranks(4, together, Case(strategy, EVEN, microbatches=3, steps=2)):
         assert found.notes["optimizer"] == PARAMETERS * 8 / 2
         assert found.notes["bytes"][0]["weights"] == PARAMETERS * 4 / 2
+
+
+def mixture(strategy: dict[str, Any]) -> Job:
+    model = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 64, "activation": "swiglu", "norm": "rmsnorm",
+             "moe": {"experts": 4, "top_k": 2, "ffn": 64}}  # fmt: skip
+    training = {"seq": 16, "global_batch": 4 * strategy["dp"], "precision": "bf16"}
+    cluster = f"laptop:{strategy['dp'] * strategy.get('pp', 1)}"
+    return Job.from_dict({"model": model, "cluster": cluster, "strategy": strategy, "training": training})
+
+
+def gradients_held(texts: Sequence[str]) -> list[tuple[int, int]]:
+    return [held_before_the_last(Job.from_yaml(text)) for text in texts]
+
+
+def held_before_the_last(job: Job) -> tuple[int, int]:
+    """This rank's place in the pipeline, and the bytes of its gradients before its last microbatch."""
+    engine = Engine(job)
+    ((stage, part),) = engine.data.parts.items()
+    held, begin = [], part.before_microbatch
+
+    def begin_and_note(last: bool) -> None:
+        held.append(held_bytes(stage)["gradients"])
+        begin(last)
+
+    part.before_microbatch = begin_and_note  # type: ignore[method-assign]
+    engine.step(sample_batch(job, 0, 0).share(engine.mesh.rank("dp"), engine.mesh.size("dp")))
+    return engine.mesh.pipeline_rank, held[-1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 2, "ep": 2, "pp": 2},
+        {"dp": 4, "ep": 2},
+        {"dp": 4, "ep": 2, "shard_group": 2},
+        pytest.param({"dp": 4, "ep": 2, "pp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "ep": 2, "pp": 2, "shard_group": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_of_experts_are_as_priced_and_no_more_at_a_higher_stage(layout: dict[str, Any]) -> None:
+    jobs = [mixture({**layout, "zero": zero, "accumulate": "sharded"}) for zero in (1, 2, 3)]
+    for ranks in on_ranks(jobs[0].strategy.world, gradients_held, [job.to_yaml() for job in jobs]):
+        held = [size for _, size in ranks]
+        for job, (place, size) in zip(jobs, ranks):
+            groups = group_states(rank_contents(job, place), sharding_of(job.strategy), job.recipe, "adamw")
+            assert size == sum(one.gradients for one in groups.values())
+        assert held == sorted(held, reverse=True)

@@ -67,6 +67,7 @@ SLOW = {
     "zero-3-kept": job(SMALL, {"dp": 8, "zero": 3, "keep_parameters": True}, 16),
     "accumulate-local": job(SMALL, {"dp": 8, "zero": 3, "accumulate": "local"}, 16),
     "hybrid": job(SMALL, {"dp": 16, "zero": 3, "shard_group": 8}, 32, nodes=2),
+    "hybrid-experts": job(MIXTURE, {"pp": 2, "dp": 4, "ep": 2, "zero": 3, "shard_group": 2}, 16),
     "tp-plain": job(SMALL, {"tp": 2, "dp": 4, "sequence_parallel": False}, 8),
     "cp-all-gather": job(SMALL, {"cp": 4, "dp": 2, "context_method": "all-gather"}, 4),
     "cp-ulysses": job(SMALL, {"cp": 4, "dp": 2, "context_method": "ulysses"}, 4),

@@ -27,7 +27,7 @@ class Sharding:
     """How data parallelism divides the states: numbers of one strategy, or columns of a table of them.
 
     The two flags, shared by all strategies of a table, say how often it communicates: whether gradients are reduced to
-    shards after every microbatch, and whether parameters are gathered once a step.
+    shards after every microbatch (see `reduced_to_shards`), and whether parameters are gathered once a step.
     """
 
     zero: Any
@@ -44,6 +44,16 @@ class Sharding:
     @property
     def divided(self) -> Any:
         return self.zero > 0
+
+    def stage(self, recipe: Recipe) -> Any:
+        """The stage that states are held by: our engine keeps them whole where nothing is divided or moved."""
+        moved = self.offload.weights + self.offload.gradients > 0
+        return self.zero * ((self.shards > 1) | moved) if recipe.fp32_shards else self.zero
+
+    def reduced_to_shards(self, shards: Any) -> Any:
+        """Whether gradients that so many devices divide are reduced after every microbatch: not those that nobody else
+        has a part of, where that would free nothing, unless they leave the device."""
+        return self.gradients_sharded and (shards > 1) | (self.offload.gradients > 0)
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
@@ -117,7 +127,7 @@ def state_bytes(
     optimizer: str = "adamw",
     zero: Any = 0,
     shards: Any = 1,
-    gradients_sharded: bool | None = None,
+    gradients_sharded: Any = None,
     offload: Any = None,
     sums_once: Any = False,
 ) -> StateBytes:
@@ -162,11 +172,17 @@ def group_states(
     contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str
 ) -> dict[ParameterGroup, StateBytes]:
     """Dense parts and experts have different sharding groups."""
-    shared: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
-    shared |= {name: getattr(sharding, name) for name in ("zero", "gradients_sharded", "offload", "sums_once")}
-    dense = state_bytes(contents.layer_matrices, contents.others, shards=sharding.shards, **shared)
-    shared["precision"] = (RECIPES[precision] if isinstance(precision, str) else precision).of_experts
-    return {"dense": dense, "experts": state_bytes(contents.experts, shards=sharding.expert_shards, **shared)}
+    recipe = RECIPES[precision] if isinstance(precision, str) else precision
+    shared: dict[str, Any] = {"optimizer": optimizer, "zero": sharding.stage(recipe)}
+    shared |= {name: getattr(sharding, name) for name in ("offload", "sums_once")}
+    of_dense, of_experts = (
+        {"shards": shards, "gradients_sharded": sharding.reduced_to_shards(shards)}
+        for shards in (sharding.shards, sharding.expert_shards)
+    )
+    return {
+        "dense": state_bytes(contents.layer_matrices, contents.others, precision=recipe, **shared, **of_dense),
+        "experts": state_bytes(contents.experts, precision=recipe.of_experts, **shared, **of_experts),
+    }
 
 
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:

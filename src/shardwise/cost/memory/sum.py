@@ -102,12 +102,13 @@ class HeldMemory:
     @cached_property
     def reduced(self) -> Any:
         """Gradients that ZeRO reduces."""
-        return _or_zero(self.states.gradients * (self.sharding.zero >= 1))
+        return _or_zero(self.states.gradients * (self.sharding.stage(self.job.recipe) >= 1))
 
     @cached_property
     def unreplicated(self) -> Any:
         """Gradients that no other device has; replicas without ZeRO keep the buffers that they are reduced in."""
-        return 0.0 if self.replicated else _or_zero(self.states.gradients * (self.sharding.zero == 0))
+        whole = self.sharding.stage(self.job.recipe) == 0
+        return 0.0 if self.replicated else _or_zero(self.states.gradients * whole)
 
     @cached_property
     def head_share(self) -> Any:

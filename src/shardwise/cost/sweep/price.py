@@ -356,10 +356,12 @@ class _Batch:
 
     def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
-        lines = self._lines(self.rows.microbatches[part], self.rows.last_share[part])
+        rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
+        shards = [2 if (one > 1).all() else by_row(one, lengths) for one in over]  # it only matters whether they are 1
+        lines = [self._lines(rows.microbatches[part], rows.last_share[part], one) for one in shards]
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
-            line = lines[number]
+            line = lines[held][number]
             transfers.append(
                 OverlappedTransfer(
                     line.window,
@@ -374,10 +376,10 @@ class _Batch:
             )
         return transfers
 
-    def _lines(self, microbatches: Any, last: Any) -> list[DataLine]:
+    def _lines(self, microbatches: Any, last: Any, shards: Any = 1) -> list[DataLine]:
         """Whatever their sizes."""
         wire = wire_bytes(self.job, self.base.pp)
-        return data_lines(self.sharding, SentParameters(0.0, 0.0), 1, wire, microbatches, last)
+        return data_lines(self.sharding, SentParameters(0.0, 0.0), shards, wire, microbatches, last)
 
 
 def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
-from shardwise.collectives.arrays import minimum
+from shardwise.collectives.arrays import minimum, select
 from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
 from shardwise.cost.traffic.network import level_names, spanned
@@ -219,7 +219,9 @@ def data_lines(
     Numbers of one strategy, or columns of a table of them.
     """
     gradient, weight = wire.gradient, wire.weight
-    reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
+    # Our engine sums what no other device has a part of with the last microbatch (`Sharding.reduced_to_shards`).
+    always = sharding.gradients_sharded and (not wire.ends_once or shards > 1)
+    reductions, share = select(always, microbatches, 1), select(always, 1.0, last)
     gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
     whole, part = unit.all * gradient, unit.all * gradient / shards
     again = not (sharding.gathers_once or sharding.offload.weights)

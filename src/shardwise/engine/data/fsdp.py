@@ -28,9 +28,10 @@ class Sharded:
     """Parameters of ``root`` divided over the ranks of the mesh; each of ``units`` is gathered and reduced by itself.
 
     ZeRO-1: parameters are gathered once a step, gradients stay whole and are reduced with the last microbatch.
-    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally. ZeRO-3: parameters are freed
-    after every use, unless they are kept. Hybrid: the all-reduce between shard groups comes with the last microbatch,
-    whatever happens inside them. ``prefetch`` units are gathered ahead of the one that computes.
+    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally or no other rank has a part of
+    them, as of experts that as many ranks divide as there are copies. ZeRO-3: parameters are freed after every use,
+    unless they are kept. Hybrid: the all-reduce between shard groups comes with the last microbatch, whatever happens
+    inside them. ``prefetch`` units are gathered ahead of the one that computes.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Sharded:
         strategy = mesh.strategy
         self.mesh, self.scaling = mesh, precision.scaling
         self.fp8_scales: GatherScales | None = None  # of weights that are gathered in FP8
-        self.reduces_always = strategy.gradients_sharded
+        self._reduced_always: set[Any] = set()  # the other units with the last microbatch
         self.keeps_parameters = strategy.zero < 3 or strategy.keep_parameters
         self.in_pipeline = strategy.pp > 1
         self.units: list[Any] = [*(unit.module for unit in units), root]
@@ -75,6 +76,8 @@ class Sharded:
         again = not (self.keeps_parameters or unit.at_the_end or unit.module in self._staying)
         groups = ("expert_replicate", "expert_shard") if unit.expert else ("replicate", "shard")
         ranks = mesh.sharding(*groups)
+        if sharding_of(mesh.strategy).reduced_to_shards(ranks.size(ranks.ndim - 1)):
+            self._reduced_always.add(unit.module)
         sharded = fully_shard(unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy)
         if ranks.size() > 1:  # alone, FSDP would divide by the 1
             # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use
@@ -109,7 +112,7 @@ class Sharded:
 
     def before_microbatch(self, last: bool) -> None:
         """Call before the forward pass; ``last``: of the step."""
-        self._set(last or self.reduces_always, last or not self.keeps_parameters, last)
+        self._set(True, last or not self.keeps_parameters, last)
 
     def after_step(self) -> None:
         """Frees the gradients; the shards that the optimizer has updated are gathered by the next forward pass."""
@@ -123,9 +126,11 @@ class Sharded:
             self.gradients.stored.summed.clear()
 
     def after_evaluation(self) -> None:
-        """Frees what a backward pass would have freed: the next step gathers by itself, as planned."""
+        """Does what a backward pass would have done: the next step gathers by itself, and no more than planned."""
         for unit in self.units:
             unit.reshard()
+            for group in torch_private.parameter_groups(unit):
+                torch_private.forget_forward_passes(group)
 
     def before_input_gradients(self) -> None:
         """Deferred weight gradients need inputs and output gradients but no weights, which may be freed."""
@@ -147,7 +152,7 @@ class Sharded:
             return
         self._set_to = (reduce, reshard, last)
         for unit in self.units:
-            unit.set_requires_gradient_sync(reduce, recurse=False)
+            unit.set_requires_gradient_sync(reduce and (last or unit in self._reduced_always), recurse=False)
             # Between the shard groups once; in a pipeline each time, since a pass may bring only some gradients of a
             # tied embedding, and FSDP cannot add tensors of different sizes.
             unit.set_requires_all_reduce(last or self.in_pipeline, recurse=False)
