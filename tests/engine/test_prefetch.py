@@ -1,8 +1,11 @@
-"""ZeRO-3 gathers a layer before the one that runs first has computed, in both passes: what the price hides."""
+"""When parameters are gathered: a layer before the one that runs first has computed, in both passes, which is what the
+price hides; and in every step the same, whatever came before it."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import pytest
 
 from engine.workers import on_ranks
 from shardwise.cost.traffic.data import data_traffic
@@ -65,3 +68,40 @@ def test_all_gathers_of_layers_but_the_first_may_be_hidden() -> None:
     gathers = [one for one in data_traffic(JOB, rank_contents(JOB, 0)) if one.payload.role is Role.PARAMETERS]
     assert {one.window for one in gathers} == {"forward", "backward"}
     assert all(one.unhideable == 1 / LAYERS for one in gathers)
+
+
+def gathers_of_steps(text: str) -> list[list[str]]:
+    """What each of four steps gathers, by number of unit and in order; between the last two the model is evaluated."""
+    job = Job.from_yaml(text)
+    engine = Engine(job)
+    found: list[list[str]] = []
+    log: list[str] = []
+    units = [unit for part in engine.data.parts.values() for unit in getattr(part, "units", ())]
+    for number, group in enumerate(group for unit in units for group in torch_private.parameter_groups(unit)):
+        _log_gathers(group, number, log)
+    batch = sample_batch(job, 0, 0).share(engine.mesh.rank("dp"), engine.mesh.size("dp"))
+    for step in range(4):
+        log.clear()
+        engine.step(batch)
+        found.append(list(log))
+        if step == 2:
+            for _ in range(2):
+                engine.evaluate(batch)
+            engine.data.after_evaluation()
+    return found
+
+
+SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"pp": 2, "ep": 2})]
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, *SLOW], ids=str)
+def test_a_step_gathers_the_same_after_an_evaluation(layout: dict[str, int]) -> None:
+    fields = JOB.to_dict()
+    if "ep" in layout:
+        fields["model"] |= {"moe": {"experts": 4, "top_k": 2, "ffn": 64}}
+    for zero in (1, 2, 3):
+        strategy = {"dp": 2, "zero": zero, **layout}
+        job = Job.from_dict({**fields, "cluster": f"laptop:{2 * layout.get('pp', 1)}", "strategy": strategy,
+                             "training": {"global_batch": 8, "seq": 32, "precision": "fp32"}})  # fmt: skip
+        for steps in on_ranks(job.strategy.world, gathers_of_steps, job.to_yaml()):
+            assert steps[1] and steps[1] == steps[2] == steps[3]

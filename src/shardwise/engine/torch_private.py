@@ -298,6 +298,12 @@ def finish_backward(root: nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def forget_forward_passes(group: Any) -> None:
+    """For which no backward pass comes: FSDP would gather for a later one what they had ended with (2.13)."""
+    group.comm_ctx.post_forward_order.clear()
+    group._post_forward_indices.clear()
+
+
 def is_gathering(group: Any) -> bool:
     return group._all_gather_result is not None
 
