@@ -6,7 +6,12 @@ import gzip
 import io
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +116,26 @@ def test_a_killed_worker_ends_it_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="--workers: one of 2 was killed"):
         build([path], tmp_path / "out", workers=2, progress=kill_one)
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", [{"text": "text"}] * 640)
+    command = [sys.executable, "-m", "shardwise", "data", "build", str(path), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([*command, "--workers", "2"], env=environment)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    await_that(lambda: len(children.read_text(encoding="ascii").split()) == 3)  # one tracks what they share
+    started = children.read_text(encoding="ascii").split()
+    process.kill()
+    process.wait()
+    await_that(lambda: not any(Path(f"/proc/{one}").exists() for one in started))
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -100,10 +101,8 @@ def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
 
 def read_config(path: Path) -> Any:
     """The content of a ``config.json``, or of the one in a folder; raises SpecError if it cannot be read."""
-    try:
-        path = path / "config.json" if path.is_dir() else path
-    except OSError as error:
-        raise SpecError("config", f"{shown(str(path))} cannot be read ({error.strerror})", "check the file") from None
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises for an invalid path)
+        path = path / "config.json"
     return parse_json(read_text(path, "config"), f"config {path}")
 
 

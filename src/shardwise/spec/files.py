@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,12 +40,10 @@ def read_text(path: Path | str, what: str, most: int = MOST_CHARACTERS, errors: 
     """The text of a file; ``what`` it should be is named in the error."""
     path = Path(path)
     named = shown(str(path), 300)
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises for an invalid path)
+        raise SpecError(what, f"{named} is a folder", "name the file inside it")
     try:
-        if path.is_dir():
-            raise SpecError(what, f"{named} is a folder", "name the file inside it")
         text = bounded_text(path, most, errors)
-    except SpecError:
-        raise
     except FileNotFoundError:
         raise SpecError(what, f"{named} is not there", "check the path") from None
     except (OSError, ValueError) as error:

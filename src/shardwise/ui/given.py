@@ -32,14 +32,6 @@ def document(body: bytes) -> Mapping[str, Any]:
     return data
 
 
-def require_text(data: Any, what: str) -> None:
-    """Raises SpecError where text has halves of characters, which cannot be written again."""
-    try:
-        json.dumps(data, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise SpecError(what, f"is not JSON: {shown(str(error))}", "send a JSON object") from None
-
-
 def arguments_from(given: Mapping[str, Any]) -> JobArguments:
     """The job as given: ``model``, ``cluster`` and ``stack`` by preset or written out, and fields by their name."""
     if "run" in given:

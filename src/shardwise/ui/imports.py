@@ -18,10 +18,10 @@ from shardwise.interop.jobs import job_fields_in
 from shardwise.interop.recognise import CONFIG, JOB, kind_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.files import parse_json
+from shardwise.spec.files import parse_json, require_whole_characters
 from shardwise.spec.job import Job
 from shardwise.spec.run import Run
-from shardwise.ui.given import AsPrinted, arguments_from, check_references, keywords_of, require_text
+from shardwise.ui.given import AsPrinted, arguments_from, check_references, keywords_of
 
 _TITLES = {JOB: "job file", CONFIG: "Hugging Face config.json"}
 _PLACE = ("cluster", "gpus", "gpus_per_node")
@@ -46,7 +46,10 @@ def imported(given: Mapping[str, Any]) -> Keywords:
         raise AsPrinted(error) from None
     words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
     found = {"name": name, "kind": kind, "words": words, **vars(made)}
-    require_text(found, name)
+    try:
+        require_whole_characters(found)
+    except ValueError as error:
+        raise SpecError(name, str(error), "correct it") from None
     return found
 
 

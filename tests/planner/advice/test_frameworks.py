@@ -14,12 +14,13 @@ from interop.random_jobs import drawn
 from planner.cases import fits, job_of, within
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, target
 from shardwise.interop.frameworks.job_fields import effective_fields
-from shardwise.planner.advice.frameworks import plan_for, requests_for, who_can_run
+from shardwise.planner.advice.frameworks import requests_for, searched_for, who_can_run
 from shardwise.planner.candidate import candidate
 from shardwise.planner.constraints import ACTS, FIELDS, OFFLOADS, Allowed, Constraints, field_value
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.search.search import Search
 from shardwise.planner.search.supported import findings_of
 from shardwise.report.plan import runner_lines
 from shardwise.spec.clusters import cluster_from
@@ -36,6 +37,10 @@ def request_of(model: str) -> Request:
     if model == "qwen3-30b-a3b":
         constraints = constraints.with_allowed({"cp": Allowed((1,)), "tp": Allowed((1,)), "ep": Allowed((1, 8))})
     return Request(job_of(model, MODELS[model], 32, seq=4096), constraints)
+
+
+def plan_for(request: Request, name: str) -> Plan | Search:
+    return searched_for(request, name)[0]
 
 
 def requested_for(job: Job, name: str) -> Request:

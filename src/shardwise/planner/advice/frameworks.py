@@ -118,11 +118,6 @@ def requests_for(request: Request, name: str) -> dict[Way, Request]:
     return found
 
 
-def plan_for(request: Request, name: str) -> Plan | Search:
-    """`plan` for a framework, whichever of its ways is the fastest."""
-    return searched_for(request, name)[0]
-
-
 def searched_for(request: Request, name: str) -> tuple[Plan | Search, Request]:
     """`plan` for a framework, and the request that it is the answer to; that which needs least if nothing fits."""
     if check_framework(name) == "ddp":

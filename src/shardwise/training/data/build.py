@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -152,7 +154,16 @@ _TOKENIZER: list[Tokenizer] = []  # of a worker process, created once when it st
 
 def _prepare(tokenizer: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that hands out the work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _TOKENIZER[:] = [tokenizer_from(tokenizer)]
+
+
+def _end_with_parent() -> None:
+    """If that is killed, the queue of work stays open, and would be waited for without end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_portion(portion: list[Document]) -> list[Encoded]:
