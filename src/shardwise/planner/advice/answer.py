@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,12 +13,13 @@ from shardwise.cost.step.verdict import SendingLess, sending_less
 from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.planner.advice.explanation import PlanExplanation, explain, textbook
 from shardwise.planner.advice.frameworks import FrameworkVerdict, who_can_run
-from shardwise.planner.advice.what_if import Size, WhatIf, sizes, what_if
-from shardwise.planner.advice.why_not import NotRun, WhyNot, judged, not_run, wish
+from shardwise.planner.advice.what_if import Size, WhatIf, faster_part, sizes, what_if
+from shardwise.planner.advice.why_not import NotRun, WhyNot, difference_words, judged, not_run, wish
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.constraints import Allowed
+from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan
-from shardwise.spec.units import readable_duration
+from shardwise.spec.units import readable_duration, readable_seconds
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def answer(
         found = found.joined([rule])
     best = found.best
     front = found.front if asked.pareto == "memory" else None
-    sized = sizes(found) if asked.pareto == "money" else None
+    sized = sizes(found, asked.framework) if asked.pareto == "money" else None
     explanation, runners = explain(found), who_can_run(found, near=asked.framework is None)
     others = []
     for change in asked.what_if:
@@ -88,9 +89,10 @@ def answer(
         else:
             others.append(what_if(found.request, change))
     lacking = not_run(found)
+    part = faster_part(found, asked.framework)
     return PlanAnswer(
         plan=found,
-        notes=(*notes, *_stopped_notes(found, left_out)),
+        notes=(*notes, *_part_notes(found, part), *_stopped_notes(found, left_out)),
         framework=asked.framework,
         explanation=explanation,
         textbook=rule,
@@ -106,6 +108,20 @@ def answer(
         sending_less=sending_less(best.job),
         campaign=campaign(best),
     )
+
+
+def _part_notes(found: Plan, part: Size | None) -> Iterator[str]:
+    """Advice to leave devices out."""
+    if part is not None:
+        whole, less = found.best.job, part.best.job
+        joined = zip(whole.cluster.levels, less.cluster.levels)
+        left_out = " and ".join(before.name for before, after in joined if before.width > after.width == 1)
+        without = f", without {left_out} between them," if left_out and part.devices > 1 else ""
+        yield (
+            f"{part.devices:,} of the {whole.cluster.devices:,} devices{without} would be faster: "
+            f"{readable_seconds(part.best.step_seconds)} a step ({difference_words(part.best.loss_to(found.best))}) "
+            f"with {strategy_words(less.strategy)}"
+        )
 
 
 def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:

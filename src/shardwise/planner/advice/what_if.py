@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from shardwise.cost.step.prediction import predict
+from shardwise.planner.advice.frameworks import plan_for
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
+from shardwise.planner.search.space import plain_strategy
 from shardwise.spec import presets, units
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster, Device, UnitsTaken
+from shardwise.spec.job import Job
 
 _ALIASES = {"ib": "infiniband", "network": "infiniband"}
 
@@ -111,21 +117,60 @@ class Size:
         return self.device_seconds_per_token / other.device_seconds_per_token
 
 
-def sizes(found: Plan) -> tuple[Size, ...]:
+def sizes(found: Plan, framework: str | None = None) -> tuple[Size, ...]:
     """All devices, half of them, a quarter, ... while something fits; sizes that are not cheaper are left out."""
-    result = [Size(found.request.job.cluster.devices, found.fastest)]
-    cluster = found.request.job.cluster
-    while len(result) < _MOST_SIZES and not found.request.deadline.leaves_out():
-        try:
-            cluster = cluster.with_devices(cluster.devices // 2)
-        except SpecError:
+    front = [Size(found.request.job.cluster.devices, found.fastest)]
+    for cluster in islice(_parts(found.request.job.cluster), _MOST_SIZES - 1):
+        best = _fastest_on(cluster, found, framework)
+        if best is None:
             break
-        other = plan(found.request.on(cluster))
-        if not isinstance(other, Plan):
-            break
-        result.append(Size(cluster.devices, other.fastest))
-    front: list[Size] = []
-    for one in result:
-        if not front or one.device_seconds_per_token < front[-1].device_seconds_per_token:
+        one = Size(cluster.devices, best)
+        if one.device_seconds_per_token < front[-1].device_seconds_per_token:
             front.append(one)
     return tuple(front)
+
+
+def faster_part(found: Plan, framework: str | None = None) -> Size | None:
+    """The fastest on a part of the cluster, where that beats the whole by more than noise.
+
+    At a fixed batch a slow network may cost more than the devices behind it gain.
+    """
+    whole = best = found.fastest
+    device_seconds, limit = _least_device_seconds(whole.job), 1 + found.noise.share
+    for cluster in islice(_parts(whole.job.cluster), _MOST_SIZES):
+        if device_seconds / cluster.devices * limit >= best.seconds_per_token:
+            break
+        other = _fastest_on(cluster, found, framework)
+        if other is None:
+            break
+        best = min(best, other, key=lambda one: one.seconds_per_token)
+    return Size(best.job.cluster.devices, best) if whole.loss_to(best) > found.noise.share else None
+
+
+def _fastest_on(cluster: Cluster, found: Plan, framework: str | None) -> Candidate | None:
+    """None if nothing fits, or there is no time left."""
+    if found.request.deadline.leaves_out():
+        return None
+    request = found.request.on(cluster)
+    try:
+        other = plan(request) if framework is None else plan_for(request, framework)
+    except SpecError:  # the framework can express nothing for it
+        return None
+    return other.fastest if isinstance(other, Plan) else None
+
+
+def _parts(cluster: Cluster) -> Iterator[Cluster]:
+    """Half of the cluster, a quarter, ...: first without what only the slowest network reaches."""
+    for index in reversed(range(len(cluster.levels))):
+        while (level := cluster.levels[index]).width > 1:
+            if level.shape:  # half of a torus is another shape
+                return
+            cluster = cluster.with_level(index, replace(level, size=level.width // 2))
+            yield cluster
+
+
+def _least_device_seconds(job: Job) -> float:
+    """Device time that the arithmetic of a token needs in any split: whole matrices, all tokens at once."""
+    alone = replace(plain_strategy(job), dp=1, microbatch=job.sequences)
+    compute = predict(job.unchecked(strategy=alone)).slowest.compute
+    return float(compute.forward + compute.backward) / job.tokens_per_step
