@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from shardwise.cost.step.prediction import predict
-from shardwise.planner.advice.frameworks import plan_for
+from shardwise.planner.advice.frameworks import searched_for
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
@@ -153,7 +153,7 @@ def _fastest_on(cluster: Cluster, found: Plan, framework: str | None) -> Candida
         return None
     request = found.request.on(cluster)
     try:
-        other = plan(request) if framework is None else plan_for(request, framework)
+        other = plan(request) if framework is None else searched_for(request, framework)[0]
     except SpecError:  # the framework can express nothing for it
         return None
     return other.fastest if isinstance(other, Plan) else None
