@@ -21,9 +21,11 @@ from shardwise.spec.job import Job
 from shardwise.spec.stack import default_stack
 
 ROUNDING = 1 + 1e-9
-# What hides first takes its window, link and compute units from others, and the best order is not looked for: a faster
-# part may leave a little more of another exposed.
-OVERLAP = 1.01
+# A pipeline rank hides under its passes, not under its idle time: passes that fill the idle time hide more at no cost.
+# And its input gradients, for which others wait, last longer where shorter weight gradients hide less.
+PIPELINED = 1.02
+# NCCL runs more channels, on more compute units, on a faster network, also while it waits for latencies.
+MORE_CHANNELS = 1.005
 Pair = tuple[float, float]  # a figure that may not exceed the other
 
 
@@ -103,6 +105,12 @@ PROPERTIES: Mapping[str, Callable[[Job, Random], Pair]] = {
 OVERLAPPED = ("larger_microbatches", "a_faster_level", "more_flops", "more_memory_bandwidth", "less_recompute")
 
 
+def slack(name: str, job: Job) -> float:
+    if name in OVERLAPPED and job.strategy.pp > 1:
+        return PIPELINED
+    return MORE_CHANNELS if name == "a_faster_level" else ROUNDING
+
+
 def check(name: str, pairs: int, seed: str) -> None:
     random, checked = Random(f"{name} {seed}"), 0
     while checked < pairs:
@@ -112,8 +120,7 @@ def check(name: str, pairs: int, seed: str) -> None:
         except SpecError:  # no such job
             continue
         checked += 1
-        limit = OVERLAP if name in OVERLAPPED else ROUNDING
-        assert less <= more * limit, f"{less / more - 1:+.4%} in\n{job.to_yaml()}"
+        assert less <= more * slack(name, job), f"{less / more - 1:+.4%} in\n{job.to_yaml()}"
 
 
 @pytest.mark.parametrize("name", PROPERTIES)

@@ -8,7 +8,7 @@ import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job, preset, switched
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.floor import step_floor
+from shardwise.cost.step.floor import rank_floors
 from shardwise.layout.mesh import rank_places
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
@@ -148,7 +148,8 @@ def test_the_slowest_of_uneven_stages_sets_the_time() -> None:
         layers = [1, 1, 1, 1]
         layers[position] = 5
         analysis = analyze(job(LLAMA, dp=1, pp=4, stage_layers=layers))
-        assert analysis.dimension_rank("tp") == step_floor(analysis.job).contents.rank == position
+        longest = max(rank_floors(analysis.step.prediction), key=lambda rank: rank.step_seconds(0.0))
+        assert analysis.dimension_rank("tp") == longest.contents.rank == position
 
 
 def test_prediction_modules_sit_beside_the_head_with_an_embedding_of_their_own() -> None:

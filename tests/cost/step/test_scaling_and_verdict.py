@@ -13,7 +13,6 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.campaign import checkpoint_bytes, data_rate, storage_costs
-from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.scaling import scaling_table
 from shardwise.cost.step.verdict import best_change, bottleneck
 from shardwise.planner.candidate import candidate
@@ -69,7 +68,7 @@ def test_the_table_is_of_the_predicted_step() -> None:
             same = job(
                 "llama3-8b", f"dgx-h100:{row.devices // 8}", tp=8, dp=row.data_parallel, zero=1, training=training
             )
-            assert row.predicted_seconds == candidate(same).step_seconds > step_floor(same).seconds
+            assert row.predicted_seconds == candidate(same).step_seconds > analyze(same).floor_seconds
 
 
 def test_sizes_that_cannot_be_are_left_out() -> None:

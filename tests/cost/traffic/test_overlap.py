@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cost.builders import LLAMA, job, switched
@@ -13,7 +13,8 @@ from cost.jobs import valid_jobs, with_faster_level
 from effort import examples
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.floor import stage_compute, step_floor
+from shardwise.cost.step.floor import RankFloor, rank_floors, stage_compute
+from shardwise.cost.step.prediction import predict
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.cost.traffic.traffic import (
     IN_LAYER,
@@ -38,10 +39,23 @@ def exposed_of_rank(case: Job, rank: int) -> list[Traffic]:
     return with_exposed_seconds(step_traffic(case, contents), windows)
 
 
+def at_peak(case: Job) -> RankFloor:
+    """The rank that takes longest by itself."""
+    return max(rank_floors(predict(case)), key=lambda rank: rank.step_seconds(0.0))
+
+
+def exposed_at_peak(case: Job) -> float:
+    return sum(traffic.exposed_seconds for traffic in at_peak(case).traffics)
+
+
+def floor_seconds(case: Job) -> float:
+    return analyze(case).floor_seconds
+
+
 @PROPERTY
 @given(valid_jobs())
 def test_exposed_and_hidden_add_up_to_the_whole(case: Job) -> None:
-    for traffic in step_floor(case).traffics:
+    for traffic in at_peak(case).traffics:
         assert traffic.exposed_seconds >= 0
         if traffic.fixed_exposed_seconds is None:
             assert traffic.exposed_seconds + traffic.hidden_seconds == pytest.approx(traffic.seconds)
@@ -74,7 +88,7 @@ def test_the_parts_of_the_predicted_step_add_up_and_none_is_below_zero(case: Job
 @given(valid_jobs())
 def test_windows_are_never_over_committed(case: Job) -> None:
     """Layers' own transfers fit under the pass; of those that span layers, each link has the pass only once."""
-    floor = step_floor(case)
+    floor = at_peak(case)
     windows = floor.compute.windows(case.microbatches)
     for which, seconds in (("forward", windows.forward), ("backward", windows.backward)):
         of_pass = [t for t in floor.traffics if t.in_pass == which and t.fixed_exposed_seconds is None]
@@ -103,9 +117,8 @@ def test_a_faster_level_never_costs_time(case: Job, data: st.DataObject) -> None
         before, after = exposed_of_rank(case, rank), exposed_of_rank(faster, rank)
         for slow, quick in zip(before, after, strict=True):
             assert quick.seconds <= slow.seconds * SLACK
-        # The cheapest algorithm on the faster network may press harder on another link, and so hide a little less.
-        assert sum(t.exposed_seconds for t in after) <= sum(t.exposed_seconds for t in before) * 1.02
-    assert step_floor(faster).seconds <= step_floor(case).seconds * 1.02
+        assert sum(t.exposed_seconds for t in after) <= sum(t.exposed_seconds for t in before) * SLACK
+    assert floor_seconds(faster) <= floor_seconds(case) * SLACK
 
 
 @PROPERTY
@@ -115,29 +128,25 @@ def test_more_overlap_never_exposes_more(case: Job, dimension: str) -> None:
         replace(case, strategy=replace(case.strategy, overlap=replace(case.strategy.overlap, **{dimension: flag})))
         for flag in (False, True)
     )
-    # To 1%: what hides first takes its link from others, and the best order is not looked for.
-    assert step_floor(together).exposed_seconds <= step_floor(apart).exposed_seconds * 1.01
+    assert exposed_at_peak(together) <= exposed_at_peak(apart) * SLACK
 
 
 @PROPERTY
 @given(valid_jobs())
 def test_twice_the_batch_takes_longer_but_at_most_twice_as_long(case: Job) -> None:
-    once = step_floor(case)
-    twice = step_floor(replace(case, training=replace(case.training, global_batch=2 * case.sequences)))
-    assert once.seconds <= twice.seconds * SLACK
-    assert twice.seconds <= 2 * once.seconds * SLACK
+    once = floor_seconds(case)
+    twice = floor_seconds(replace(case, training=replace(case.training, global_batch=2 * case.sequences)))
+    assert once <= twice * SLACK
+    assert twice <= 2 * once * SLACK
 
 
 @PROPERTY
 @given(valid_jobs())
 def test_a_faster_device_never_costs_time(case: Job) -> None:
-    # Known and left out: 7.8% where DualPipe hides the exchange of tokens and dp wants the same link.
-    assume(not (case.strategy.overlap.ep and case.strategy.schedule.startswith("dualpipe")))
     device = case.cluster.device
     faster = replace(device, peak={name: 2 * peak for name, peak in device.peak.items()})
-    quick = step_floor(replace(case, cluster=replace(case.cluster, device=faster)))
-    # To 1%: less to hide under may leave two transfers that then share a link for part of their way.
-    assert quick.seconds <= step_floor(case).seconds * 1.01
+    quick = floor_seconds(replace(case, cluster=replace(case.cluster, device=faster)))
+    assert quick <= floor_seconds(case) * SLACK
 
 
 # -- by hand ---------------------------------------------------------------------------------------------
@@ -181,12 +190,24 @@ def test_the_last_microbatch_is_partly_taken() -> None:
     assert exposed(traffic(12, "backward"), traffic(4, "backward", 1 / 4)) == [0, 2]
 
 
+def test_more_computation_to_hide_under_never_shortens_the_step() -> None:
+    """Two reductions of 7 s that keep one link busy for 5 s: whichever waits for its latency, the other may send."""
+    link, payload = Topology.switch(2, 1.0, 2.0), Payload(Role.GRADIENTS, Phase.BACKWARD)
+    one = priced("dp", payload, CollectiveKind.SEND_RECV, 5.0, 1, link, "auto", window="backward")
+    steps = [
+        backward + sum(t.exposed_seconds for t in with_exposed_seconds([one, one], ComputeWindows(0, backward, 0, 0)))
+        for backward in range(15)
+    ]
+    assert steps == sorted(steps)
+    assert steps[0] == pytest.approx(10)
+
+
 def test_gradients_wait_for_the_last_microbatch_unless_every_one_is_reduced() -> None:
     cluster = switched(8, bandwidths=(2e9,))
 
     def exposed_share(batch: int) -> float:
-        floor = step_floor(job(LLAMA, cluster, dp=8, training={"global_batch": batch}))
-        return floor.exposed_seconds / sum(t.seconds for t in floor.traffics)
+        floor = at_peak(job(LLAMA, cluster, dp=8, training={"global_batch": batch}))
+        return sum(t.exposed_seconds for t in floor.traffics) / sum(t.seconds for t in floor.traffics)
 
     assert exposed_share(8) == pytest.approx(exposed_share(64))
 
@@ -197,7 +218,7 @@ def test_without_overlap_everything_shows_but_what_runs_beside_its_product() -> 
     for peak in (1e9, 1e15):
         case = job(LLAMA, dp=4, tp=2, zero=1, overlap={"dp": False}, sequence_parallel=False)
         device = replace(case.cluster.device, peak={"bf16": peak, "fp32": peak})
-        floor = step_floor(replace(case, cluster=replace(case.cluster, device=device)))
+        floor = at_peak(replace(case, cluster=replace(case.cluster, device=device)))
         beside = [t for t in floor.traffics if t.what == "input gradients, backward"]
         others = [t for t in floor.traffics if t not in beside]
         assert sum(t.hidden_seconds for t in others) == pytest.approx(0)

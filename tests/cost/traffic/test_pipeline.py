@@ -14,10 +14,10 @@ from cost.builders import (
     traffics,
 )
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.floor import step_floor
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import simulated_step
 from shardwise.cost.traffic.pipeline import bubble_share, exposed_messages
+from shardwise.spec.schedules import job_schedules
 
 
 def test_a_boundary_carries_one_activation_each_way_per_microbatch() -> None:
@@ -70,10 +70,20 @@ def test_no_price_of_a_step_is_below_what_a_slow_link_carries(schedule: str) -> 
     prediction = predict(case)
     carried = messages * prediction.slowest.message_seconds
     assert carried > 10 * case.microbatches * prediction.slowest.microbatch_seconds
-    assert step_floor(case).seconds >= carried
+    assert analyze(case).floor_seconds >= carried
     assert analyze(case).predicted_seconds >= carried
     assert prediction.pipeline_seconds >= carried
     assert simulated_step(prediction).pipeline_seconds >= carried
+
+
+@pytest.mark.parametrize("schedule", job_schedules())
+def test_the_floor_is_below_the_prediction_where_messages_set_the_pace(schedule: str) -> None:
+    chunks = {"interleave": 2} if schedule == "interleaved" else {}
+    found = analyze(
+        far_apart(tp=1, cp=2, dp=4, pp=4, microbatch=16, schedule=schedule, order=["tp", "cp", "dp", "pp"], **chunks)
+    )
+    assert found.step.message_seconds > 0.5 * found.predicted_seconds
+    assert found.floor_seconds < found.predicted_seconds
 
 
 # Idle time over busy time with F = B = W = 1 (formulas D.4): p = 4, m = 16.

@@ -1,4 +1,4 @@
-"""A floor under the step time: matmuls at the device's peak, communication as priced, the pipeline's bubble."""
+"""A floor under the step time: the predicted step with its matmuls at the device's peak, and nothing else computed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from dataclasses import dataclass, replace
 
 from shardwise.cost.compute.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
 from shardwise.cost.compute.operators import Operator, fully_recomputed_share, layer_operators, share_run_again
-from shardwise.cost.step.stage_time import layer_shape
+from shardwise.cost.compute.roofline import Seconds
+from shardwise.cost.step.prediction import Prediction, RankPrediction
+from shardwise.cost.step.stage_time import StageSeconds, layer_shape
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows
-from shardwise.cost.traffic.pipeline import waiting_for_links
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
-from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents, rank_kinds
-from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
-from shardwise.pipeline import bubble_seconds as idle_seconds
-from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.efficiency import GENERIC_GEMM
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 
@@ -27,6 +24,7 @@ class StageCompute:
     attention_forward: float
     matrices_recomputed: float
     attention_recomputed: float
+    weights_at_once: float  # of weight gradients that are computed with the input gradients
 
     @property
     def forward(self) -> float:
@@ -36,22 +34,16 @@ class StageCompute:
     def backward(self) -> float:
         return 2 * self.forward + self.matrices_recomputed + self.attention_recomputed
 
+    @property
+    def passes(self) -> StageSeconds:
+        weights = self.matrices_forward - self.weights_at_once
+        attention = Seconds(self.attention_forward, 2 * self.attention_forward)
+        again = self.matrices_recomputed + self.attention_recomputed
+        return StageSeconds(self.forward, self.backward - weights, weights, attention, again)
+
     def windows(self, microbatches: int) -> ComputeWindows:
         attention = (self.attention_forward, 2 * self.attention_forward + self.attention_recomputed)
         return ComputeWindows(*(microbatches * seconds for seconds in (self.forward, self.backward, *attention)))
-
-
-def at_peak(job: Job) -> Job:
-    """The same job on a device whose matmuls run at its peak; the floor overlaps communication with these."""
-    device = job.cluster.device
-    perfect = replace(
-        device.efficiency,
-        gemm=FrozenMapping(dict.fromkeys((*device.peak, *GENERIC_GEMM), 1.0)),
-        gemm_rolloff=0.0,
-        operand_traffic=0.0,
-        operator_seconds=0.0,
-    )
-    return job.unchecked(cluster=replace(job.cluster, device=replace(device, efficiency=perfect)))
 
 
 def stage_compute(job: Job, contents: RankContents) -> StageCompute:
@@ -71,7 +63,7 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         again_attention += scores * _run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
-    return StageCompute(matrices + head, attention, again_matrices, again_attention)
+    return StageCompute(matrices + head, attention, again_matrices, again_attention, share * matrices)
 
 
 def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
@@ -81,58 +73,53 @@ def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share:
     return again / sum(operator.flops for operator in own)
 
 
-def bubble_seconds(job: Job, stage: StageCompute) -> float:
-    """Idle seconds of the pipeline in one step, by the schedule's closed form, without messages."""
-    strategy = job.strategy
-    if strategy.pp == 1:
-        return 0.0
-    chunks = strategy.chunks_per_rank
-    forward, weight_gradient = stage.forward / chunks, stage.forward / chunks
-    input_gradient = stage.backward / chunks - weight_gradient
-    return float(
-        idle_seconds(strategy.schedule, strategy.pp, job.microbatches, chunks, forward, input_gradient, weight_gradient)
-    )
-
-
 @dataclass(frozen=True)
-class Floor:
-    """The step of the slowest pipeline rank, which no software can beat with this layout on this network."""
+class RankFloor:
+    """A pipeline rank of the ``job``, as it sees it, which computes at peak."""
 
     job: Job
     contents: RankContents
     compute: StageCompute
     traffics: tuple[Traffic, ...]
-    bubble_seconds: float
+
+    def step_seconds(self, pipeline_seconds: float) -> float:
+        """No less than the pipeline and what nothing hides, or than the work of this rank and all that it waits for.
+
+        Not the sum: what a rank waits for could hide under its idle time.
+        """
+        found = [traffic for traffic in self.traffics if traffic.fixed_exposed_seconds is None]
+        alone = sum(traffic.seconds for traffic in found if traffic.window == "none" and not traffic.in_layer)
+        work = self.job.microbatches * (self.compute.forward + self.compute.backward)
+        return max(pipeline_seconds + alone, work + sum(traffic.exposed_seconds for traffic in found))
 
     @property
-    def compute_seconds(self) -> float:
-        return self.job.microbatches * (self.compute.forward + self.compute.backward)
+    def in_pipeline(self) -> RankPrediction:
+        """Passes none of which is longer than the predicted one.
 
-    @property
-    def exposed_seconds(self) -> float:
-        return sum(traffic.exposed_seconds for traffic in self.traffics)
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.bubble_seconds + self.exposed_seconds
+        What could hide in the backward pass is left out of it: the shorter its weight gradients, the more of that would
+        lengthen its input gradients, for which other ranks wait.
+        """
+        kept = [_in_its_pass(one) for one in self.traffics if one.window == "none" or one.in_pass == "forward"]
+        return RankPrediction(self.job, self.contents, self.compute.passes, tuple(kept))
 
 
-def step_floor(job: Job) -> Floor:
-    """The floor under the step of ``job``; of unlike stages, without the time in which they wait for each other."""
-    replicas = replicas_by_kind(job)
-    if replicas:
-        return max(map(step_floor, replicas), key=lambda floor: floor.seconds)
-    if is_unlike(job):
-        ranks = range(job.strategy.pp)
-        floors = [_floor(timed_on(job, rank), rank_contents(job.of_stage(rank), rank), bubble=False) for rank in ranks]
-    else:
-        floors = [_floor(job, contents) for contents in rank_kinds(job, pipeline_ranks_to_price(job))]
-    return max(floors, key=lambda floor: floor.seconds)
+def _in_its_pass(traffic: Traffic) -> Traffic:
+    """Without what recompute repeats of it in the backward pass, if that can hide there."""
+    if traffic.window == "none":
+        return traffic
+    once = 1 - traffic.repeated
+    hidden = once * traffic.under_compute_seconds
+    return replace(traffic, count=once * traffic.count, repeated=0.0, under_compute_seconds=hidden)
 
 
-def _floor(job: Job, contents: RankContents, *, bubble: bool = True) -> Floor:
+def rank_floor(job: Job, contents: RankContents) -> RankFloor:
+    """Its traffic hides under the whole of its pass, whichever matmul a stack runs it beside."""
     compute = stage_compute(job, contents)
-    traffics = with_exposed_seconds(step_traffic(at_peak(job), contents), compute.windows(job.microbatches))
-    idle = bubble_seconds(job, compute) if bubble else 0.0
-    silent = job.microbatches * (compute.forward + compute.backward) + idle
-    return Floor(job, contents, compute, tuple(waiting_for_links(job, traffics, silent)), idle)
+    traffics = [replace(one, unhideable=0.0) if one.in_layer else one for one in step_traffic(job, contents)]
+    exposed = with_exposed_seconds(traffics, compute.windows(job.microbatches))
+    return RankFloor(job, contents, compute, tuple(exposed))
+
+
+def rank_floors(prediction: Prediction) -> list[RankFloor]:
+    """Of every kind of rank that the prediction has."""
+    return [rank_floor(rank.job, rank.contents) for rank in prediction.ranks]

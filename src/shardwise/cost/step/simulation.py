@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from shardwise.cost.compute.flops import flops_per_token
-from shardwise.cost.step.floor import step_floor
+from shardwise.cost.step.floor import rank_floors
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.traffic.pipeline import message_traffic
@@ -39,8 +39,11 @@ class SimulatedStep:
 
     @cached_property
     def floor_seconds(self) -> float:
-        """No more than the step: a simulated pipeline may hide messages that the floor's closed form waits for."""
-        return min(step_floor(self.job).seconds, self.step_seconds)
+        """What no software can beat with this layout on this network: the same step, computed at peak."""
+        floors = rank_floors(self.prediction)
+        at_peak = Prediction(self.job, tuple(one.in_pipeline for one in floors), self.prediction.counts)
+        pipeline = at_peak.pipeline_seconds if self.is_closed_form else simulated_step(at_peak).pipeline_seconds
+        return max(one.step_seconds(pipeline) for one in floors)
 
     def low_seconds(self, error: float) -> float:
         """The low end of a bar, a (negative) share ``error`` away from the step: no run is faster than the floor."""

@@ -106,8 +106,8 @@ class Offloaded:
             tail = tail + rows.microbatches[part] * each + once
         tail = tail + by_row(self.host_update, lengths)
         transfers = self._transfers(rows, part, lengths)
-        hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
-        together = {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
+        hidden, on_links = hidden_across_layers(transfers, *rows.ranks.windows(part))
+        together = {which: left[which].beside(waiting(transfers, hidden, on_links, which)) for which in PASSES}
         return added_seconds(transfers, hidden, tail), together
 
     def _link(self, line: OffloadLine) -> Topology:
@@ -348,11 +348,12 @@ class _Batch:
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths)
         lasting, busy = ranks.windows(part)
-        hidden = hidden_across_layers(transfers, lasting, busy)
+        hidden, on_links = hidden_across_layers(transfers, lasting, busy)
         slower = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
         layers = lasting["forward"] + lasting["backward"]
         tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths) + slower * layers
-        return added_seconds(transfers, hidden, tail), {which: waiting(transfers, hidden, which) for which in PASSES}
+        left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}
+        return added_seconds(transfers, hidden, tail), left
 
     def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""

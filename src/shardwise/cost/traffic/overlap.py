@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,29 +93,29 @@ def layer_windows(
 
 def hidden_across_layers(
     transfers: Sequence[OverlappedTransfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
-) -> list[Any]:
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Hidden seconds of transfers that span layers: gradients, gathered parameters and offload.
 
     They overlap with the whole pass (``lasting``, including exposed transfers of the layers), except while the layers
-    keep the same link ``busy``. Those of all microbatches claim their time before those of the last one.
+    keep the same link ``busy``. Those of all microbatches claim their time before those of the last one. Besides, how
+    much of its time on every link that it shares with others each of them hides.
     """
     hidden: list[Any] = [0.0 for _ in transfers]
+    on_links: list[dict[str, Any]] = [{} for _ in transfers]
     taken: _Taken = {}
     claims = [index for index, transfer in enumerate(transfers) if transfer.window != "none"]
     claims.sort(key=lambda index: transfers[index].last_only)
-    for place, index in enumerate(claims):
-        transfer = transfers[index]
-        hidden[index] = _hidden_across(transfer, lasting[transfer.in_pass], busy[transfer.in_pass], taken)
-        later = {
-            name
-            for other in claims[place + 1 :]
-            if transfers[other].in_pass == transfer.in_pass
-            for name in transfers[other].link_seconds
-        }
-        for name in later & transfer.link_seconds.keys():
-            used = maximum(0.0, hidden[index] - transfer.beside(name))
-            _take(taken, (transfer.in_pass, name), used, last_only=transfer.last_only)
-    return hidden
+    users = Counter((transfers[index].in_pass, name) for index in claims for name in transfers[index].link_seconds)
+    for index in claims:
+        transfer, which = transfers[index], transfers[index].in_pass
+        hidden[index], free = _hidden_across(transfer, lasting[which], busy[which], taken)
+        for name in transfer.link_seconds:
+            if users[which, name] > 1:
+                most = maximum(0.0, transfer.seconds * transfer.hideable - transfer.beside(name))
+                used = minimum(minimum(hidden[index], free[name]), most)
+                _take(taken, (which, name), used, last_only=transfer.last_only)
+                on_links[index][name] = used
+    return hidden, on_links
 
 
 @dataclass(frozen=True)
@@ -137,22 +138,26 @@ class Waiting:
         return Waiting((*self.left, *other.left), maximum(self.longest, other.longest))
 
 
-def waiting(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], which: Pass) -> Waiting:
-    """What remains of the pass's transfers that may be overlapped."""
+def waiting(
+    transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], on_links: Sequence[Mapping[str, Any]], which: Pass
+) -> Waiting:
+    """What remains of the pass's transfers that may be overlapped.
+
+    While one of them waits for its latencies another may use the link, so a link is waited for as long as its own
+    seconds that are not hidden: the sum of what is left of the transfers would fall faster than their window grows.
+    """
     together = [
-        (one, one.seconds - under)
-        for one, under in zip(transfers, hidden)
+        (one, one.seconds - under, used)
+        for one, under, used in zip(transfers, hidden, on_links)
         if one.in_pass == which and one.window != "none"
     ]
-    left = tuple(exposed for _, exposed in together)
+    left = tuple(exposed for _, exposed, _ in together)
     longest: Any = left[0] if left else 0.0
     for exposed in left[1:]:
         longest = maximum(longest, exposed)
-    for name in dict.fromkeys(name for one, _ in together for name in one.link_seconds):
-        sharing = [(exposed, one.link_seconds[name]) for one, exposed in together if name in one.link_seconds]
-        if len(sharing) > 1:  # a link with one transfer is busy no longer than that takes
-            first, *others = (minimum(exposed, seconds) for exposed, seconds in sharing)
-            longest = maximum(longest, sum(others, first))
+    for name in dict.fromkeys(name for _, _, used in together for name in used):
+        first, *others = (one.link_seconds[name] - used[name] for one, _, used in together if name in used)
+        longest = maximum(longest, sum(others, first))
     return Waiting(left, longest)
 
 
@@ -170,23 +175,25 @@ def added_seconds(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any]
 _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
-def _hidden_across(transfer: OverlappedTransfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken) -> Any:
+def _hidden_across(
+    transfer: OverlappedTransfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken
+) -> tuple[Any, dict[str, Any]]:
+    """Its hidden seconds, and those in which each of its links is free for it."""
     share, late = transfer.window_share, is_array(transfer.delay) or transfer.delay > 0
     window = maximum(0.0, share * lasting - transfer.delay) if late else share * lasting
-    hidden = minimum(transfer.seconds * transfer.hideable, window)
+    hidden, free = minimum(transfer.seconds * transfer.hideable, window), dict.fromkeys(transfer.link_seconds, window)
     for name in transfer.link_seconds:
         spread, last = taken.get((transfer.in_pass, name), (None, None))
         if spread is None and last is None and name not in busy:
             continue  # free all the time: the window itself is the limit
         unused = lasting - busy.get(name, 0.0)
-        free = share * maximum(0.0, unused if spread is None else unused - spread)
+        left = share * maximum(0.0, unused if spread is None else unused - spread)
         if late:
-            free = maximum(0.0, free - transfer.delay)
-        if last is not None:
-            free = maximum(0.0, free - last)
+            left = maximum(0.0, left - transfer.delay)
+        free[name] = left if last is None else maximum(0.0, left - last)
         # A busy link holds up only what goes over it; the rest of the transfer can still hide.
-        hidden = minimum(hidden, free + transfer.beside(name))
-    return hidden
+        hidden = minimum(hidden, free[name] + transfer.beside(name))
+    return hidden, free
 
 
 def _take(taken: _Taken, link: tuple[Pass, str], used: Any, *, last_only: bool) -> None:

@@ -18,7 +18,6 @@ from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
-from shardwise.pipeline.forms import messages_per_link
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import schedule_record
 
@@ -88,31 +87,12 @@ def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]
 def exposed_messages(job: Job) -> float:
     """Messages on the critical path of one step: the growth of the schedule's idle time per message time.
 
-    For short messages; `waiting_for_links` adds what long ones cost. With overlap, only the fill and the drain wait:
-    2(p−1)·v.
+    For short messages. With overlap, only the fill and the drain wait: 2(p−1)·v.
     """
     strategy, m, v = job.strategy, job.microbatches, job.strategy.chunks_per_rank
     silent = idle_seconds(strategy.schedule, strategy.pp, m, v)
     waiting = float(idle_seconds(strategy.schedule, strategy.pp, m, v, comm_seconds=_SHORT) - silent) / _SHORT
     return min(waiting, 2.0 * (strategy.pp - 1) * v) if strategy.overlap.pp else waiting
-
-
-def waiting_for_links(job: Job, traffics: list[Traffic], silent_seconds: float) -> list[Traffic]:
-    """The same traffics, with messages exposed further where a link takes longer for all of them than the step.
-
-    ``silent_seconds`` is the time of the pipeline if messages took none.
-    """
-    messages = [traffic for traffic in traffics if traffic.fixed_exposed_seconds is not None]
-    if not messages:
-        return traffics
-    strategy, each = job.strategy, max(float(one.cost.seconds) for one in messages)
-    carried = job.microbatches * messages_per_link(strategy.schedule, strategy.pp, strategy.chunks_per_rank) * each
-    least = (carried - silent_seconds) / len(messages)
-
-    def exposed(one: Traffic) -> float:
-        return max(one.exposed_seconds, least) if one.fixed_exposed_seconds is not None else one.exposed_seconds
-
-    return [replace(one, exposed_seconds=exposed(one)) for one in traffics]
 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float:

@@ -302,8 +302,8 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
     lasting, busy = layer_windows(layers, hidden, windows)
     across = [i for i, t in enumerate(traffics) if not t.in_layer and t.fixed_exposed_seconds is None and t.seconds]
     transfers = [traffics[index].transfer for index in across]
-    hidden = hidden_across_layers(transfers, lasting, busy)
-    left = {which: waiting(transfers, hidden, which) for which in PASSES}
+    hidden, on_links = hidden_across_layers(transfers, lasting, busy)
+    left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}
     for index, transfer, under in zip(across, transfers, hidden):
         together = left[transfer.in_pass]
         # Transfers that are waited for at the same time share that time in proportion.
