@@ -25,7 +25,7 @@ ROUNDING = 1 + 1e-9
 # And its input gradients, for which others wait, last longer where shorter weight gradients hide less.
 PIPELINED = 1.02
 # NCCL runs more channels, on more compute units, on a faster network, also while it waits for latencies.
-MORE_CHANNELS = 1.005
+MORE_CHANNELS = 1.01
 Pair = tuple[float, float]  # a figure that may not exceed the other
 
 
