@@ -223,6 +223,8 @@ def _torchtitan(random: Random) -> Fields:
     }  # fmt: skip
     if pp > 1 and schedule in ("zbv", "dualpipev"):
         strategy["keep_parameters"] = True
+    if pp > 1 and not moved:  # its stages reduce after the last backward pass
+        strategy["accumulate"] = "local"
     training = {
         "seq": pick((2048, 8192)),
         "precision": pick(("fp32", "bf16-fp32-grads", "fp8", "fp8-rowwise", "mxfp8")),

@@ -28,8 +28,9 @@ class Stack(Spec):
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
     ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself. ``pipeline_gradients``: under a
-    pipeline ZeRO-2 keeps "whole" gradients and reduces them once a step, as Megatron-LM's distributed optimizer does,
-    or reduces them to "sharded" ones after every microbatch (see `usual_accumulation`). ``step_ends``: the norm of all
+    pipeline ZeRO keeps "whole" gradients and reduces them once a step; or does so up to ZeRO-2, as Megatron-LM's
+    distributed optimizer, and ZeRO-3 alone reduces them after every microbatch ("sharded by zero-3"); or both ZeRO-2
+    and 3 do ("sharded", see `usual_accumulation`). ``step_ends``: the norm of all
     gradients makes pipeline ranks end a step "together", unless a framework updates before it knows the norm and
     repairs the update afterwards ("apart": post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
 
@@ -112,7 +113,7 @@ class Stack(Spec):
     layer_launches: int = 0
     per_parameter_shards: bool = False
     per_parameter_gathers: bool = False
-    pipeline_gradients: Literal["whole", "sharded"] = "whole"
+    pipeline_gradients: Literal["whole", "sharded by zero-3", "sharded"] = "sharded by zero-3"
     layers: Literal["torch", "megatron", "transformer engine"] = "torch"
     experts: Literal["grouped", "in turn"] = "grouped"
     deterministic: bool = False
@@ -137,8 +138,8 @@ class Stack(Spec):
 
     def usual_accumulation(self, zero: int, pp: int, *, leave: bool = False) -> Literal["sharded", "local"]:
         """``accumulate`` of a strategy that does not name it; gradients that ``leave`` the device are shards."""
-        whole = zero == 2 and pp > 1 and self.pipeline_gradients == "whole" and not leave
-        return "local" if whole else "sharded"
+        stages = {"whole": (2, 3), "sharded by zero-3": (2,), "sharded": ()}[self.pipeline_gradients]
+        return "local" if zero in stages and pp > 1 and not leave else "sharded"
 
     @property
     def launched_by_graphs(self) -> bool:

@@ -20,6 +20,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN, schedule_record
+from shardwise.spec.stack import stack_from
 
 _PARALLEL, _PARTS = "parallelism.", "parallelism.module_fqns_per_model_part"
 _SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zbv",
@@ -156,8 +157,13 @@ def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.keep_parameters"] = fields["strategy.pp"] > 1 if policy is None else policy
         if replicas > 1:
             fields["strategy.shard_group"] = group
-    if reading.flag("training.enable_cpu_offload"):
+    offloaded = reading.flag("training.enable_cpu_offload")
+    if offloaded:
         fields.update(OFFLOAD_ALL)
+    stack = stack_from("torchtitan")
+    fields["strategy.accumulate"] = stack.usual_accumulation(
+        fields["strategy.zero"], fields["strategy.pp"], leave=offloaded
+    )
 
 
 def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
@@ -299,7 +305,7 @@ TORCHTITAN = Target(
     reasons={
         "strategy.zero": "FSDP2 shards weights, gradients and optimizer together (ZeRO-3), or replicates all",
         "strategy.shard_group": "the sharding group is context ranks times whole data ranks",
-        "strategy.accumulate": "FSDP2 reduces gradients after every microbatch",
+        "strategy.accumulate": "FSDP2 reduces gradients after every microbatch, of a pipeline after the last",
         "strategy.sequence_parallel": "tensor parallelism always splits the sequence too",
         "strategy.order": "ranks are laid out tp, cp, dp, pp",
         "strategy.schedule": "runs 1f1b, gpipe, interleaved, zbv and dualpipev",

@@ -32,7 +32,7 @@ _BESIDE: dict[str, dict[str, tuple[Any, ...]]] = {
     "recompute_layers": {"recompute": ("full",), "pp": (1, 2)},
     "offload": {"recompute": ("none", "full")},
     "keep_parameters": {"zero": (3,)},
-    "accumulate": {"zero": (2, 3)},
+    "accumulate": {"zero": (2, 3), "pp": (1, 2)},
     "sequence_parallel": {"tp": (2,)},
     "shard_group": {"zero": (1, 2, 3)},
     "stage_layers": {"pp": (2,)},

@@ -103,6 +103,10 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
         also = (2, False, "local")
         wanted = [one for one in wanted if job.stack.is_own or one != (2, False, "sharded")]
         wanted += [also] if 2 in stages and False in kept and 1 not in stages else []
+    if job.stack.usual_accumulation(3, base.pp) == "local" and not job.stack.is_own:
+        wanted = [
+            (zero, keeps, "local" if zero == 3 and "local" in accumulated else one) for zero, keeps, one in wanted
+        ]
     if group == 1:
         apart = any("zero" in entry and 0 in entry["zero"] for entry in constraints.excluded)
         more = (LEAVING if states_leave else ()) + (SHARDINGS[1:2] if apart else ())
