@@ -30,11 +30,12 @@ def missing() -> str | None:
 
 
 class RayNodes:
-    """Nodes that are added and lost; the first is the head, and commands run there."""
+    """Nodes that are added and lost; the first is the head."""
 
     def __init__(self, folder: Path) -> None:
         own = os.getpid()
         self.folder, self._net, self._bridge = folder, f"10.{128 + own % 64}.{own // 64 % 256}", f"rwb{own}"
+        self.limits: dict[str, str] = {}  # Ray's variables for a cluster that a command starts itself
         self._names: list[str] = []
         self._starts: list[subprocess.Popen[bytes]] = []
         self.environment = {
@@ -70,23 +71,23 @@ class RayNodes:
         return number
 
     def lose(self, number: int) -> None:
-        """Its raylet is killed, and with it all that Ray has started there."""
+        """Its raylet is killed, and with it all that Ray has started there; at the head, what knows the cluster too."""
         for pid in self._pids(number):
-            if "raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]:
+            if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].endswith(("raylet/raylet", "gcs/gcs_server")):
                 os.kill(pid, signal.SIGKILL)
 
     def address_of(self, number: int) -> str:
         return f"{self._net}.{number + 1}"
 
-    def shardwise(self, *arguments: str, log: Path, home: Path | None = None) -> subprocess.Popen[str]:
-        """The command, at the head, on this cluster, or alone at ``home``; what it prints is in the log and .out."""
+    def shardwise(self, *arguments: str, log: Path, home: Path | None = None, at: int = 0) -> subprocess.Popen[str]:
+        """The command, at a node, on this cluster, or alone at ``home``; what it prints is in the log and .out."""
         command = [sys.executable, "-m", "shardwise", *arguments]
         environment = {**self.environment, "RAY_ADDRESS": self.address}
         if home is not None:
             own = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
-            environment = {**own, "HOME": str(home)}
+            environment = {**own, **self.limits, "HOME": str(home)}
         with log.open("w") as said, log.with_suffix(".out").open("w") as out:
-            return subprocess.Popen(self._inside(0, command), env=environment, stdout=out, stderr=said, text=True)
+            return subprocess.Popen(self._inside(at, command), env=environment, stdout=out, stderr=said, text=True)
 
     def ask(self, program: str) -> str:
         """What a Python program prints that has joined as a driver."""

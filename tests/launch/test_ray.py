@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -252,42 +253,56 @@ def test_more_devices_at_least_than_the_job_has(tmp_path: Path) -> None:
     assert found.status == 2 and found.err.splitlines()[-1] == said
 
 
-@pytest.mark.parametrize("address", [None, "127.0.0.1:9"])
-@pytest.mark.parametrize(
-    "fault", [Exception("The current node timed out\nduring startup."), TimeoutError(), OSError(7)]
-)
-def test_a_cluster_that_does_not_start_is_one_line(
-    address: str | None, fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever Ray raises, and it is left behind as it was found."""
+def test_where_nobody_listens_is_one_line(tmp_path: Path) -> None:
+    """Ray would try for minutes, and print each try."""
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
-    import ray
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    found = shardwise(*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", address)
+    assert (found.status, len(found.err.splitlines())) == (2, 1)
+    assert f"--ray-address: no cluster can be joined at {address}: [Errno 111] Connection refused; " in found.err
 
-    def raises(**_: object) -> None:
-        raise fault
 
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    monkeypatch.setattr(ray, "init", raises)
-    more = () if address is None else ("--ray-address", address)
-    found = shardwise(*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), *more)
-    where = "started on this machine" if address is None else f"joined at {address}"
-    why = " ".join(str(fault).split()) or type(fault).__name__
-    assert found.status == 2 and f"no cluster can be {where}: {why}; " in found.err.splitlines()[-1], found
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+def connecting(tmp_path: Path, address: str) -> subprocess.Popen[str]:
+    given = (*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", address)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "shardwise", *given]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+
+
+@pytest.mark.slow
+def test_a_head_that_never_answers_is_one_line(tmp_path: Path) -> None:
+    require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = connecting(tmp_path, address)
+        said = process.communicate(timeout=200)[1].splitlines()
+    assert process.returncode == 2 and not any("Traceback" in line for line in said), said
+    assert f"no cluster can be joined at {address}: the cluster has not answered for 60 s" in said[-1]
 
 
 @pytest.mark.slow
 def test_a_stop_while_ray_connects_is_at_once(tmp_path: Path) -> None:
     """Ray would wait for a minute for a cluster that does not answer."""
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
-    said, nobody = tmp_path / "said", "127.0.0.1:9"
-    given = (*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", nobody)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with said.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-m", "shardwise", *given], stderr=file, env=environment)
-    wait_until(lambda: "Failed to connect" in said.read_text(), 100)  # of Ray, after 5 seconds
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        process = connecting(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
+        silent.settimeout(100)
+        silent.accept()[0].close()  # ours, which only looks whether somebody listens
+        with silent.accept()[0]:  # Ray's
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_cluster_that_does_not_start_within_rays_limit_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
+    nodes.limits = {"RAY_gcs_server_port_wait_time_s": "0"}
+    try:
+        status, said = ended(begun(nodes, tmp_path / "run", home=tmp_path), tmp_path / "run")
+    finally:
+        nodes.limits = {}
+    assert status == 2 and "Traceback" not in said
+    assert "--on ray: no cluster can be started on this machine: Timed out waiting for file" in said.splitlines()[-1]
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,17 +8,18 @@ an actor that was lost again, and gives it the rows that it had; a row is writte
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwise.generation.apart import REMEDY, StageFailed, run_apart
 from shardwise.generation.files import PartialFile, PromptRecord, batch_offsets, read_prompts
 from shardwise.generation.ranks import Clock, Done, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
@@ -36,7 +37,6 @@ ROWS_AHEAD = 4  # for every worker: what may wait for a stage, however long the 
 _ROWS, _POLICIES = "shardwise.rows_ahead", "backpressure_policies.enabled"
 _AHEAD = 2  # rows that wait at an actor while it works
 _LOOK_SECONDS = 0.5
-_REMEDY = "run the same command again: it goes on from there"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,12 @@ class RayPrompts:
     workers: int | None
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
-        """Raises SpecError if there is no room, or nodes differ; DoesNotFit after the time for waiting."""
+        """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
         require_packages("--on ray", "ray", "pandas")
+        return [], run_apart(partial(self.times, request), emit)
+
+    def times(self, request: GenerationRequest, emit: Emit) -> GenerationTimes:
+        """As the driver of Ray."""
         address = self.address or os.environ.get(ADDRESS)
         wanted = _Wanted(self.workers or 1, request.device, request.tp)
         cores = len(os.sched_getaffinity(0))
@@ -70,7 +74,7 @@ class RayPrompts:
             found = self._streamed(request, wanted, done)
             times = _written(found, part, done, emit)
             part.complete()
-        return [], times
+        return times
 
     def _streamed(self, request: GenerationRequest, wanted: _Wanted, done: int) -> Iterator[Mapping[str, Any]]:
         """Rows with the lines of a batch, in their order."""
@@ -109,11 +113,7 @@ def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
         if cause is not None:
             raise SpecError(cause.field, cause.problem, cause.remedy) from None
         why = str(error).strip().splitlines()[-1]
-        raise StageFailed("--on ray", f"a stage failed ({shown(why, 200)})", _REMEDY) from None
-
-
-class StageFailed(SpecError):
-    status = 1
+        raise StageFailed("--on ray", f"a stage failed ({shown(why, 200)})", REMEDY) from None
 
 
 def _configure(context: Any, rows_ahead: int) -> None:
@@ -132,8 +132,6 @@ def _configure(context: Any, rows_ahead: int) -> None:
     context.set_config(_POLICIES, [*of_ray.ENABLED_BACKPRESSURE_POLICIES, FewRowsAhead])
     context.execution_options.preserve_order = True
     context.enable_progress_bars = context.print_on_execution_start = False
-    for name in ("ray.data", "ray.util"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails is raised here, and said in one line
 
 
 def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, emit: Emit) -> GenerationTimes:
@@ -143,7 +141,7 @@ def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, em
         if first is None:
             first, began = float(row["first_token_seconds"]), time.perf_counter() - float(row["seconds"])
         if row["first"] != done:
-            raise StageFailed("--on ray", f"the batch from prompt {row['first']} came, not that from {done}", _REMEDY)
+            raise StageFailed("--on ray", f"the batch from prompt {row['first']} came, not that from {done}", REMEDY)
         part.write(row["lines"])
         done += int(row["count"])
         tokens += int(row["tokens"])

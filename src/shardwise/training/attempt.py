@@ -185,7 +185,7 @@ class Reporter:
         if place.folder is None:
             return
         if place.launcher is not None:
-            _die_with(place.launcher)
+            die_with(place.launcher)
         stacks = rank_file(place.folder, place.rank, "stacks").open("w", encoding="utf-8")
         self.requests = _signals_as_bytes()
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=self.requests is not None)
@@ -242,7 +242,7 @@ def _signals_as_bytes() -> int | None:
     return reads
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Has the kernel kill this process when the launcher dies; elsewhere the guard does."""
     if sys.platform != "linux":
         return

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
 from shardwise.launch.owned import OwnedFolder
+from shardwise.launch.ray.answer import END_SECONDS, answer, within
 from shardwise.launch.ray.pipe import GROUPS, AgentActor
 from shardwise.launch.ray.placement import RayNode, missing_words, ranks_of_bundles, wanted_order
 from shardwise.spec.errors import DoesNotFit, SpecError
@@ -23,11 +27,20 @@ from shardwise.spec.job import Job
 
 ADDRESS = "RAY_ADDRESS"
 _LOOPBACK, _LOCAL = "127.0.0.1", "local"
-END_SECONDS = 5.0  # to leave a cluster
 _STORE_BYTES = 128 * 2**20  # of the object store: only lines of text go through Ray
 _LOOK_SECONDS = 0.5
+_CONNECT_SECONDS, _JOIN_SECONDS = 15.0, 60.0
 _PRINTS = "print_to_stdstream"
 _RESOURCES = {"cpu": "CPU", "cuda": "GPU"}
+
+
+def outliving() -> dict[str, str]:
+    """Variables under which Ray lets this process live when the cluster is lost: who asks then must wait `within`.
+
+    Otherwise Ray ends it by _Exit(1): 60 s after the head was lost, and, where the parent of this process has ended or
+    is process 1, as soon as the raylet is (ray_config_def.h, raylet_ipc_client.cc of Ray 2.60).
+    """
+    return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6), "RAY_RAYLET_PID": str(os.getpid())}
 
 
 @contextmanager
@@ -35,12 +48,13 @@ def ray_cluster(address: str | None, processors: int) -> Iterator[RayCluster]:
     """Joins the cluster at ``address``, or starts one with so many ``processors`` on this machine's loopback."""
     given = {"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
     if address:
-        with _variables(given), _joined(address=address):
+        _require_listener(address)
+        with variables(given), _joined(address=address):
             yield RayCluster()
         return
     # Its token is in the environment of its processes, not in a file at home.
     given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with OwnedFolder("ray", Path("/tmp")) as folder, _variables(given):  # its sockets need short names
+    with OwnedFolder("ray", Path("/tmp")) as folder, variables(given):  # its sockets need short names
         own = {"num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
         with _joined(address=_LOCAL, _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
             yield RayCluster()
@@ -55,17 +69,30 @@ def _joined(**given: Any) -> Iterator[None]:
     try:
         with _silent():
             try:
+                init = partial(ray.init, **given, log_to_driver=False, logging_level="CRITICAL")  # errors are raised
                 with _stoppable():
-                    ray.init(**given, log_to_driver=False, logging_level="CRITICAL")  # errors are raised here
+                    # What Ray starts ends with the thread that has started it: this one.
+                    init() if given["address"] == _LOCAL else answer(init, _JOIN_SECONDS)
             except Exception as error:  # none there, other versions, a wrong token, too slow: Ray has a type for few
                 raise _not_joined(given["address"], error) from None
             yield
     finally:
-        within(END_SECONDS, ray.shutdown)
+        if not within(END_SECONDS, ray.shutdown):
+            atexit.unregister(ray.shutdown)  # it would wait for the lost cluster again
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself would try for a minute or more; other forms of an address (auto, ray://...) are for Ray to find."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise _not_joined(address, error) from None
 
 
 def _not_joined(address: str, error: Exception) -> SpecError:
-    why = " ".join(str(error).split()) or type(error).__name__
+    why = error.problem if isinstance(error, SpecError) else " ".join(str(error).split()) or type(error).__name__
     if address == _LOCAL:
         problem = f"no cluster can be started on this machine: {why}"
         return SpecError("--on ray", problem, "try again, or join one that is there (--ray-address)")
@@ -100,20 +127,8 @@ def _stoppable() -> Iterator[None]:
             install(theirs[-1])
 
 
-def within(seconds: float, call: Callable[[], object]) -> None:
-    """Calls it for so long at most, whatever becomes of it: a cluster that is lost needs no farewell."""
-
-    def called() -> None:
-        with suppress(Exception):
-            call()
-
-    thread = threading.Thread(target=called, name="leaves Ray", daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
 @contextmanager
-def _variables(given: Mapping[str, str]) -> Iterator[None]:
+def variables(given: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:

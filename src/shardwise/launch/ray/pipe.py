@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from shardwise.launch.ray.answer import END_SECONDS, within
+
 _READ_SECONDS = 0.5  # a call waits as long for a line
 LOST = -1  # the status of an agent whose actor is gone
 # The actor reads while it writes; each in the order of the calls.
@@ -93,8 +95,7 @@ class RayPipe:
     def kill(self) -> None:
         import ray
 
-        with suppress(Exception):  # it is gone, or the cluster is
-            ray.kill(self._actor)
+        within(END_SECONDS, lambda: ray.kill(self._actor))  # it may be gone, or the cluster
         self._end(LOST, "ended by the launcher")
 
     def _send(self, lines: IO[bytes]) -> None:

@@ -18,7 +18,8 @@ from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsew
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, ray_cluster
+from shardwise.launch.ray.answer import ANSWER_SECONDS, answer
+from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, outliving, ray_cluster, variables
 from shardwise.launch.ray.pipe import RayPipe
 from shardwise.launch.ray.placement import RayNode
 from shardwise.launch.targets.host_file import Host
@@ -44,6 +45,7 @@ def start_on(request: TargetRequest) -> Iterator[RayTarget]:
         require_cores("cluster", job.strategy.world, "join a cluster (--ray-address), or plan for fewer devices")
     splits = SmallerSplits(job, job.run.restarts.least_devices) if job.run.restarts.shrink else None
     with ExitStack() as stack:
+        stack.enter_context(variables(outliving()))
         cluster = stack.enter_context(ray_cluster(address, max(cores, job.strategy.world)))
         folder = stack.enter_context(OwnedFolder("gang"))
         keep = stack.enter_context(keepers_elsewhere(job, request.folder))
@@ -90,6 +92,8 @@ class RayTarget:
                 if not self.connect(folder, stopped):
                     return HostRanks.never_begun(self._places(), folder)
             except SpecError as error:  # it had one before
+                if stopped():
+                    return HostRanks.never_begun(self._places(), folder)
                 return HostRanks.lost(self._places(), folder, str(error))
         agents, self.connected = self.connected, []
         try:
@@ -104,10 +108,11 @@ class RayTarget:
 
     def better(self) -> str | None:
         """Whether there is room for more ranks of a run that has fewer than planned."""
-        if self.job is self.request.job or not self._more():
-            return None
-        self.growing = True
-        return "there is room for more ranks"
+        with suppress(SpecError):  # the ranks may go on without the cluster's head
+            if self.job is not self.request.job and self._more():
+                self.growing = True
+                return "there is room for more ranks"
+        return None
 
     def leave_out(self, failure: Failure) -> str | None:
         """Ray says which nodes are left."""
@@ -123,10 +128,11 @@ class RayTarget:
         if self.job != self.written and self.request.folder is not None:
             write_job(self.job, RunFolder(self.request.folder))
         self.written = self.job
-        agents, variables = [], _variables()
-        for number, bundle in enumerate(gang.bundles):
+        actors = answer(lambda: [gang.actor(bundle, AGENT, _variables()) for bundle in gang.bundles])
+        agents = []
+        for number, (bundle, actor) in enumerate(zip(gang.bundles, actors)):
             log = folder / f"agent-{number}.log"
-            pipe = RayPipe(gang.actor(bundle, AGENT, variables), log)
+            pipe = RayPipe(actor, log)
             agents.append(Agent(Host(self._name(bundle)), bundle.ranks, log, pipe, _REMEDY))
         self.connected = compared(agents, self.request.folder)
         self.connected[0].facts["address"] = gang.bundles[0].node.address  # of rank 0, wherever it was put
@@ -136,7 +142,7 @@ class RayTarget:
         """In an actor of its own: it outlives the gang, and ends with this process or its node."""
 
         def start() -> RayPipe:
-            actor = self.cluster.actor_on(node, KEEPER, _variables())
+            actor = answer(lambda: self.cluster.actor_on(node, KEEPER, _variables()))
             return RayPipe(actor, self.folder / f"keeper-{node.number}.log")
 
         return KeeperPlace(node.number, node.address, start)
@@ -148,26 +154,30 @@ class RayTarget:
         if growing:
             wait_seconds = _SHORT_SECONDS if self._holds_all() else 0.0
         try:
-            return self.cluster.placed(self.job, wait_seconds, stopped)
+            return self._placed_within(wait_seconds, stopped)
         except DoesNotFit:
             if self.splits is None:
                 raise
             for split in self.splits.on(self._rooms()):
                 self.job = split
                 with suppress(DoesNotFit):  # others use it, or a node is lost and not yet known to be
-                    return self.cluster.placed(self.job, _SHORT_SECONDS, stopped)
+                    return self._placed_within(_SHORT_SECONDS, stopped)
             raise
+
+    def _placed_within(self, seconds: float, stopped: Callable[[], bool]) -> PlacedGang | None:
+        job = self.job
+        return answer(lambda: self.cluster.placed(job, seconds, stopped), seconds + ANSWER_SECONDS, stopped)
 
     def _holds_all(self) -> bool:
         return sum(self._rooms()) >= self.job.strategy.world
 
     def _rooms(self) -> list[int]:
-        return [node.room for node in self.cluster.nodes_for(self.job)]
+        return [node.room for node in answer(lambda: self.cluster.nodes_for(self.job))]
 
     def _more(self) -> bool:
         """Whether a larger split has room, beside what this run has itself."""
         assert self.splits is not None
-        free, now = self.cluster.free(self.job), self.job.strategy.world
+        free, now = answer(lambda: self.cluster.free(self.job)), self.job.strategy.world
         larger = self.splits.on(self._rooms(), more_than=now)
         return any(one.strategy.world - now <= free for one in larger)
 
