@@ -282,19 +282,6 @@ def test_a_head_that_never_answers_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_while_ray_connects_is_at_once(tmp_path: Path) -> None:
-    """Ray would wait for a minute for a cluster that does not answer."""
-    require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        process = connecting(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
-        silent.settimeout(100)
-        silent.accept()[0].close()  # ours, which only looks whether somebody listens
-        with silent.accept()[0]:  # Ray's
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == -signal.SIGTERM
-
-
-@pytest.mark.slow
 def test_a_cluster_that_does_not_start_within_rays_limit_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
     nodes.limits = {"RAY_gcs_server_port_wait_time_s": "0"}
     try:
