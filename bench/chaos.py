@@ -40,12 +40,12 @@ from shardwise.cost.campaign import HOUR, Campaign
 from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.outcome import DONE, STOPPED, Event, Outcome
 from shardwise.launch.run import Launch
-from shardwise.training.attempt import RankProgress, rank_file, read_progress
-from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.run.attempt import RankProgress, rank_file, read_progress
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.data.build import build
+from shardwise.run.data.sources import standard_library
 from shardwise.training.checkpoint.full_tensors import full_tensors
-from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.data.build import build
-from shardwise.training.data.sources import standard_library
 
 LEAST_THROUGHPUT = 0.90  # of the undisturbed run's, outside of restarts
 MOST_DIFFERENCE = 1e-3  # of a tensor's largest weight: other layouts round otherwise

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
+from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.save import Saver
 
 MOST_STALL = 0.20  # of the time of a synchronous save

@@ -21,12 +21,12 @@ import torch
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
+from shardwise.run.data.build import build
+from shardwise.run.data.loader import Loader, rows_of
+from shardwise.run.data.order import Mixture, Stream
+from shardwise.run.data.sources import standard_library
+from shardwise.run.data.token_files import PairWriter, open_pair
 from shardwise.spec.job import Job
-from shardwise.training.data.build import build
-from shardwise.training.data.loader import Loader, rows_of
-from shardwise.training.data.order import Mixture, Stream
-from shardwise.training.data.sources import standard_library
-from shardwise.training.data.token_files import PairWriter, open_pair
 from shardwise.training.loop import batch_of
 
 TINY_SEQ, LARGE_SEQ, VOCAB = 128, 8192, 512

@@ -27,7 +27,7 @@ from shardwise.layout.stages import rank_contents
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.job import Job
 
-PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.training.loop", "shardwise.training.data.run_data")
+PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.training.loop", "shardwise.run.data.run_data")
 COMPRESSIONS: dict[str, Any] = {
     "none": "none",
     "bf16": "bf16",
@@ -101,8 +101,8 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
 
     from shardwise.engine.engine import Engine
     from shardwise.engine.world import joined
-    from shardwise.training.data.loader import Loader
-    from shardwise.training.data.run_data import mixtures_of
+    from shardwise.run.data.loader import Loader
+    from shardwise.run.data.run_data import mixtures_of
     from shardwise.training.loop import batch_of, evaluate
 
     torch.set_num_threads(threads)

@@ -24,13 +24,13 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
+from shardwise.run.attempt import Reporter, WorldPlace
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.data.loader import rows_of
+from shardwise.run.data.run_data import builtin_corpus, mixtures_of
+from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec.job import Job
-from shardwise.training.attempt import Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.data.loader import rows_of
-from shardwise.training.data.run_data import builtin_corpus, mixtures_of
 from shardwise.training.loop import Loop, LoopParts, batch_of
-from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.start import State
 
 WORLD = 2

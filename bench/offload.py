@@ -27,7 +27,7 @@ from shardwise.engine.world import joined
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 MODEL = {"name": "bench", "layers": 8, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 768, "vocab": 512}
 CASES: dict[str, dict[str, Any]] = {

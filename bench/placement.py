@@ -25,13 +25,13 @@ from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
 from shardwise.measure.collectives.request import levels_of, requests
 from shardwise.measure.collectives.run import PRELOAD, measure_in
 from shardwise.planner.placement import place_nodes
+from shardwise.run.metrics.lines import read_lines
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_rate, readable_seconds
 from shardwise.spec.wiring import Wiring
-from shardwise.training.metrics.lines import read_lines
 
 NODES, RATE, DELAY = 4, "5Mbit", "1ms"
 SLOW_PAIR = (1, 2)

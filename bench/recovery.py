@@ -23,12 +23,12 @@ from checkpoint import job, timed
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.keepers import Keepers, place_here
-from shardwise.training.checkpoint.folder import CheckpointFolder, checkpoint_folder
+from shardwise.run.checkpoint.folder import CheckpointFolder, checkpoint_folder
+from shardwise.run.storage.limits import Limit
+from shardwise.run.storage.stores import Blocks, ObjectFacts, register_store
 from shardwise.training.checkpoint.memory_copies import MemoryCopies, memory_folder
 from shardwise.training.checkpoint.save import Saver
 from shardwise.training.start import load_newest
-from shardwise.training.storage.limits import Limit
-from shardwise.training.storage.stores import Blocks, ObjectFacts, register_store
 
 LEAST_RATIO = 5.0
 STORE_BYTES_PER_SECOND = 100e6

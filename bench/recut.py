@@ -29,11 +29,11 @@ from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.measure.compare.comparison import profiled_run
 from shardwise.measure.recut import recut
 from shardwise.models.layer import Layer
+from shardwise.run.attempt import Reporter, WorldPlace
+from shardwise.run.checkpoint.folder import CheckpointFolder, RunFolder
+from shardwise.run.data.run_data import builtin_corpus, mixtures_of
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.training.attempt import Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
-from shardwise.training.data.run_data import builtin_corpus, mixtures_of
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import State

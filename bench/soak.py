@@ -25,11 +25,11 @@ from pathlib import Path
 
 import yaml
 
-from shardwise.training.attempt import STOPPED, rank_file, read_progress
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.data.build import build
-from shardwise.training.data.sources import standard_library
+from shardwise.run.attempt import STOPPED, rank_file, read_progress
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.data.build import build
+from shardwise.run.data.sources import standard_library
 
 WORLD = 2
 POLL_SECONDS = 0.005

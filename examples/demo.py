@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from shardwise.cli.main import main
-from shardwise.training.metrics.lines import read_lines, summarise
+from shardwise.run.metrics.lines import read_lines, summarise
 
 FOLDER = Path("runs/demo")
 CLUSTER = FOLDER / "cluster.yaml"

@@ -199,8 +199,8 @@ def weight_readers(folder: Path) -> list[Reader]:
 
     from shardwise.generation.files import read_prompts
     from shardwise.models.decoder import Decoder
+    from shardwise.run.data.tokenizer import ByteTokenizer
     from shardwise.spec import Model
-    from shardwise.training.data.tokenizer import ByteTokenizer
 
     shape = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 64, "activation": "swiglu", "norm": "rmsnorm"}
     (folder / "m.yaml").write_text(json.dumps(shape), encoding="utf-8")

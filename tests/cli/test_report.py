@@ -14,8 +14,8 @@ from browser import Browser, Page, require_browser
 from cli.running import error_line, run, run_json
 from measure.slowed import profiled_job, run_profiled
 from shardwise.report.charts.chart import readable
+from shardwise.run.metrics.events import ENDED, STARTED, EventLog
 from shardwise.spec.job import Job
-from shardwise.training.metrics.events import ENDED, STARTED, EventLog
 from training.runs import write_shards
 
 FILE = "examples/llama3-405b-16384-h100.yaml"

@@ -20,10 +20,10 @@ from cli.running import does_not_fit_line, error_line, run, run_json
 from launch.warm import warm_ranks
 from shardwise.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, Attempt, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.metrics.lines import read_lines
 from shardwise.training.checkpoint.shards import ShardReader
-from shardwise.training.metrics.lines import read_lines
 from training.runs import job_of, write_shards
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,10 +17,10 @@ from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.reference import sample_batch
+from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.less_communication import COMPRESSIONS
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import Saver
 from training.runs import boxes

@@ -20,7 +20,7 @@ from shardwise.engine.parameters import local
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.parameters import layer_parameters
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 MODEL = {"name": "deep", "layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 256}
 STEPS, MANY_STEPS = 4, 10

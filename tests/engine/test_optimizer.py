@@ -16,7 +16,7 @@ from shardwise.engine.optim.masters import joined, split_
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.training import Optimization, Training
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 SHAPES = {
     "embedding.weight": (11, 6),

@@ -16,9 +16,9 @@ from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
+from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import Saver
 from training.runs import boxes

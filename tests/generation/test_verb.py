@@ -23,8 +23,8 @@ from shardwise.generation.decoding import NextToken
 from shardwise.generation.request import GenerationRequest
 from shardwise.generation.text import GrowingText
 from shardwise.models import Decoder, initialise
+from shardwise.run.data.tokenizer import ByteTokenizer
 from shardwise.spec import Job
-from shardwise.training.data.tokenizer import ByteTokenizer
 from training.runs import job_of
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_local_ranks_are_started_and_give_the_same_text(folder: Path, tmp_path: 
 
 def saved_in(job: Job, folder: str) -> None:
     from shardwise.engine.engine import Engine
-    from shardwise.training.checkpoint.folder import CheckpointFolder
+    from shardwise.run.checkpoint.folder import CheckpointFolder
     from shardwise.training.checkpoint.save import Saver
 
     saver = Saver(Engine(job, seed=3), CheckpointFolder(Path(folder)))

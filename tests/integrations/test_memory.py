@@ -24,7 +24,7 @@ from shardwise.integrations.lightning import ShardwiseMonitor
 from shardwise.integrations.module import Sequences, module_facts
 from shardwise.launch.pool import WorkerPlace
 from shardwise.spec.clusters import cluster_from
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 from tables import table
 
 ROOT = Path(__file__).resolve().parents[2]

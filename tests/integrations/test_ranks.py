@@ -10,7 +10,7 @@ import pytest
 from integrations.ranks import launched
 from shardwise import status, validate, write_report
 from shardwise.interop.jobs import read_job
-from shardwise.training.metrics.lines import read_lines
+from shardwise.run.metrics.lines import read_lines
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from shardwise import analyze
 from shardwise.api.analysis import AnalysisResult
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import read_job
+from shardwise.run.metrics.lines import read_lines
 from shardwise.spec.stack import stack_from
-from shardwise.training.metrics.lines import read_lines
 
 pytestmark = pytest.mark.slow
 

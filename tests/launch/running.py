@@ -17,7 +17,7 @@ from shardwise.spec.run import Timeouts
 PREFACE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from shardwise.training.attempt import Reporter, WorldPlace
+from shardwise.run.attempt import Reporter, WorldPlace
 
 place = WorldPlace.from_environment()
 reporter = Reporter(place)

@@ -11,9 +11,9 @@ from launch.warm import warm_ranks
 from shardwise.cost.memory.device import peak_memory
 from shardwise.launch import preflight
 from shardwise.planner.automatic import ways_to_fit
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.folder import RunFolder
 
 
 def job(global_batch: int = 8) -> Job:

@@ -32,14 +32,14 @@ from shardwise.launch.emulate.network import Network, emulated, why_not, wired
 from shardwise.launch.emulate.reach import Reach, most_together
 from shardwise.launch.outcome import STOPPED, Failure
 from shardwise.launch.targets import hosts as over_ssh
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.metrics.lines import read_lines
 from shardwise.spec import Job, SpecError
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.run import Restarts
 from shardwise.spec.wiring import Wiring
-from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.full_tensors import full_tensors
-from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.metrics.lines import read_lines
 from training.faults import Ended, small_job, train
 from training.faulty_worker import Fault
 from training.runs import write_shards

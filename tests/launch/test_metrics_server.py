@@ -13,9 +13,9 @@ import pytest
 from launch.exposition import parse
 from launch.running import wait_until
 from shardwise.launch.observe.prometheus import MetricsServer
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Logging
-from shardwise.training.checkpoint.folder import RunFolder
 from training.faults import small_job
 
 SLOW = 100

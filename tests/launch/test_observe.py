@@ -29,10 +29,10 @@ from shardwise.launch.observe.prometheus import CONTENT_TYPE, Metric, exposition
 from shardwise.launch.observe.state import RunObserver, rank_states
 from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
-from shardwise.training.attempt import write_beat, write_progress
-from shardwise.training.checkpoint.folder import RunFolder, lock_held
-from shardwise.training.metrics.events import EventLog
-from shardwise.training.metrics.lines import read_lines
+from shardwise.run.attempt import write_beat, write_progress
+from shardwise.run.checkpoint.folder import RunFolder, lock_held
+from shardwise.run.metrics.events import EventLog
+from shardwise.run.metrics.lines import read_lines
 from training.faults import small_job
 from training.runs import write_shards
 

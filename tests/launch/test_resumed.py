@@ -12,10 +12,10 @@ from cli.running import error_line, run
 from shardwise.launch.outcome import Commit
 from shardwise.launch.resume import folder_for, record_data, require_same_run
 from shardwise.launch.run import Launch
+from shardwise.run.checkpoint.folder import CheckpointFolder, RunFolder
+from shardwise.run.checkpoint.manifest import Manifest
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
-from shardwise.training.checkpoint.manifest import Manifest
 from training.runs import job_of, write_shards
 
 FLAGS = ("--model", "tiny", "--cluster", "laptop:2", "--seq", "32", "--global-batch", "4", "--precision", "fp32")

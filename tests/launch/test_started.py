@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec import SpecError
-from shardwise.training.environment.reader import Started, started
 
 THERE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host-0", "MASTER_PORT": "29400"}
 

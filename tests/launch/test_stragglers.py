@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.observe.state import RunObserver
-from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.folder import RunFolder
 from training.faults import small_job, train
 from training.faulty_worker import Fault
 from training.runs import write_shards

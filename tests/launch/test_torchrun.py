@@ -16,11 +16,11 @@ import pytest
 from cli.running import run as shardwise
 from cli.running import run_json
 from shardwise.launch.torchrun import torchrun_commands
+from shardwise.run.attempt import WorldPlace
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.run import Restarts
-from shardwise.training.attempt import WorldPlace
-from shardwise.training.checkpoint.folder import RunFolder
 
 
 def job(cluster: str, **strategy: int) -> Job:

@@ -20,9 +20,9 @@ from shardwise.cli.main import main
 from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.calibrate.ranks import hosts_of
 from shardwise.measure.calibrate.run import slow_ranks
+from shardwise.run.environment.reader import Started
 from shardwise.spec import SpecError
 from shardwise.spec.clusters import cluster_from
-from shardwise.training.environment.reader import Started
 
 CALIBRATE = ("-m", "shardwise", "calibrate")
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

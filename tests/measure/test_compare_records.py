@@ -24,9 +24,9 @@ from shardwise.measure.compare.stragglers import (
     straggler,
 )
 from shardwise.measure.recut import recut
+from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
 
 BACKEND = 1
 ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")

@@ -23,7 +23,7 @@ from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 
 def job(strategy: dict[str, Any], cluster: str = "dgx-h100:2", model: str = "tiny", **training: Any) -> Job:

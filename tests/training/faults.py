@@ -16,11 +16,11 @@ import pytest
 
 from cli.running import Result, run
 from launch.warm import warm_ranks
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.metrics.lines import read_lines
 from shardwise.spec import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import problems_of
-from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.metrics.lines import read_lines
 from training.faulty_worker import VARIABLE, Fault, spelled
 from training.runs import job_of
 

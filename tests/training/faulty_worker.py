@@ -158,9 +158,9 @@ def step_of(part: Path) -> int:
 
 def wrap(faults: Faults) -> None:
     from shardwise.engine.engine import Engine
-    from shardwise.training.attempt import Reporter
+    from shardwise.run.attempt import Reporter
+    from shardwise.run.checkpoint.folder import CheckpointFolder
     from shardwise.training.checkpoint import draft, shards
-    from shardwise.training.checkpoint.folder import CheckpointFolder
 
     now = {"step": 0}
     around(Reporter, "phase", before=lambda self, name, step, *_: _begins(faults, now, name, step))

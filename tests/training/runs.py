@@ -14,15 +14,15 @@ import numpy as np
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.engine.trainer import Trainer
+from shardwise.run.attempt import Reporter, WorldPlace
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.data.run_data import mixtures_of
+from shardwise.run.data.token_files import PairWriter
+from shardwise.run.metrics.lines import read_lines
+from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec import Job
-from shardwise.training.attempt import Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.state import state_tensors
-from shardwise.training.data.run_data import mixtures_of
-from shardwise.training.data.token_files import PairWriter
 from shardwise.training.loop import Loop, LoopParts
-from shardwise.training.metrics.lines import read_lines
-from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import State, load_newest
 

@@ -15,7 +15,7 @@ def rendezvous_bytes_after_saves(job: Job, folder: str) -> list[int]:
     import torch.distributed as dist
 
     from shardwise.engine.engine import Engine
-    from shardwise.training.checkpoint.folder import CheckpointFolder
+    from shardwise.run.checkpoint.folder import CheckpointFolder
     from shardwise.training.checkpointing import CheckpointManager
 
     engine = Engine(job)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from cli.running import error_line, run, run_json
+from shardwise.run.data.build import build
+from shardwise.run.data.token_files import open_pair
 from shardwise.spec.errors import SpecError
-from shardwise.training.data.build import build
-from shardwise.training.data.token_files import open_pair
 
 MIB = 2**20
 GOOD = b'{"text": "good"}\n'
@@ -151,7 +151,7 @@ def test_files_are_read_no_further_than_the_processes_are(tmp_path: Path, monkey
     def progress(documents: int, tokens: int) -> None:
         most.append(read[0] - documents)
 
-    from shardwise.training.data import build as module
+    from shardwise.run.data import build as module
 
     original = module._portions
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.run.data.build import build
+from shardwise.run.data.loader import Loader, rows_of
+from shardwise.run.data.order import Mixture, Stream
+from shardwise.run.data.sources import standard_library
+from shardwise.run.data.token_files import open_pair
 from shardwise.spec.errors import SpecError
-from shardwise.training.data.build import build
-from shardwise.training.data.loader import Loader, rows_of
-from shardwise.training.data.order import Mixture, Stream
-from shardwise.training.data.sources import standard_library
-from shardwise.training.data.token_files import open_pair
 
 END = 256
 

@@ -12,12 +12,12 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.launch.preflight import preflight
+from shardwise.run.data.order import Mixture
+from shardwise.run.data.run_data import check_data, held_out_begin, mixtures_of
+from shardwise.run.data.token_files import PairWriter
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Data
-from shardwise.training.data.order import Mixture
-from shardwise.training.data.run_data import check_data, held_out_begin, mixtures_of
-from shardwise.training.data.token_files import PairWriter
 from training.runs import job_of, write_shards
 
 SEQ = 32

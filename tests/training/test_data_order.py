@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
+from shardwise.run.data import token_files as pairs
+from shardwise.run.data.order import IGNORED, Mixture, Permutation, Stream, positions_in
+from shardwise.run.data.token_files import PairWriter, TokenFiles, check_sums, open_pair
 from shardwise.spec.errors import SpecError
-from shardwise.training.data import token_files as pairs
-from shardwise.training.data.order import IGNORED, Mixture, Permutation, Stream, positions_in
-from shardwise.training.data.token_files import PairWriter, TokenFiles, check_sums, open_pair
 
 SEQ, VOCAB = 16, 1000
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.interop.fabric.node_list import nodes_of, tasks_of_nodes
+from shardwise.run.environment.reader import Started, StartedNode, started, started_node
 from shardwise.spec import SpecError
-from shardwise.training.environment.reader import Started, StartedNode, started, started_node
 
 Environment = dict[str, str]
 

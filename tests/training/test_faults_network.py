@@ -14,10 +14,10 @@ import pytest
 
 from required import require
 from shardwise.launch.emulate.network import Network, why_not, wired
+from shardwise.run.metrics.lines import read_lines
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.files import read_yaml
 from shardwise.spec.wiring import Wiring
-from shardwise.training.metrics.lines import read_lines
 from training.faults import Ended, final_state, small_job, train
 from training.runs import write_shards
 

@@ -46,7 +46,7 @@ def test_a_token_beyond_the_vocabulary_ends_a_run(tmp_path: Path) -> None:
     tokens.flush()
     long = {"steps": 100, "checkpoints": {"steps": 50, "seconds": None}}
     with mock.patch(
-        "shardwise.training.data.run_data._PROBED_TOKENS", 64
+        "shardwise.run.data.run_data._PROBED_TOKENS", 64
     ):  # of a large shard only its beginning is looked at
         ended = train(small_job(shards, run=long), tmp_path / "run")
     ended.require(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.training.flight.analysis import LEAST_COLLECTIVES, STALE_SECONDS, lateness, out_of_step
-from shardwise.training.flight.record import Collective, FlightRecord, GroupRecord, read_flight, read_flights
+from shardwise.run.flight.analysis import LEAST_COLLECTIVES, STALE_SECONDS, lateness, out_of_step
+from shardwise.run.flight.record import Collective, FlightRecord, GroupRecord, read_flight, read_flights
 from training.faults import small_job, train
 from training.faulty_worker import Fault
 from training.runs import write_shards

@@ -13,9 +13,9 @@ import pytest
 from engine.workers import on_ranks
 from shardwise.engine.optim.gradient_norm import REFUSED
 from shardwise.launch.pool import WorkerError
+from shardwise.run.data.loader import rows_of
+from shardwise.run.data.run_data import mixtures_of
 from shardwise.spec import Job
-from shardwise.training.data.loader import rows_of
-from shardwise.training.data.run_data import mixtures_of
 from training.runs import digest, global_batches, job_of, lines, run, train_with_a_full_disk, whole, write_shards
 
 SHORT: dict[str, Any] = {"steps": 6, "evaluation": {"interval": 3, "batches": 1}, "checkpoints": {"steps": 3}}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cli.running import run
+from shardwise.run.checkpoint.boxes import Box
+from shardwise.run.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest
 from training.sealed import seal
 
 JOB = {"model": "tiny", "cluster": "laptop:1", "training": {"global_batch": 8, "seq": 32, "precision": "fp32"}}

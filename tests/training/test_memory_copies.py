@@ -23,8 +23,8 @@ from shardwise.launch import preflight
 from shardwise.launch.emulate.network import Network, why_not
 from shardwise.launch.keepers import Keepers, keepers, place_here
 from shardwise.launch.run import Launch
+from shardwise.run.storage.keeper_store import KeeperStore
 from shardwise.spec import Job
-from shardwise.training.storage.keeper_store import KeeperStore
 from training.faults import STEPS, Ended, final_state, small_job, train
 from training.faulty_worker import Fault
 from training.runs import boxes, job_of, whole, write_shards

@@ -15,8 +15,7 @@ from cli.running import error_line, run
 from shardwise.api.execution import ready_run
 from shardwise.api.given import job_arguments
 from shardwise.report import training_progress
-from shardwise.spec.job import Job
-from shardwise.training.metrics.lines import (
+from shardwise.run.metrics.lines import (
     Follower,
     MetricLines,
     cut_after,
@@ -25,8 +24,9 @@ from shardwise.training.metrics.lines import (
     spelled_ranges,
     summarise,
 )
-from shardwise.training.metrics.recorder import Recorder, read_prediction, write_prediction
-from shardwise.training.metrics.tensorboard import EventFile, _checksum
+from shardwise.run.metrics.recorder import Recorder, read_prediction, write_prediction
+from shardwise.run.metrics.tensorboard import EventFile, _checksum
+from shardwise.spec.job import Job
 from training.runs import full_disk
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec.errors import SpecError
-from shardwise.training.attempt import (
+from shardwise.run.attempt import (
     FailureRecord,
     rank_file,
     read_failure,
@@ -19,7 +18,8 @@ from shardwise.training.attempt import (
     write_failure,
     write_progress,
 )
-from shardwise.training.profile.record import path_of, read_records
+from shardwise.run.profile import path_of, read_records
+from shardwise.spec.errors import SpecError
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '{"rank": 0}', '{"strange": 1}'])

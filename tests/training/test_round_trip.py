@@ -18,9 +18,9 @@ from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
 from shardwise.models.huggingface import open_folder, write_folder
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.convert.sources import open_weights
 from training.runs import job_of, write_shards
 

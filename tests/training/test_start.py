@@ -33,7 +33,7 @@ def exported(job: Job, folder: str) -> dict[str, Any]:
     """Writes the model of one process as a Hugging Face folder, and a checkpoint beside it."""
     from shardwise.engine.engine import Engine
     from shardwise.models.huggingface import write_folder
-    from shardwise.training.checkpoint.folder import CheckpointFolder
+    from shardwise.run.checkpoint.folder import CheckpointFolder
     from shardwise.training.checkpoint.save import Saver
 
     engine = Engine(job, seed=1)

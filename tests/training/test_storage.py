@@ -19,20 +19,20 @@ import torch
 
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
+from shardwise.run.checkpoint.folder import checkpoint_folder
+from shardwise.run.checkpoint.manifest import Manifest, read_manifest
+from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.data.order import Stream
+from shardwise.run.data.remote_tokens import RemoteArray
+from shardwise.run.data.token_files import open_pair
+from shardwise.run.storage import fsspec_store, limits
+from shardwise.run.storage.blocks import BlockCache, BlockReader
+from shardwise.run.storage.place import RemotePlace, place_of
+from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.draft import draft_of
-from shardwise.training.checkpoint.folder import checkpoint_folder
 from shardwise.training.checkpoint.load import problems_of
-from shardwise.training.checkpoint.manifest import Manifest, read_manifest
-from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpoint.shards import Entry, open_shards
-from shardwise.training.data.order import Stream
-from shardwise.training.data.remote_tokens import RemoteArray
-from shardwise.training.data.token_files import open_pair
-from shardwise.training.storage import fsspec_store, limits
-from shardwise.training.storage.blocks import BlockCache, BlockReader
-from shardwise.training.storage.place import RemotePlace, place_of
-from shardwise.training.storage.stores import StoreError
 from training.faults import SETTINGS, STEPS, small_job, train
 from training.faulty_worker import Fault
 from training.object_store import BUCKET, ObjectServer, StoreFault, object_server
@@ -81,8 +81,8 @@ def test_paths_stay_paths(shards: str, tmp_path: Path) -> None:
     """Also as URIs; fsspec is not even imported for them."""
     code = f"""
 import sys
-from shardwise.training.checkpoint.folder import checkpoint_folder
-from shardwise.training.data.token_files import check_sums, open_pair
+from shardwise.run.checkpoint.folder import checkpoint_folder
+from shardwise.run.data.token_files import check_sums, open_pair
 open_pair({shards!r}), check_sums("file://" + {shards!r})
 with checkpoint_folder("file://{tmp_path}/checkpoints").locked() as _:
     assert checkpoint_folder({str(tmp_path / "checkpoints")!r}).committed() == []

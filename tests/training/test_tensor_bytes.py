@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 MiB = 2**20
 

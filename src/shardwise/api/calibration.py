@@ -16,6 +16,7 @@ from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.page import Page
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.clusters import cluster_from, cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, shown
@@ -23,7 +24,6 @@ from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration

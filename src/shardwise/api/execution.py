@@ -30,6 +30,10 @@ from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.report.training_progress import LONG_SECONDS
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.environment.reader import Started, started
+from shardwise.run.metrics.lines import RunSummary
+from shardwise.run.storage.place import absolute
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
@@ -37,10 +41,6 @@ from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile, StepWindow
 from shardwise.spec.units import counted, parse, readable_duration, readable_seconds
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.environment.reader import Started, started
-from shardwise.training.metrics.lines import RunSummary
-from shardwise.training.storage.place import absolute
 
 GRACE = "30s"
 MOST_PORT = 65535
@@ -90,7 +90,7 @@ class TrainingResult(Result):
         return training_data(self.summary, self.outcome)
 
     def tables(self) -> Mapping[str, Rows]:
-        from shardwise.training.metrics.lines import read_lines
+        from shardwise.run.metrics.lines import read_lines
 
         return {"metrics": list(read_lines(RunFolder(self.folder).metrics)), "summary": [self.to_dict()]}
 
@@ -360,7 +360,7 @@ def _require_world(job: Job, here: Started) -> None:
 
 def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
     """The figures of a run; a finished run's step is its checkpoint's, which metrics may lack."""
-    from shardwise.training.metrics.lines import read_lines, summarise
+    from shardwise.run.metrics.lines import read_lines, summarise
 
     found = summarise(read_lines(folder.metrics))
     return found if finished_step is None else replace(found, steps=finished_step)

@@ -21,15 +21,15 @@ from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import TARGETS
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, slow_formats
 from shardwise.spec.units import parse
-from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.generation.ranks import Done, RankWork
+    from shardwise.run.data.tokenizer import Tokenizer
     from shardwise.training.convert.weights import Weights
-    from shardwise.training.data.tokenizer import Tokenizer
 
 NEW_TOKENS, BATCH = 64, 8
 WAIT_SECONDS = 60.0  # for room on a Ray cluster
@@ -299,7 +299,7 @@ def _tokenizer(
 
     Raises SpecError if text ``needed`` one.
     """
-    from shardwise.training.data.tokenizer import BYTES, FILE, tokenizer_from
+    from shardwise.run.data.tokenizer import BYTES, FILE, tokenizer_from
 
     if named is not None:
         name = str(named) if str(named) == BYTES else str(Path(named).resolve())

@@ -15,11 +15,11 @@ from shardwise.api.results import Figure, Result
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
 from shardwise.report.page import Page
 from shardwise.report.status import saved_data, saved_page, status_line, status_page
+from shardwise.run.checkpoint.folder import NEWEST, CheckpointFolder, RunFolder, folder_at, run_folder
+from shardwise.run.checkpoint.manifest import Manifest, read_manifest
+from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_duration
-from shardwise.training.checkpoint.folder import NEWEST, CheckpointFolder, RunFolder, folder_at, run_folder
-from shardwise.training.checkpoint.manifest import Manifest, read_manifest
-from shardwise.training.storage.place import Place, place_of
 
 _REMEDY = "name a run's folder, such as runs/demo, or where its checkpoints are"
 

@@ -32,12 +32,12 @@ from shardwise.report.html import report_html
 from shardwise.report.page import Line, Page
 from shardwise.report.status import state_words
 from shardwise.report.verdict import verdict_table
+from shardwise.run.checkpoint.folder import NEWEST, RunFolder, run_folder
+from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_decimal_bytes
-from shardwise.training.checkpoint.folder import NEWEST, RunFolder, run_folder
-from shardwise.training.metrics.lines import RunSummary, read_lines, summarise
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison

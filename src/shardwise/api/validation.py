@@ -24,9 +24,9 @@ from shardwise.cost.step.prediction import predict
 from shardwise.interop.jobs import read_job
 from shardwise.report.page import Page
 from shardwise.report.validation import errors_data, errors_page, runs_data, runs_page
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.metrics.lines import read_lines, summarise
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.metrics.lines import read_lines, summarise
 
 Kind = Literal["runs", "bubbles", "collectives"]
 _COLUMNS: dict[Kind, Any] = {"runs": runs.COLUMNS, "bubbles": bubbles.COLUMNS, "collectives": collectives.COLUMNS}

@@ -13,11 +13,11 @@ from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_page
+from shardwise.run.environment.reader import started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.units import parse
-from shardwise.training.environment.reader import started
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verification

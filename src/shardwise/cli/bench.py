@@ -29,6 +29,7 @@ from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -36,7 +37,6 @@ from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.units import readable_bytes
 from shardwise.spec.wiring import Wiring
-from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool

@@ -15,9 +15,9 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.report.progress import status
+from shardwise.run.environment.reader import started
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.training.environment.reader import started
 
 _EXAMPLE = """
 shardwise bench parameter-server --workers 2 --steps 8

@@ -9,8 +9,8 @@ from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.progress import status
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError
-from shardwise.training.environment.reader import Started, started
 
 STEPS, WARMUP = 10, 5
 _EXAMPLE = """

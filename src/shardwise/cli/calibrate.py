@@ -18,8 +18,8 @@ from shardwise.cli.on_target import (
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
+from shardwise.run.environment.reader import started
 from shardwise.spec.errors import SpecError
-from shardwise.training.environment.reader import started
 
 _EXAMPLE = """
 shardwise calibrate --processes 2 --out cluster.yaml

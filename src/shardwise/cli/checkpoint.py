@@ -7,9 +7,9 @@ import argparse
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import place_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show, show_line
+from shardwise.run.storage.place import Place, RemotePlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
-from shardwise.training.storage.place import Place, RemotePlace
 
 _DOES = """inspect: step, model, layout, tensors and bytes of a checkpoint, from its manifest.
 verify: checks every byte of all checkpoints against the checksums; exit 1 if one is damaged.
@@ -59,8 +59,8 @@ def run(arguments: list[str]) -> int:
 
 def _inspect(path: Place, parsed: argparse.Namespace) -> int:
     from shardwise.report.checkpoint import contents_page
-    from shardwise.training.checkpoint.folder import newest_at
-    from shardwise.training.checkpoint.manifest import contents_of
+    from shardwise.run.checkpoint.folder import newest_at
+    from shardwise.run.checkpoint.manifest import contents_of
 
     found, each_tensor = contents_of(newest_at(path)), parsed.tensors
     plain = found if each_tensor else {**found, "tensors": len(found["tensors"])}
@@ -71,7 +71,7 @@ def _inspect(path: Place, parsed: argparse.Namespace) -> int:
 def _verify(paths: list[Place], parsed: argparse.Namespace) -> int:
     require_torch("checkpoint verify", "safetensors")
     from shardwise.report.progress import bytes_progress
-    from shardwise.training.checkpoint.folder import checkpoints_at
+    from shardwise.run.checkpoint.folder import checkpoints_at
     from shardwise.training.checkpoint.load import problems_of
 
     folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
@@ -102,9 +102,9 @@ def _reshard(path: Place, parsed: argparse.Namespace) -> int:
     shards, out = whole_number(parsed.shards, "--shards"), place_from(parsed.out)
     require_torch("checkpoint reshard", "safetensors")
     from shardwise.report.progress import bytes_progress
-    from shardwise.training.checkpoint.folder import checkpoint_folder, newest_at
+    from shardwise.run.checkpoint.folder import checkpoint_folder, newest_at
+    from shardwise.run.checkpoint.manifest import contents_of
     from shardwise.training.checkpoint.full_tensors import reshard
-    from shardwise.training.checkpoint.manifest import contents_of
 
     source = newest_at(path)
     total = sum(contents_of(source)["bytes"].values())

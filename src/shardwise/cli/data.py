@@ -47,13 +47,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _files(names: list[str]) -> list[Path]:
-    from shardwise.training.data.sources import standard_library
+    from shardwise.run.data.sources import standard_library
 
     return [path for name in names for path in (standard_library() if name == CORPUS else [Path(name)])]
 
 
 def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
-    from shardwise.training.data.build import build
+    from shardwise.run.data.build import build
 
     settings = {name: getattr(parsed, name) for name in ("tokenizer", "field", "workers")}
     settings["max_record_bytes"] = int(amount(parsed.max_record, "bytes", "--max-record", "32MiB"))
@@ -74,7 +74,7 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
 
 
 def _check(prefixes: list[str], parsed: argparse.Namespace) -> int:
-    from shardwise.training.data.token_files import check_sums, open_pair
+    from shardwise.run.data.token_files import check_sums, open_pair
 
     data, lines = [], []
     for prefix in prefixes:

@@ -31,8 +31,8 @@ from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
 from shardwise.report.doctor import print_finding
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.environment.reader import Started, started
 
 PROCESSES = 2  # without a job and without GPUs
 _EXAMPLE = """

@@ -11,8 +11,8 @@ from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import path_from, print_notes, require_torch
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
+from shardwise.run.environment.reader import started
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.environment.reader import started
 
 _DOES = """Continues prompts with the weights of a run, a checkpoint (saved in any layout), a Hugging Face folder, or
 anything else that `shardwise convert` reads. Text needs a tokenizer: the folder's tokenizer.json, --tokenizer, or token

@@ -11,10 +11,10 @@ from shardwise.api import inputs
 from shardwise.api.quantities import whole_number
 from shardwise.cli.arguments import job_arguments
 from shardwise.interop.jobs import model_from
+from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
-from shardwise.training.storage.place import Place, place_of
 
 __all__ = ["job_from", "model_from", "path_from", "place_from", "print_notes", "require_torch", "whole_number"]
 

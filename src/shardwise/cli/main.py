@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
+from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.training.storage.stores import StoreError
 
 VERBS = {
     "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
@@ -108,7 +108,7 @@ def _on_node(arguments: list[str]) -> int | None:
     """The exit status of the node's ranks where this is the one process of a node; None if it is not."""
     from shardwise.launch.node import VERBS as RANK_VERBS
     from shardwise.launch.node import run_on_node
-    from shardwise.training.environment.reader import started_node
+    from shardwise.run.environment.reader import started_node
 
     node = started_node() if arguments[0] in RANK_VERBS and not {"-h", "--help"} & set(arguments) else None
     return None if node is None else run_on_node(node, arguments)

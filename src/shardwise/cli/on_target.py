@@ -22,13 +22,13 @@ from shardwise.launch.targets.registry import (
     started_on,
     target_named,
 )
+from shardwise.run.attempt import rank_file
+from shardwise.run.environment.reader import Started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-from shardwise.training.attempt import rank_file
-from shardwise.training.environment.reader import Started
 
 RUN_DEVICES = ("cpu", "cuda")
 

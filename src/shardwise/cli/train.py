@@ -33,13 +33,13 @@ from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Out
 from shardwise.launch.run import Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, hosts_named, target_named
 from shardwise.report.training import points_page
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
 from shardwise.spec.job import Job
 from shardwise.spec.run import Restarts
 from shardwise.spec.units import parse
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.environment.reader import Started, started
 
 if TYPE_CHECKING:
     from shardwise.report.training_progress import TrainingProgress

@@ -8,7 +8,7 @@ from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import RUN_DEVICES, add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.verify import verification_progress
-from shardwise.training.environment.reader import started
+from shardwise.run.environment.reader import started
 
 _EXAMPLE = """
 shardwise verify --model tiny --cluster laptop:4 --tp 2 --pp 2 --global-batch 8 --seq 64

@@ -18,8 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from shardwise.run.attempt import die_with
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.attempt import die_with
 
 _END_SECONDS = 10.0  # to leave the cluster
 _EMITTED, _RETURNED = "emitted", "returned"

@@ -24,11 +24,11 @@ from shardwise.generation.limits import require_prompt
 from shardwise.generation.ranks import Clock, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest
 from shardwise.generation.text import text_of
+from shardwise.run.checkpoint.folder import sync_folder
+from shardwise.run.data.tokenizer import Tokenizer, tokenizer_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import IN_BULK, bounded_lines, parse_json, read_json
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.folder import sync_folder
-from shardwise.training.data.tokenizer import Tokenizer, tokenizer_from
 
 _ABOUT, _LINES = "about.json", "lines.jsonl"
 PROMPT, PROMPT_TOKENS, GENERATED = "prompt", "prompt_tokens", "generated"

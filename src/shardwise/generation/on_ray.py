@@ -26,10 +26,10 @@ from shardwise.generation.request import Generated, GenerationRequest, Generatio
 from shardwise.generation.served import RankGone, ServedModel
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
 from shardwise.launch.targets.installed import installed, require_same
+from shardwise.run.data.tokenizer import tokenizer_from
 from shardwise.spec.errors import DoesNotFit, SpecError, shown
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import counted
-from shardwise.training.data.tokenizer import tokenizer_from
 
 CPU_STAGE_CORES = 0.5  # they wait for the model most of the time
 WORKERS_PER_CPU_ACTOR = 8

@@ -20,8 +20,8 @@ from shardwise.generation.load import loaded, opened_weights
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
 from shardwise.launch.owned import OwnedFolder, is_owned
 from shardwise.launch.pool import Pool, WorkerError, WorkerPlace
-from shardwise.training.environment.meeting import store_of
-from shardwise.training.environment.reader import Started
+from shardwise.run.environment.reader import Started
+from shardwise.training.meeting import store_of
 
 PRELOAD = ("torch", "shardwise.generation.ranks", "shardwise.generation.files")
 LONGEST_SECONDS = 10.0**6  # of a whole file; a rank that is lost ends the others at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.generation.request import Generated
-from shardwise.training.data.tokenizer import Tokenizer
+from shardwise.run.data.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for the first bytes of a character
 

@@ -25,14 +25,14 @@ from shardwise.launch.job_file import write_job
 from shardwise.report.charts.verdict import verdict_of
 from shardwise.report.console import table
 from shardwise.report.page import Page
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.metrics.events import STARTED, EventLog
+from shardwise.run.metrics.lines import WARM_UP, MetricLines
+from shardwise.run.metrics.recorder import read_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
-from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.loop import Timestamp
-from shardwise.training.metrics.events import STARTED, EventLog
-from shardwise.training.metrics.lines import WARM_UP, MetricLines
-from shardwise.training.metrics.memory import device_memory, tensors_counted
-from shardwise.training.metrics.recorder import read_prediction
+from shardwise.training.memory import device_memory, tensors_counted
 
 RECORD = "shardwise.json"
 RECENT = 20  # steps whose median is logged

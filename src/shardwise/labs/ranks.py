@@ -31,7 +31,7 @@ from shardwise.measure.dryrun.world import replaced
 from shardwise.measure.reference import sample_batch, sample_weight
 from shardwise.models.layer import Layer
 from shardwise.spec.job import Job
-from shardwise.training.metrics.memory import tensors_counted
+from shardwise.training.memory import tensors_counted
 
 _LIMIT_SECONDS = 300.0
 

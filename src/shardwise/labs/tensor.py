@@ -29,7 +29,7 @@ from shardwise.report.console import table
 from shardwise.report.page import Line, Piece
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
-from shardwise.training.metrics.memory import tensors_counted
+from shardwise.training.memory import tensors_counted
 
 RANKS, BATCH, SEQ, HIDDEN = 4, 2, 64, 64
 LAYERS = 2

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.outcome import DONE, MISTAKE, STOPPED, Attempt, Failure, Outcome
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.environment.host import host_name
+from shardwise.run.environment.reader import Started
+from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.environment.host import host_name
-from shardwise.training.environment.reader import Started
-from shardwise.training.storage.place import RemotePlace, place_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -45,8 +45,8 @@ class Prepared:
         """As this rank, until the run is done or was stopped; the worker's log is standard error."""
         import logging
 
+        from shardwise.run.attempt import WorldPlace
         from shardwise.training.agreement import StopSignal
-        from shardwise.training.attempt import WorldPlace
         from shardwise.training.worker import recorded_part, take_part, train
 
         logging.basicConfig(format="%(message)s")
@@ -122,6 +122,6 @@ def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
 
 
 def _store(here: Started) -> Store:
-    from shardwise.training.environment.meeting import store_of
+    from shardwise.training.meeting import store_of
 
     return store_of(here)

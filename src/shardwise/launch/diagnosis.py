@@ -19,12 +19,12 @@ from pathlib import Path
 
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Cause, Failure
 from shardwise.launch.ranks import RankProcess
+from shardwise.run.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, rank_file, read_failure
+from shardwise.run.flight.analysis import names, out_of_step
+from shardwise.run.flight.record import read_flight
 from shardwise.spec.errors import shown
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
-from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, rank_file, read_failure
-from shardwise.training.flight.analysis import names, out_of_step
-from shardwise.training.flight.record import read_flight
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

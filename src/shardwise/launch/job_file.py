@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardwise.planner.candidate import Candidate, candidate
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.metrics.recorder import write_prediction
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.metrics.recorder import write_prediction
 
 
 def write_job(job: Job, folder: RunFolder, price: Candidate | None = None) -> None:

@@ -20,9 +20,9 @@ from shardwise.launch import keeper
 from shardwise.launch.emulate import namespace
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.targets.hosts import AgentProcess
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder
 
 KEEPER = keeper.__name__
 _POLL_SECONDS = 0.1

@@ -11,10 +11,10 @@ from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang
 from shardwise.launch.tail import printed_as_it_grows
+from shardwise.run.attempt import rank_file
+from shardwise.run.environment.reader import StartedNode
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import parse
-from shardwise.training.attempt import rank_file
-from shardwise.training.environment.reader import StartedNode
 
 VERBS = ("train", "verify", "calibrate", "bench", "doctor")  # those that run ranks
 _GRACE_SECONDS = 30.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.training.attempt import STOPPED as STOPPED
+from shardwise.run.attempt import STOPPED as STOPPED
 
 DONE, FAILED, MISTAKE, STOPPED_WITHOUT_CHECKPOINT = 0, 1, 2, 75
 STOPS = (STOPPED_WITHOUT_CHECKPOINT, STOPPED)  # the run is not done: the same command goes on

@@ -19,17 +19,17 @@ from shardwise.launch.local import supervise
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
+from shardwise.run.checkpoint.folder import RunFolder, require_start
+from shardwise.run.data.run_data import check_data
+from shardwise.run.environment.reader import Started
+from shardwise.run.storage.place import place_of
+from shardwise.run.storage.probe import require_stores
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import TRAINING, require_packages, slow_precision_notes
 from shardwise.spec.job import Job
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.folder import RunFolder, require_start
-from shardwise.training.data.run_data import check_data
-from shardwise.training.environment.reader import Started
-from shardwise.training.storage.place import place_of
-from shardwise.training.storage.probe import require_stores
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 DRY_STEP = "shardwise.training.dry_step"

@@ -17,9 +17,9 @@ from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
 from shardwise.layout.ranks import local_rank, node_of
-from shardwise.training.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
-from shardwise.training.environment.interfaces import loopback_interface
-from shardwise.training.environment.reader import OWN_LAUNCHER
+from shardwise.run.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
+from shardwise.run.environment.interfaces import loopback_interface
+from shardwise.run.environment.reader import OWN_LAUNCHER
 
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")

@@ -13,12 +13,12 @@ from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.run import Launch, prepare
 from shardwise.layout.ranks import coordinate
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.metrics.lines import RunSummary, read_lines, summarise
 
 LEAST_STEPS = 12
 SETTLED_STEP = 5  # from here on memory must not grow

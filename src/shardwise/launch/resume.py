@@ -13,12 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from shardwise.run.checkpoint.folder import CheckpointFolder, RunFolder
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.storage.place import Place, RemotePlace, place_of, read_range
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_json
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
-from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.storage.place import Place, RemotePlace, place_of, read_range
 
 _DESCRIBING = ("name", "source", "published_parameters")  # of a model: they do not change what is trained
 _IDENTITY = (

@@ -21,13 +21,13 @@ from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
 from shardwise.launch.targets.registry import StartsRanks
 from shardwise.launch.torchrun import WORKER
+from shardwise.run.checkpoint.folder import RunFolder, companions_at
+from shardwise.run.checkpoint.held import HeldFolders
+from shardwise.run.metrics.events import EventLog, ends_recorded
+from shardwise.run.metrics.recorder import require_writable
+from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder, companions_at
-from shardwise.training.checkpoint.held import HeldFolders
-from shardwise.training.metrics.events import EventLog, ends_recorded
-from shardwise.training.metrics.recorder import require_writable
-from shardwise.training.storage.place import place_of
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.run.environment.reader import PORT
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.environment.reader import PORT
 
 WORKER = "shardwise.training.worker"
 

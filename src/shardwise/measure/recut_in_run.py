@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from shardwise.measure.compare.comparison import profiled_run
 from shardwise.measure.compare.stragglers import straggler_of_steps
 from shardwise.measure.recut import recut
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.profile import path_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.run import RecutPolicy
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.profile.record import path_of
 
 
 @dataclass

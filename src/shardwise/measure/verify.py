@@ -26,11 +26,11 @@ from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
 from shardwise.measure.deviations import TOLERANCE, Deviation, deviation, gradient_scales, relative, weight_scales
 from shardwise.measure.in_fp8 import FP8_BOUNDS, compare_narrow, on_one_process, write_narrow
 from shardwise.measure.reference import Reference, reference_key, reference_name, run_reference, sample_engine, share
+from shardwise.run.environment.reader import Started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_bytes
-from shardwise.training.environment.reader import Started
 
 Found = TypeVar("Found")
 

@@ -10,6 +10,7 @@ from shardwise.report.console import table
 from shardwise.report.page import Line, Page, Piece, paged
 from shardwise.report.tables import Bar
 from shardwise.report.training_progress import figures_in_words
+from shardwise.run.checkpoint.manifest import Manifest
 from shardwise.spec.units import (
     counted,
     readable_bytes,
@@ -18,7 +19,6 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
-from shardwise.training.checkpoint.manifest import Manifest
 
 _MOST_RANKS = 16
 

@@ -10,9 +10,9 @@ from shardwise.launch.outcome import STOPPED, Outcome
 from shardwise.launch.rehearsal import RehearsalCheck
 from shardwise.report.console import table
 from shardwise.report.page import Page, Piece, paged
+from shardwise.run.metrics.lines import RECENT_LOSSES, RunSummary
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
-from shardwise.training.metrics.lines import RECENT_LOSSES, RunSummary
 
 
 def summary_pieces(found: RunSummary, data_type: str) -> Iterator[Piece | str]:

@@ -18,6 +18,8 @@ from rich.progress import Progress, Task
 from rich.text import Text
 
 from shardwise.report.tables import Bar
+from shardwise.run.metrics.lines import Follower
+from shardwise.run.metrics.recent import RecentSteps
 from shardwise.spec.units import (
     counted,
     readable_bytes,
@@ -26,8 +28,6 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
-from shardwise.training.metrics.lines import Follower
-from shardwise.training.metrics.recent import RecentSteps
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal

@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.engine.trainer import Trainer
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.storage.limits import CLEANUP, CLEANUP_SECONDS
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
-from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.save import SaveError, Saver
-from shardwise.training.storage.limits import CLEANUP, CLEANUP_SECONDS
 
 _logger = logging.getLogger("shardwise.training")
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
+from shardwise.run.attempt import Reporter, WorldPlace
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.training.agreement import StopSignal
-from shardwise.training.attempt import Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.metrics.memory import peak_during
+from shardwise.training.memory import peak_during
 from shardwise.training.worker import engine_of, leave, main
 
 

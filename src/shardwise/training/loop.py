@@ -17,20 +17,20 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.labels import StepPhase
 from shardwise.engine.profiler_ranges import named
 from shardwise.engine.trainer import StepResult, Trainer
+from shardwise.run.attempt import Reporter
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.checkpoint.held import HeldFolders
+from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.data.loader import Loader, Rows
+from shardwise.run.data.order import Mixture
+from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.agreement import Agreement, RankRequests, StopSignal
-from shardwise.training.attempt import Reporter
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.held import HeldFolders
 from shardwise.training.checkpoint.memory_copies import MemoryCopies
-from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpointing import CheckpointManager
-from shardwise.training.data.loader import Loader, Rows
-from shardwise.training.data.order import Mixture
 from shardwise.training.health import Health, MemoryPressure, StepVerdict
-from shardwise.training.metrics.memory import device_memory, peak_during, resident_bytes
-from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.profile.nvtx import NvtxSteps
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers

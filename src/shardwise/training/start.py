@@ -11,11 +11,11 @@ import torch
 
 from shardwise.engine.trainer import Trainer
 from shardwise.models.huggingface import open_folder
+from shardwise.run.checkpoint.folder import CheckpointFolder, huggingface_at, require_same_shapes, start_at
+from shardwise.run.storage.place import Place
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder, huggingface_at, require_same_shapes, start_at
 from shardwise.training.checkpoint.load import load, newest_intact, require_intact
 from shardwise.training.checkpoint.state import state_tensors
-from shardwise.training.storage.place import Place
 
 
 @dataclass(frozen=True)

@@ -21,26 +21,26 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_backend
 from shardwise.engine.world import joined, store_at
 from shardwise.layout.ranks import node_of
+from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.held import HeldFolders
+from shardwise.run.data.run_data import mixtures_of
+from shardwise.run.metrics.events import STARTED, EventLog
+from shardwise.run.metrics.recorder import Recorder
+from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
-from shardwise.training.attempt import STOPPED, Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.checkpoint.held import HeldFolders
 from shardwise.training.checkpoint.memory_copies import memory_folder
-from shardwise.training.data.run_data import mixtures_of
-from shardwise.training.environment.meeting import bind_gloo
-from shardwise.training.flight.recorder import PROFILED, USUAL, flights_watched, record_collectives
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
-from shardwise.training.metrics.events import STARTED, EventLog
-from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.meeting import bind_gloo
+from shardwise.training.profile.flight_recorder import PROFILED, USUAL, flights_watched, record_collectives
 from shardwise.training.profile.nvtx import NvtxSteps
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import State, load_newest, start_from
-from shardwise.training.storage.place import place_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store

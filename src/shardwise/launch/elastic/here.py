@@ -23,9 +23,9 @@ from shardwise.launch.ranks import Gang, NodeSeats, RankGroup, RankProcesses
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import HostRanks
 from shardwise.layout.ranks import node_of
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
-from shardwise.training.checkpoint.folder import RunFolder
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLL_SECONDS = 0.2

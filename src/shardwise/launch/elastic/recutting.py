@@ -12,8 +12,8 @@ from shardwise.launch.job_file import write_job
 from shardwise.launch.outcome import Failure
 from shardwise.launch.ranks import RankGroup
 from shardwise.launch.targets.registry import StartsRanks
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder
 
 
 class FindsRecuts(Protocol):

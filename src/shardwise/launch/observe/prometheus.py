@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from shardwise.launch.loopback import LOOPBACK, MOST_SECONDS, LoopbackServer, refusal
 from shardwise.launch.observe.state import RunObserver, RunState, Word
-from shardwise.training.checkpoint.folder import RunFolder
+from shardwise.run.checkpoint.folder import RunFolder
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PATH = "/metrics"

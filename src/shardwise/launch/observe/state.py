@@ -18,17 +18,17 @@ from typing import Any, Literal
 
 from shardwise.launch.outcome import STOPPED_WITHOUT_CHECKPOINT, STOPS
 from shardwise.layout.ranks import coordinate
+from shardwise.run.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
+from shardwise.run.checkpoint.folder import RunFolder
+from shardwise.run.flight.analysis import Lateness, OutOfStep, lateness, out_of_step
+from shardwise.run.flight.record import read_flights
+from shardwise.run.metrics.events import ENDED, FAILED, STARTED, RunEvent, read_events
+from shardwise.run.metrics.lines import Follower
+from shardwise.run.metrics.recent import RecentSteps
+from shardwise.run.metrics.recorder import read_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.training.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
-from shardwise.training.checkpoint.folder import RunFolder
-from shardwise.training.flight.analysis import Lateness, OutOfStep, lateness, out_of_step
-from shardwise.training.flight.record import read_flights
-from shardwise.training.metrics.events import ENDED, FAILED, STARTED, RunEvent, read_events
-from shardwise.training.metrics.lines import Follower
-from shardwise.training.metrics.recent import RecentSteps
-from shardwise.training.metrics.recorder import read_prediction
 
 Word = Literal["not started", "starting", "running", "stalled", "restarting", "stopped", "ended", "failed", "killed"]
 ALIVE: tuple[Word, ...] = ("starting", "running", "stalled", "restarting")

@@ -25,11 +25,11 @@ from shardwise.launch.ray.placement import RayNode
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
 from shardwise.launch.targets.registry import TargetRequest
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
-from shardwise.training.checkpoint.folder import RunFolder
 
 _SHORT_SECONDS = 15.0  # for a group of which Ray says that there is room
 _REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python of Ray"

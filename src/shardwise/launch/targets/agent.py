@@ -23,7 +23,7 @@ from typing import Any
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang, RankProcess, RankProcesses
 from shardwise.launch.targets.installed import installed
-from shardwise.training.attempt import RankProgress, rank_file, read_failure
+from shardwise.run.attempt import RankProgress, rank_file, read_failure
 
 MARK = "shardwise-agent "  # begins every line: a login script may print others
 BEAT_SECONDS = 0.5

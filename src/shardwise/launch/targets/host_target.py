@@ -18,11 +18,11 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.targets.host_file import Host, placed, read_hosts
 from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared, ssh_process
 from shardwise.launch.targets.registry import TargetRequest
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
-from shardwise.training.checkpoint.folder import RunFolder
 
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0  # between two tries to reach a host that was lost

@@ -17,10 +17,10 @@ from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
 from shardwise.launch.targets.manifest import END_SECONDS, ManifestJob, manifest_job, written_manifest
 from shardwise.launch.targets.manifest_options import FLAG, manifest_options
 from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.run.environment.reader import PORT
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
 from shardwise.spec.installation import SHARED_BYTES
-from shardwise.training.environment.reader import PORT
 
 NODE = "node"  # Trainer looks for a replicated job and a container of this name
 MOST_JOB_BYTES = 2**20  # of a ConfigMap

@@ -14,9 +14,9 @@ from shardwise.launch.outcome import MISTAKE
 from shardwise.launch.targets.image import EXECUTABLE, RUNS
 from shardwise.launch.targets.manifest_options import FLAG, ManifestOptions, name_from
 from shardwise.launch.targets.registry import Written
+from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.training.storage.place import RemotePlace, place_of
 
 END_SECONDS = 30  # beyond the time for a checkpoint, before a node is killed
 STANDARD_OUTPUT = "-"

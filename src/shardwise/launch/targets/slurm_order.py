@@ -20,11 +20,11 @@ from shardwise.interop.fabric.slurm import Switches, read_slurm
 from shardwise.interop.fabric.switches import of_hosts
 from shardwise.launch.job_file import write_job
 from shardwise.launch.placed import on_nodes
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.wiring import Wiring
-from shardwise.training.checkpoint.folder import RunFolder
 
 _NODES = "SLURM_JOB_NODELIST"
 

@@ -20,11 +20,11 @@ from shardwise.measure.calibrate.gpu_samples import middle_gpu
 from shardwise.measure.calibrate.hosts import measure_disk, measure_host, with_host, with_storage
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, measure_overlap, slowest
 from shardwise.measure.calibrate.ranks import PoolRanks, Ranks, hosts_of, started_ranks
+from shardwise.run.environment.reader import Started
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 from shardwise.spec.units import readable_seconds
-from shardwise.training.environment.reader import Started
 
 # -- ranks much slower than others: a median hides them, but every training step waits for them ------
 

@@ -12,12 +12,12 @@ from shardwise.layout.ranks import coordinate
 from shardwise.measure.compare.flights import SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
 from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, same_work, slow_link, straggler
+from shardwise.run.checkpoint.folder import RunFolder, run_folder
+from shardwise.run.metrics.lines import read_lines, summarise
+from shardwise.run.profile import read_records
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import RunFolder, run_folder
-from shardwise.training.metrics.lines import read_lines, summarise
-from shardwise.training.profile.record import read_records
 
 # -- a run's folder and what was recorded in it ------------------------------------------------------
 

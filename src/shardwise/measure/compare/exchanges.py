@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.engine.labels import Label, label_of
 from shardwise.measure.compare.segments import Step
-from shardwise.training.profile.record import HOST, NamedRange, RankRecord
+from shardwise.run.profile import HOST, NamedRange, RankRecord
 
 
 @dataclass

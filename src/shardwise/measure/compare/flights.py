@@ -15,8 +15,8 @@ from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.measure.compare.segments import Step
+from shardwise.run.profile import Flight, NamedRange, RankRecord
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import Flight, NamedRange, RankRecord
 
 _EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # on all ranks of a group
 _BY_EXCHANGE = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, label_of
-from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
+from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 
 @dataclass(frozen=True)

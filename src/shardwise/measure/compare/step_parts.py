@@ -19,9 +19,9 @@ from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.segments import Step, device_steps, steps_of
 from shardwise.planner.candidate import Candidate, candidate
+from shardwise.run.profile import NamedRange, RankRecord
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import NamedRange, RankRecord
 
 # -- measured ----------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from typing import Any
 from shardwise.cost.step.trace import step_trace
 from shardwise.engine.labels import label_of
 from shardwise.measure.compare.step_parts import Measured
+from shardwise.run.profile import HOST, STREAMS, NamedRange, RankRecord
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
 _MEASURED = 100_000  # process numbers from here on are measured ranks
 

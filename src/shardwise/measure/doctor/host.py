@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shardwise.run.environment.interfaces import loopback_interface
+from shardwise.run.environment.reader import PORT
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import SHARED_BYTES
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
-from shardwise.training.environment.interfaces import loopback_interface
-from shardwise.training.environment.reader import PORT
 
 Status = Literal["pass", "warn", "fail"]
 

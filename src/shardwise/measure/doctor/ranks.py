@@ -21,8 +21,8 @@ from shardwise.measure.doctor.pairs import (
 )
 from shardwise.measure.doctor.shared import seen_files, shared_finding
 from shardwise.measure.doctor.software import all_reduce_finding, timed_all_reduce
+from shardwise.run.environment.reader import Started
 from shardwise.spec.files import dump_yaml
-from shardwise.training.environment.reader import Started
 
 _SECONDS = 120.0
 

@@ -19,10 +19,10 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.host import Checked, Examination
 from shardwise.measure.verify import available_bytes
 from shardwise.models import flash_attention_4
+from shardwise.run.attempt import Reporter, WorldPlace
 from shardwise.spec.installation import TESTED_TORCH, is_installed, slow_formats
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
-from shardwise.training.attempt import Reporter, WorldPlace
 
 _PROCESS_BYTES = 2**30  # of a CPU process with PyTorch and a small model
 _FREE_SHARE = 0.9

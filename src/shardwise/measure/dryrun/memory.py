@@ -18,7 +18,7 @@ from shardwise.engine.torch_private import current_autograd_node, tree_iter
 from shardwise.measure.dryrun.result import PARTS, Bytes, Holder
 from shardwise.models.decoder import Decoder
 from shardwise.models.layer import Layer
-from shardwise.training.metrics.memory import TensorBytes
+from shardwise.training.memory import TensorBytes
 
 # -- Where in a step a rank is: which pass, which stage, which layer ---------------------------------
 # Tracked by hooks on the modules for the forward pass and on the tensors between them for the backward pass.

@@ -21,7 +21,7 @@ from shardwise.spec.units import counted, readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison
-    from shardwise.training.metrics.lines import RunSummary
+    from shardwise.run.metrics.lines import RunSummary
 
 Records = Sequence[Mapping[str, Any]]
 _MOST_POINTS = 600  # of a curve

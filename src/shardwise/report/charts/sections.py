@@ -30,7 +30,7 @@ from shardwise.spec.job import Job
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison
-    from shardwise.training.metrics.lines import RunSummary
+    from shardwise.run.metrics.lines import RunSummary
 
 
 @dataclass(frozen=True)

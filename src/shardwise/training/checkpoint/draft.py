@@ -20,12 +20,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import Manifest, Shard
-from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.checkpoint.manifest import Manifest, Shard
+from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.storage.limits import CLEANUP, CLEANUP_SECONDS
+from shardwise.run.storage.place import Place, RemotePlace
 from shardwise.training.checkpoint.shards import Entry, blocks_of, shard_content, shard_name, write_shard
-from shardwise.training.storage.limits import CLEANUP, CLEANUP_SECONDS
-from shardwise.training.storage.place import Place, RemotePlace
 
 _logger = logging.getLogger("shardwise.training")
 

@@ -16,14 +16,14 @@ from shardwise.interop.companions import CONFIG
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
 from shardwise.models.prediction import is_of_prediction
+from shardwise.run.checkpoint.folder import CheckpointFolder, huggingface_at, start_at
+from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.folder import CheckpointFolder, huggingface_at, start_at
 from shardwise.training.checkpoint.load import problems_of, require_intact, require_run, require_tensors
-from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.state import BUFFER, OUTER, OWN_STEPS, WEIGHT, lasting_buffers, late_name, saved_name
-from shardwise.training.storage.place import Place
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from shardwise.interop.companions import has_companions
+from shardwise.run.checkpoint.boxes import Box
+from shardwise.run.checkpoint.folder import CheckpointFolder, kept_companions
+from shardwise.run.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, weight_keys
+from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.draft import Draft, draft_of
-from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
 from shardwise.training.checkpoint.load import require_intact
-from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, weight_keys
 from shardwise.training.checkpoint.shards import NAMES, AnyShardReader, Entry, entry_name, open_shards
-from shardwise.training.storage.place import Place
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.trainer import Trainer
+from shardwise.run.checkpoint.folder import CheckpointFolder, step_of
+from shardwise.run.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
+from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
-from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
 from shardwise.training.checkpoint.shards import (
     AnyShardReader,
     content_problem,
@@ -28,7 +29,6 @@ from shardwise.training.checkpoint.state import (
     restore_numbers,
     state_tensors,
 )
-from shardwise.training.storage.place import Place
 
 _OF_MODEL = (WEIGHT, BUFFER)
 _WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.engine.trainer import Trainer
+from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.storage.keeper_store import KEEPER, KeeperStore
+from shardwise.run.storage.place import RemotePlace
+from shardwise.run.storage.stores import register_store
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.training.checkpoint.save import SaveError, Saver
-from shardwise.training.storage.keeper_store import KEEPER, KeeperStore
-from shardwise.training.storage.place import RemotePlace
-from shardwise.training.storage.stores import register_store
 
 _logger = logging.getLogger("shardwise.training")
 

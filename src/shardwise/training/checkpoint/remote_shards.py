@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.run.storage.blocks import BlockCache, BlockReader
+from shardwise.run.storage.place import RemotePlace
+from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, parse_json
-from shardwise.training.storage.blocks import BlockCache, BlockReader
-from shardwise.training.storage.place import RemotePlace
-from shardwise.training.storage.stores import StoreError
 
 BLOCK_BYTES = 8 * 2**20
 CACHE_BYTES = 16 * BLOCK_BYTES

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.trainer import Trainer
-from shardwise.training.checkpoint.boxes import Box, Index
+from shardwise.run.checkpoint.boxes import Box, Index
+from shardwise.run.checkpoint.folder import CheckpointFolder
+from shardwise.run.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard
 from shardwise.training.checkpoint.draft import Draft, ReadTensors, draft_of
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard
 from shardwise.training.checkpoint.shards import NAMES, Entry, entry_name, shard_name
 from shardwise.training.checkpoint.state import StateTensor, numbers, state_tensors
 

@@ -29,12 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.run.checkpoint.boxes import Box
+from shardwise.run.checkpoint.manifest import Shard
+from shardwise.run.storage.place import Place, RemotePlace
+from shardwise.run.storage.stores import Content, StoreError
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.manifest import Shard
 from shardwise.training.checkpoint.remote_shards import RemoteShardReader, remote_header_problem
-from shardwise.training.storage.place import Place, RemotePlace
-from shardwise.training.storage.stores import Content, StoreError
 
 BLOCK_BYTES = 8 * 2**20
 BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk

@@ -16,7 +16,7 @@ from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
-from shardwise.training.checkpoint.boxes import ContiguousRun, PlacedBox, placed, taken
+from shardwise.run.checkpoint.boxes import ContiguousRun, PlacedBox, placed, taken
 
 WEIGHT, BUFFER = "weight", "buffer"
 OUTER = ("outer_weight", "outer_momentum")

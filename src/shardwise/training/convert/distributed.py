@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.run.checkpoint.boxes import Box, fill
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.checkpoint.boxes import Box, fill
 from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.torch_file import fields_of, read_pickle, read_torch_bytes
 

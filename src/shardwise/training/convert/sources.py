@@ -13,20 +13,20 @@ from shardwise.interop.jobs import model_from
 from shardwise.models.huggingface.folder import DTYPES, open_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
+from shardwise.run.checkpoint.folder import folder_at, kept_companions, newest_at
+from shardwise.run.checkpoint.manifest import NAME as MANIFEST
+from shardwise.run.checkpoint.manifest import weight_keys
+from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.folder import folder_at, kept_companions, newest_at
 from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
 from shardwise.training.checkpoint.load import require_intact
-from shardwise.training.checkpoint.manifest import NAME as MANIFEST
-from shardwise.training.checkpoint.manifest import weight_keys
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
 from shardwise.training.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
 from shardwise.training.convert.weights import Weights, complete
-from shardwise.training.storage.place import Place
 
 MODEL_KEY = "shardwise.model"  # the metadata entry that describes the model of a file that we write
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")

@@ -16,11 +16,11 @@ from torch import Tensor
 from shardwise.interop.companions import keep_companions, require_companions
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.models.huggingface.writer import stored_tensors, write_folder
+from shardwise.run.checkpoint.folder import CheckpointFolder, sync_folder
+from shardwise.run.checkpoint.manifest import Manifest
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.checkpoint.folder import CheckpointFolder, sync_folder
 from shardwise.training.checkpoint.full_tensors import read_in_turn, require_space, write_checkpoint
-from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.checkpoint.shards import Entry, write_shard
 from shardwise.training.convert.sources import MODEL_KEY
 from shardwise.training.convert.weights import Weights

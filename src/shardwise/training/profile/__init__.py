@@ -1,1 +1,1 @@
-"""What ranks record of a few steps, and how it is read again."""
+"""What ranks record of a few steps."""

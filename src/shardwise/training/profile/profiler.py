@@ -28,10 +28,10 @@ from shardwise.engine.torch_private import (
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import built_layers
+from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
 from shardwise.spec.run import Profile
-from shardwise.training.flight.recorder import backend_log
+from shardwise.training.profile.flight_recorder import backend_log
 from shardwise.training.profile.layers import layers_named
-from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 _BARRIERS = 11
 

@@ -1,0 +1,358 @@
+"""The folder of a run and of its checkpoints: what is committed, what may go, who may write, which one a path means.
+
+A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has a temporary name, and a single rename
+commits it. Where there is no rename its manifest, written last, does (`remote_folder.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.interop.companions import CONFIG, KEPT_IN, NAMES, has_companions, keep_companions
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.jobs import model_from
+from shardwise.run.checkpoint.manifest import NAME, read_manifest
+from shardwise.run.storage.limits import Limit
+from shardwise.run.storage.place import Place, RemotePlace, place_of
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import read_yaml
+from shardwise.spec.model import Model
+from shardwise.spec.run import Run, Timeouts
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
+LOCK = ".lock"
+NEWEST = "last"  # in place of a run's name
+INNER = "checkpoints"  # in a run's folder
+_REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
+
+
+class CheckpointFolder:
+    """On a disk of this machine, or one that all ranks mount; `RemoteCheckpointFolder` is one in a store."""
+
+    path: Place
+
+    def __init__(self, path: Path) -> None:
+        self.path = self._here = path
+
+    def of_step(self, step: int) -> Place:
+        return self.path / f"step-{step:08d}"
+
+    def within(self, limit: Limit) -> CheckpointFolder:
+        """The same, in which no call to a store takes longer; of calls to a disk none can be given up."""
+        return self
+
+    def _of_step(self, step: int) -> Path:
+        return self._here / self.of_step(step).name
+
+    def unfinished(self, step: int, attempt: str) -> Path:
+        """Where a checkpoint is written; no other save has the name ``attempt``."""
+        return self._here / f"step-{step:08d}.part-{attempt}"
+
+    def present(self) -> list[int]:
+        """Steps that have a folder, intact or damaged, the newest first."""
+        if not self._here.is_dir():
+            return []
+        found = (_COMMITTED.fullmatch(one.name) for one in self._here.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def committed(self) -> list[int]:
+        """Steps that have a checkpoint, the newest first."""
+        return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
+
+    def written_ns(self, step: int) -> int:
+        """When the checkpoint of a step was finished; 0 if it has just been removed."""
+        try:
+            return (self.of_step(step) / NAME).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def commit(self, step: int, attempt: str, manifest: bytes, *, replace: bool = True) -> Path:
+        """All shards are on disk: writes the manifest and gives the folder its name.
+
+        Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
+        """
+        part, target = self._sealed(step, attempt, manifest), self._of_step(step)
+        if replace and target.is_symlink():
+            target.unlink()
+        elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
+            shutil.rmtree(target)
+        part.rename(target)
+        sync_folder(self._here)
+        return target
+
+    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
+        """Complete but for its name: tests inject faults between the two."""
+        part = self.unfinished(step, attempt)
+        with (part / NAME).open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(part)
+        return part
+
+    def clear_unfinished(self) -> None:
+        """Removes what earlier starts of the run left behind; the caller must hold the lock."""
+        if self._here.is_dir():
+            for one in self._here.iterdir():
+                if _UNFINISHED.fullmatch(one.name):
+                    shutil.rmtree(one, ignore_errors=True)
+
+    def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
+        """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
+
+        Later ones than ``newest_step`` are damaged and were not resumed from: they do not count.
+        """
+        ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
+        for step in ours[newest:]:
+            if every is None or step % every:
+                doomed = self.unfinished(step, "removed")
+                shutil.rmtree(doomed, ignore_errors=True)
+                self._of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self._here, ignore_errors=True)
+
+    def keep_companions(self, source: Path | None) -> None:
+        """Keeps the small Hugging Face files of ``source``, where the weights come from, beside the checkpoints."""
+        keep_companions(source, self._here)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Locks this folder; raises SpecError if another run uses it. The kernel releases the lock with the process."""
+        try:
+            self._here.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._here / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SpecError(str(self._here), f"cannot be written ({error.strerror})", "choose another folder") from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                other = os.read(handle, 32).decode(errors="replace").strip()
+                problem = f"{f'process {other}' if other else 'another process'} is training in it"
+                raise SpecError(str(self._here), problem, "wait for it, or choose another folder") from None
+            with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+
+class RunFolder:
+    """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt.
+
+    Checkpoints may be kept elsewhere: where ``run`` says, or else the job in the folder.
+    """
+
+    def __init__(self, path: Path, run: Run | None = None) -> None:
+        self.path = path
+        self._elsewhere = None if run is None else _checkpoints_of(run.checkpoints.folder, run.timeouts)
+        self.job = path / "job.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.data = path / "data.json"  # a fingerprint of the data when the run began
+        self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
+        self.profile = path / "profile"  # of every rank, the steps that were profiled
+        self.recut = path / "recut.yaml"  # the job with the stages that were cut anew in the run
+        self.attempts = path / "attempts"
+        self.events = path / "events.jsonl"  # what happened to the run
+        self.keepers = path / "keepers.json"  # the processes that keep copies in memory, while there are any
+        self.copied = path / "copied"  # the step of the newest copy in memory
+
+    @cached_property
+    def checkpoints(self) -> CheckpointFolder:
+        return checkpoint_folder(self._elsewhere or self._of_job() or self.path / INNER, self.path)
+
+    @property
+    def in_use(self) -> bool | None:
+        """Whether a process of this machine trains in it; None where the system does not say."""
+        found: Place = self.path / INNER
+        with contextlib.suppress(SpecError):  # a damaged job
+            found = self.checkpoints.path
+        return lock_held((found if isinstance(found, Path) else self.path / INNER) / LOCK)
+
+    def note_copy(self, step: int) -> None:
+        """Tells the launcher that there is a copy in memory; a full disk does not matter."""
+        with contextlib.suppress(OSError):
+            self.copied.write_text(str(step), encoding="utf-8")
+
+    def _of_job(self) -> Place | None:
+        """Where the job in the folder keeps its checkpoints, if it says so; raises SpecError if it is damaged."""
+        if not self.job.is_file():
+            return None
+        try:
+            found: Any = read_yaml(self.job, "job file")
+        except SpecError as error:
+            raise self._damaged(error.problem) from None
+        if not isinstance(found, dict):
+            raise self._damaged("it is no job")
+        run = found.get("run")
+        run = run if isinstance(run, dict) else {}
+        kept = run.get("checkpoints")
+        folder = kept.get("folder") if isinstance(kept, dict) else None
+        if folder is not None and not isinstance(folder, str):
+            raise self._damaged(f"run.checkpoints.folder is {shown(folder)}")
+        try:
+            return _checkpoints_of(folder, Timeouts.from_dict(run.get("timeouts") or {}))
+        except SpecError as error:
+            raise self._damaged(f"run.timeouts.{error}") from None
+
+    def _damaged(self, how: str) -> SpecError:
+        """`train` writes the file, and nothing else says where the checkpoints are."""
+        return SpecError(str(self.job), f"is damaged: {how}", "remove it; `shardwise train` writes it anew")
+
+
+def _checkpoints_of(folder: str | None, timeouts: Timeouts) -> Place | None:
+    return place_of(folder, timeouts.checkpoint) if folder else None
+
+
+def run_folder(text: str) -> RunFolder:
+    """``runs/NAME``; ``runs/last`` is the newest of ``runs`` if no run has that name."""
+    path = Path(text)
+    try:
+        if not path.exists() and path.name == NEWEST:
+            runs = [one for one in path.parent.glob("*/job.yaml") if one.is_file()]
+            path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
+        there = (path / "job.yaml").is_file()
+    except (OSError, ValueError) as error:
+        problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
+        raise SpecError("", problem, "check it") from None
+    if not there:
+        raise SpecError(str(path), "is not a run's folder", "name one that `shardwise train` wrote, such as runs/demo")
+    return RunFolder(path)
+
+
+def lock_held(path: Path) -> bool | None:
+    """By the kernel's list of locks: to try it would keep out, for a moment, whoever wants it."""
+    try:
+        inode = f":{path.stat().st_ino}"
+        held = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except FileNotFoundError:
+        return None if not Path("/proc/locks").exists() else False
+    except (OSError, ValueError):
+        return None
+    return any(len(one) > 5 and one[1] == "FLOCK" and one[5].endswith(inode) for one in held)
+
+
+def checkpoint_folder(where: str | Place, run: Path | None = None) -> CheckpointFolder:
+    """The folder of checkpoints at a path or URI; ``run`` is the folder of the run that writes there."""
+    place = place_of(where) if isinstance(where, str) else where
+    if isinstance(place, Path):
+        return CheckpointFolder(place)
+    from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+
+    return RemoteCheckpointFolder(place, run)
+
+
+def step_of(folder: Place) -> int | None:
+    """The step that a checkpoint's folder is named after; it may have been given another name."""
+    match = _COMMITTED.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def sync_folder(path: Path) -> None:
+    """Syncs the entries of a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checkpoints_at(path: Place) -> list[Place]:
+    """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
+    folder = folder_at(path)
+    found: list[Place] = [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
+    if not found:
+        raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
+    return found
+
+
+def newest_at(path: Place) -> Place:
+    """The newest that was committed; raises SpecError if there is none."""
+    found = [one for one in checkpoints_at(path) if (one / NAME).is_file()]
+    if not found:
+        raise SpecError(str(path), "holds no checkpoint", _REMEDY)
+    return found[0]
+
+
+def folder_at(path: Place) -> CheckpointFolder:
+    """A folder of checkpoints, or the one of a run's folder."""
+    if isinstance(path, RemotePlace):
+        return checkpoint_folder(path)
+    if (path / "job.yaml").is_file():
+        return RunFolder(path).checkpoints
+    inner = path / INNER
+    return CheckpointFolder(inner if inner.is_dir() else path)
+
+
+def start_at(source: Place) -> Place:
+    """Where a run that starts from a path finds weights: that Hugging Face folder, or the newest checkpoint there."""
+    if isinstance(source, Path) and has_companions(source):
+        return source
+    try:
+        return newest_at(source)
+    except SpecError as error:
+        remedy = "name a Hugging Face folder, a checkpoint (step-...), a folder of them, or a run's folder"
+        raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
+
+
+def require_start(model: Model, source: Place) -> None:
+    """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by its own description."""
+    found = start_at(source)
+    huggingface = huggingface_at(found)
+    theirs = (
+        model_from(read_manifest(found).job.get("model")) if huggingface is None else model_from_hf_config(huggingface)
+    )
+    require_same_shapes(model, theirs, source)
+
+
+def huggingface_at(found: Place) -> Path | None:
+    """What `start_at` found, if it is a Hugging Face folder."""
+    return found if isinstance(found, Path) and has_companions(found) else None
+
+
+def require_same_shapes(mine: Model, theirs: Model, source: Place) -> None:
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings"):
+        if getattr(mine, name) != getattr(theirs, name):
+            problem = f"{source} has {name} {getattr(theirs, name)}, the job's model has {getattr(mine, name)}"
+            remedy = f"model: {source / CONFIG}" if huggingface_at(source) else "train the model that was saved"
+            raise SpecError("run.start_from", problem, remedy)
+
+
+def companions_at(source: Place) -> Path | None:
+    """The folder with the small Hugging Face files (config, tokenizer) that belong to weights to start from."""
+    found = start_at(source)
+    folder = huggingface_at(found) or kept_companions(found)
+    return folder if has_companions(folder) else None
+
+
+def kept_companions(checkpoint: Place) -> Path:
+    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from; of one in a
+    store, a copy that goes with this process.
+    """
+    if isinstance(checkpoint, Path):
+        return checkpoint.absolute().parent / KEPT_IN
+    return _copied_companions(checkpoint.parent / KEPT_IN)
+
+
+@cache
+def _copied_companions(kept: RemotePlace) -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="shardwise-companions-")
+    atexit.register(folder.cleanup)
+    for name in set(NAMES) & kept.objects().keys():
+        (Path(folder.name) / name).write_bytes((kept / name).read_bytes())
+    return Path(folder.name)

@@ -1,0 +1,220 @@
+"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
+
+It is JSON that ends in the SHA-256 checksum of everything before it. That is checked before anything is trusted; then
+types are checked, since a file with a valid checksum may still be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import Any
+
+from shardwise.run.checkpoint.boxes import Box, fill
+from shardwise.run.storage.place import Place
+from shardwise.run.storage.stores import StoreError
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
+
+NAME = "manifest.json"
+FORMAT = 1
+MOST_BYTES = 2**30
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+TO_RESUME = ("optimizer_steps", "data", "losses")  # required to resume a run
+# A store without rename has files of several saves side by side: the second part is the save's own.
+_FILE = re.compile(r"shard-\d{5}(\.[0-9a-f]{8}-\d{1,9})?\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{64})"}\Z')
+_ANOTHER = "take another checkpoint"
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """A box of a full tensor, saved as ``entry`` of ``file``."""
+
+    file: str
+    entry: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class FullTensor:
+    """A tensor of the model before sharding, and the pieces that it was saved in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[SavedPiece, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the checkpoint: its size and SHA-256 checksum."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    job: dict[str, Any]
+    numbers: dict[str, Any]
+    tensors: dict[str, FullTensor]
+    files: dict[str, Shard] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """What each file has to hold: type and shape of every entry."""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        for full in self.tensors.values():
+            for piece in full.pieces:
+                found[piece.file][piece.entry] = (full.dtype, piece.box.shape)
+        return found
+
+    def to_bytes(self) -> bytes:
+        """The manifest as the bytes of its file."""
+        tensors = {
+            key: {
+                "shape": list(full.shape),
+                "dtype": full.dtype,
+                "pieces": [[one.file, one.entry, list(one.box.start), list(one.box.shape)] for one in full.pieces],
+            }
+            for key, full in self.tensors.items()
+        }
+        files = {name: {"bytes": shard.size, "sha256": shard.checksum} for name, shard in self.files.items()}
+        document = {"format": FORMAT, "step": self.step, "job": self.job, "numbers": self.numbers, "files": files}
+        document["tensors"] = tensors
+        text = json.dumps(document).encode()
+        return text[:-1] + f', "checksum": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
+
+
+def read_manifest(folder: Place) -> Manifest:
+    """Raises SpecError with what is wrong, StoreError if that cannot be known; no name leads outside the folder."""
+    path = folder / NAME
+    try:
+        if path.is_symlink() or path.stat().st_size > MOST_BYTES:
+            raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
+        raw = path.read_bytes()
+        document = parse_json(raw, str(path), most_values=IN_BULK)
+    except StoreError:  # it may be intact: a run must not begin anew because of it
+        raise
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
+    _require_seal(raw, path)
+    try:
+        if document["format"] is True or document["format"] != FORMAT:
+            raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
+        files = dict(starmap(_file, document["files"].items()))
+        tensors = {key: _full_tensor(one, files) for key, one in document["tensors"].items()}
+        for name, value in _dict(document["numbers"]).items():
+            _CHECKS[name](value)
+        return Manifest(_count(document["step"]), _dict(document["job"]), document["numbers"], tensors, files)
+    except SpecError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise SpecError(str(path), "does not describe a checkpoint", _ANOTHER) from None
+
+
+def _require_seal(raw: bytes, path: Place) -> None:
+    """Every byte is as it was written."""
+    seal = _SEAL.search(raw)
+    if seal is None:
+        raise SpecError(str(path), "is damaged: it does not end in its checksum", _ANOTHER)
+    if hashlib.sha256(raw[: seal.start()] + b"}").hexdigest() != seal[1].decode():
+        raise SpecError(str(path), "is damaged: its checksum differs", _ANOTHER)
+
+
+def _file(name: Any, one: Any) -> tuple[str, Shard]:
+    _require(_FILE.fullmatch(name) is not None and _CHECKSUM.fullmatch(one["sha256"]) is not None)
+    return name, Shard(_count(one["bytes"]), one["sha256"])
+
+
+def _full_tensor(one: Any, files: Mapping[str, Shard]) -> FullTensor:
+    shape = tuple(_count(size) for size in one["shape"])
+    pieces = []
+    for name, entry, start, size in one["pieces"]:
+        _require(name in files and isinstance(entry, str))
+        box = Box(tuple(_count(x) for x in start), tuple(_count(x) for x in size))
+        pieces.append(SavedPiece(name, entry, box))
+    _require(one["dtype"] in ITEM_BYTES and fill(shape, [piece.box for piece in pieces]))
+    return FullTensor(shape, one["dtype"], tuple(pieces))
+
+
+def _position(value: Any) -> None:
+    """As `Position.to_numbers` writes it."""
+    _require(_dict(value).keys() == {"batch", "left_out", "sequences"} and isinstance(value["left_out"], list))
+    _count(value["sequences"], 1)
+    for one in (value["batch"], *value["left_out"]):
+        _count(one)
+
+
+def _count(value: Any, least: int = 0) -> int:
+    _require(_is_number(value) and isinstance(value, int) and value >= least)
+    return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    _require(isinstance(value, dict))
+    return dict(value)
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise ValueError
+
+
+# The state beside the tensors, as `start.state_numbers` and `state.numbers` write it; optimizers count their steps in
+# floating point.
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "optimizer_steps": lambda value: _require(_is_number(value) and 0 <= value < math.inf),
+    "loss_scale": lambda value: _require(all(map(_is_number, _dict(value).values()))),
+    "inner_steps": _count,
+    "late_sums": _count,
+    "data": _position,
+    "losses": lambda values: _require(isinstance(values, list) and all(map(_is_number, values))),
+}
+
+
+def contents_of(path: Place) -> dict[str, Any]:
+    """What a checkpoint holds, from its manifest alone; raises SpecError if that is damaged.
+
+    ``layout`` is the strategy that it was saved under, as its job file had it.
+    """
+    found = read_manifest(path)
+    model, layout, training = (found.job.get(name) for name in ("model", "strategy", "training"))
+    tensors, sizes = [], Counter[str]()
+    for key, full in found.tensors.items():
+        kind, _, name = key.partition("/")
+        sizes[kind] += full.size
+        about = {"kind": kind, "name": name, "dtype": full.dtype, "shape": list(full.shape)}
+        tensors.append({**about, "bytes": full.size, "pieces": len(full.pieces)})
+    return {
+        "path": str(path),
+        "step": found.step,
+        "model": str(model.get("name", "custom")) if isinstance(model, dict) else str(model or "unknown"),
+        "layout": layout if isinstance(layout, dict) else {},
+        "precision": training.get("precision") if isinstance(training, dict) else None,
+        "numbers": found.numbers,
+        "files": {name: shard.size for name, shard in sorted(found.files.items())},
+        "tensors": tensors,
+        "bytes": dict(sizes),
+    }
+
+
+def weight_keys(manifest: Manifest) -> list[str]:
+    """The tensors of the model, without the states of the optimizer."""
+    return [key for key in manifest.tensors if key.startswith(("weight/", "buffer/"))]

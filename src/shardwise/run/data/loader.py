@@ -1,0 +1,82 @@
+"""Batches of a rank, prefetched by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from shardwise.run.data.order import Mixture, positions_in
+from shardwise.run.data.token_files import Tokens
+
+MOST_WORKERS, MOST_AHEAD = 4, 16  # limit of an `auto` loader, for threads as well as batches ahead
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's sequences of one step, [sequences, seq] each."""
+
+    step: int
+    tokens: Tokens
+    labels: Tokens
+    positions: Tokens
+    documents: Tokens
+
+
+def rows_of(mixture: Mixture, step: int, batch: int, rows: range | None = None) -> Rows:
+    """Some ``rows`` of the global batch of a step, or all: the share of a data-parallel rank."""
+    rows = range(batch) if rows is None else rows
+    samples = mixture.samples(step * batch + np.arange(rows.start, rows.stop, dtype=np.int64))
+    documents = np.stack([one.documents for one in samples])
+    tokens, labels = np.stack([one.tokens for one in samples]), np.stack([one.labels for one in samples])
+    return Rows(step, tokens, labels, positions_in(documents), documents)
+
+
+class Loader:
+    """``loader.take(step)``: the rows of that step; ``workers`` threads prepare the next ``prefetch`` steps.
+
+    Reading a mapped file and copying arrays release the GIL, so threads are enough. ``waited_seconds`` counts how long
+    the loop was blocked on data; an ``auto`` loader then prefetches more.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        batch: int,
+        rows: range | None = None,
+        *,
+        workers: Literal["auto"] | int = "auto",
+        prefetch: Literal["auto"] | int = "auto",
+    ) -> None:
+        self.mixture, self.batch, self.rows = mixture, batch, rows
+        self.grows = prefetch == "auto"
+        self.prefetch, self.waited_seconds = 2 if prefetch == "auto" else prefetch, 0.0
+        self._threads = ThreadPoolExecutor(MOST_WORKERS if workers == "auto" else workers, thread_name_prefix="data")
+        self._made: dict[int, Future[Rows]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, step: int) -> Rows:
+        with self._lock:
+            wanted = range(step, step + self.prefetch + 1)
+            ahead = step in self._made
+            for number in wanted:
+                if number not in self._made:
+                    share = (self.batch, self.rows)
+                    self._made[number] = self._threads.submit(rows_of, self.mixture, number, *share)
+            for number in [one for one in self._made if one not in wanted]:
+                self._made.pop(number).cancel()
+            future = self._made.pop(step)
+        began = time.perf_counter()
+        late = not future.done()
+        rows = future.result()
+        self.waited_seconds += time.perf_counter() - began
+        if late and ahead and self.grows:
+            self.prefetch = min(MOST_AHEAD, self.prefetch + 1)
+        return rows
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,178 @@
+"""Which tokens make up sample i: shuffled samples of a stream, and several streams mixed by weight.
+
+A Feistel network over the next even number of bits, walked again for what falls outside (Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains"). The state of a shuffle is its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.run.data.token_files import TokenFiles, Tokens
+from shardwise.spec.errors import SpecError
+from shardwise.spec.run import MOST_SHARDS
+
+ROUNDS = 6  # four mix well for statistics (Luby and Rackoff 1988); two more cost little
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio in 64 bits (Knuth, multiplicative hashing)
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+IGNORED = -100  # as in `models.loss`, which imports torch: data is built without it
+_SAMPLES_PER_STREAM = 1024
+
+
+class Permutation:
+    """``permutation(indices)``: where each index below ``number`` goes; the same for the same ``key``, everywhere."""
+
+    def __init__(self, number: int, *key: int) -> None:
+        assert number >= 1
+        self.number = number
+        self.half_bits = max(1, ((number - 1).bit_length() + 1) // 2)
+        seed = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
+        self.keys = np.frombuffer(seed, "<u8")
+
+    def __call__(self, indices: Numbers) -> Numbers:
+        values = np.asarray(indices).astype(np.uint64)
+        assert values.size == 0 or int(values.max()) < self.number
+        values = self._mixed(values)
+        outside = values >= np.uint64(self.number)
+        while outside.any():  # at most three of four fall outside: a few rounds
+            values[outside] = self._mixed(values[outside])
+            outside = values >= np.uint64(self.number)
+        return values.astype(np.int64)
+
+    def _mixed(self, values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        bits = np.uint64(self.half_bits)
+        low = np.uint64((1 << self.half_bits) - 1)
+        left, right = values >> bits, values & low
+        for key in self.keys:
+            mixed = (right ^ key) * _MULTIPLIER  # wraps around, as it should
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= _MULTIPLIER
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & low)
+        return (left << bits) | right
+
+
+@dataclass(frozen=True)
+class Sample:
+    """``tokens`` and ``labels`` of one sequence; ``documents`` numbers the documents packed into it from 0 on."""
+
+    tokens: Tokens
+    labels: Tokens
+    documents: Tokens
+
+
+class Stream:
+    """Sequences of ``seq`` tokens out of a part of a pair: its tokens from ``begin`` up to ``end``.
+
+    An epoch is every sequence once, in an order drawn from (seed, epoch); the offset of the sequences is redrawn, so
+    that no boundary is always the same. A label never crosses a document boundary.
+    """
+
+    def __init__(
+        self, pair: TokenFiles, seq: int, vocab: int, seed: int, begin: int = 0, end: int | None = None
+    ) -> None:
+        self.pair, self.seq, self.vocab, self.seed = pair, seq, vocab, seed
+        self.begin = begin
+        self.tokens = (len(pair.tokens) if end is None else end) - begin
+        self.shifts = self.tokens >= 2 * seq
+        # One token more than the sequences, for the last label.
+        self.per_epoch = (self.tokens - seq) // seq if self.shifts else (self.tokens - 1) // seq
+        if self.per_epoch < 1:
+            problem = f"has {self.tokens:,} tokens, a sequence needs {seq + 1:,}"
+            raise SpecError(f"{pair.prefix}", problem, "give more data, or a shorter sequence (--seq)")
+
+    def places(self, numbers: Numbers) -> Numbers:
+        """The first token of each sample: samples are counted through all epochs."""
+        starts = np.empty(len(numbers), np.int64)
+        epochs = numbers // self.per_epoch
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            order = Permutation(self.per_epoch, self.seed, int(epoch))
+            first = Permutation(self.seq, self.seed, int(epoch), -1)(np.zeros(1, np.int64))
+            shift = int(first[0]) if self.shifts else 0
+            starts[chosen] = self.begin + shift + order(numbers[chosen] % self.per_epoch) * self.seq
+        return starts
+
+    def sample(self, start: int) -> Sample:
+        pair, stop = self.pair, start + self.seq + 1
+        window = self.checked(start, stop)
+        document = np.searchsorted(pair.starts, np.arange(start, stop), "right")
+        labels = window[1:].copy()
+        labels[document[1:] != document[:-1]] = IGNORED
+        if pair.mask is not None:
+            labels[np.asarray(pair.mask[start + 1 : stop]) == 0] = IGNORED
+        _, inside = np.unique(document[:-1], return_inverse=True)
+        return Sample(window[:-1], labels, inside.astype(np.int64))
+
+    def checked(self, start: int, stop: int) -> Tokens:
+        """The tokens there; raises SpecError if one is not in the vocabulary."""
+        window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
+        if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
+            bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
+            problem = f"token {start + bad:,} is {window[bad]}, the vocabulary ends at {self.vocab:,}"
+            raise SpecError(f"{self.pair.prefix}.bin", problem, "use the tokenizer of the model")
+        return window
+
+
+def positions_in(documents: Tokens) -> Tokens:
+    """How far each token is from the first of its document in the same row."""
+    steps = np.arange(documents.shape[-1])
+    begins = np.concatenate([np.ones((*documents.shape[:-1], 1), bool), np.diff(documents, axis=-1) != 0], axis=-1)
+    distances: Tokens = steps - np.maximum.accumulate(np.where(begins, steps, 0), axis=-1)
+    return distances
+
+
+class Mixture:
+    """``samples(numbers)``: those global samples, a function of their numbers alone.
+
+    Samples come in blocks. After any number of blocks a stream has contributed its share of them, rounded down, and
+    the heaviest the rest; inside a block the order is drawn from (seed, block).
+    """
+
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
+        assert len(streams) == len(weights) <= MOST_SHARDS
+        assert all(weight > 0 for weight in weights)
+        self.streams, self.seed = list(streams), seed
+        self.shares = np.array(weights, float) / sum(weights)
+        self.block = _SAMPLES_PER_STREAM * len(streams)  # so that the heaviest one's share is never negative
+        self._slots = lru_cache(maxsize=4)(self._draw)
+
+    def chosen(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """For each global sample its stream, and its number among the samples of that stream."""
+        streams, inner = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
+        blocks, places = np.divmod(numbers, self.block)
+        for block in np.unique(blocks):
+            mine = blocks == block
+            stream, number = self._slots(int(block))
+            streams[mine], inner[mine] = stream[places[mine]], number[places[mine]]
+        return streams, inner
+
+    def samples(self, numbers: Numbers) -> list[Sample]:
+        streams, inner = self.chosen(numbers)
+        found: dict[int, Sample] = {}
+        for number, stream in enumerate(self.streams):
+            mine = np.flatnonzero(streams == number)
+            for place, start in zip(mine, stream.places(inner[mine])):
+                found[int(place)] = stream.sample(int(start))
+        return [found[place] for place in range(len(numbers))]
+
+    def _contributed(self, blocks: int) -> Numbers:
+        """How many samples each stream contributes to the first blocks."""
+        counts = np.floor(self.shares * (self.block * blocks)).astype(np.int64)
+        counts[np.argmax(self.shares)] += self.block * blocks - counts.sum()
+        return counts
+
+    def _draw(self, block: int) -> tuple[Numbers, Numbers]:
+        before = self._contributed(block)
+        in_turn = np.repeat(np.arange(len(self.shares)), self._contributed(block + 1) - before)
+        streams = in_turn[Permutation(self.block, self.seed, block)(np.arange(self.block))]
+        numbers = np.empty(self.block, np.int64)
+        for stream in range(len(self.shares)):
+            here = np.flatnonzero(streams == stream)
+            numbers[here] = before[stream] + np.arange(len(here))
+        return streams, numbers

@@ -1,0 +1,229 @@
+"""Token shards as Megatron-LM's pair of files: ``NAME.bin`` holds tokens, ``NAME.idx`` says where documents lie.
+
+The format is that of `megatron/core/datasets/indexed_dataset.py`; Megatron-LM reads what is written here. Two files
+that it does not know may stand beside a pair: ``NAME.sums.json`` with checksums, and ``NAME.mask`` with one byte for
+every token, 1 if the loss counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+import numpy as np
+
+from shardwise.run.data.remote_tokens import RemoteArray, remote_array, remote_sums
+from shardwise.run.storage.blocks import block_sum
+from shardwise.run.storage.place import Place, RemotePlace, place_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import IN_BULK, parse_json
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CHUNK_BYTES = 2**20  # each has its own checksum, which locates damage; the unit of what is read from a store
+CACHE_BYTES = 2**28
+LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 bits, and a document may have several
+Tokens = np.ndarray[Any, np.dtype[Any]]
+AnyPlace = TypeVar("AnyPlace", bound=Place)
+
+
+def token_dtype(vocab: int) -> type:
+    """The type that Megatron-LM chooses for a vocabulary."""
+    return np.uint16 if vocab < 65_500 else np.int32
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """An open pair, mapped into memory: ``tokens`` of all documents end to end, document i starts at ``starts[i]``.
+
+    Of a pair in a store, what is asked for is read.
+    """
+
+    prefix: Place
+    tokens: Tokens | RemoteArray
+    starts: Tokens  # one more than documents: the last is the number of tokens
+    mask: Tokens | RemoteArray | None
+
+    @property
+    def documents(self) -> int:
+        return len(self.starts) - 1
+
+
+def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFiles:
+    """Maps a pair and checks that it is complete; raises SpecError naming the file and the problem.
+
+    Of pairs in a store the last ``cache_bytes`` that were read stay in memory.
+    """
+    prefix = place_of(prefix) if isinstance(prefix, str) else prefix
+    index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
+    for path in (index, tokens):
+        if not path.is_file():
+            raise SpecError(str(path), "is not there", "name the pair without .bin or .idx, or build it: data build")
+    dtype, lengths, pointers, ends = _read_index(index)
+    held = tokens.stat().st_size
+    size = np.dtype(dtype).itemsize
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    if not np.array_equal(pointers, starts[:-1] * size):
+        raise SpecError(str(index), "its sequences do not follow each other in the .bin", "build it again: data build")
+    if held != starts[-1] * size:
+        raise SpecError(str(tokens), f"has {held:,} bytes, its index says {starts[-1] * size:,}", "copy it again")
+    if isinstance(tokens, RemotePlace):
+        return _remote_pair(tokens, held, dtype, starts[ends], cache_bytes)
+    mapped: Tokens = np.memmap(tokens, dtype, "r") if held else np.zeros(0, dtype)
+    mask = _path(prefix, ".mask")
+    masked = _has_mask(mask, len(mapped)) and held > 0
+    return TokenFiles(prefix, mapped, starts[ends], np.memmap(str(mask), np.uint8, "r") if masked else None)
+
+
+def _remote_pair(tokens: RemotePlace, held: int, dtype: Any, starts: Tokens, cache_bytes: float) -> TokenFiles:
+    prefix = tokens.with_name(tokens.name.removesuffix(".bin"))
+    sums = remote_sums(_path(prefix, ".sums.json"))
+    found = remote_array(tokens, held, dtype, sums, cache_bytes)
+    mask = _path(prefix, ".mask")
+    masked = _has_mask(mask, len(found))
+    return TokenFiles(
+        prefix, found, starts, remote_array(mask, len(found), np.uint8, sums, cache_bytes) if masked else None
+    )
+
+
+def _path(prefix: AnyPlace, suffix: str) -> AnyPlace:
+    return cast(AnyPlace, prefix.with_name(prefix.name + suffix))
+
+
+def _read_index(path: Place) -> tuple[Any, Tokens, Tokens, Tokens]:
+    """Data type, length and place of every sequence, and the sequences with which documents begin."""
+    raw = path.read_bytes()
+    if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
+        problem = "is not an index of token shards (its first bytes differ)"
+        raise SpecError(str(path), problem, "build it again: data build")
+    _, version, code, sequences, documents = _HEADER.unpack_from(raw)
+    if version != VERSION:
+        raise SpecError(str(path), f"has version {version}", f"this reads version {VERSION}")
+    if code not in _DTYPES:
+        known = ", ".join(map(str, _DTYPES))
+        raise SpecError(str(path), f"has tokens of the unknown type {code}", f"use one of {known}")
+    wanted = _HEADER.size + 12 * sequences + 8 * documents
+    if len(raw) not in (wanted, wanted + sequences):  # the second has a mode for every sequence
+        raise SpecError(str(path), f"has {len(raw):,} bytes, its header says {wanted:,}", "copy it again")
+    at = _HEADER.size
+    lengths = np.frombuffer(raw, np.int32, sequences, at)
+    pointers = np.frombuffer(raw, np.int64, sequences, at + 4 * sequences)
+    ends = np.frombuffer(raw, np.int64, documents, at + 12 * sequences)
+    if sequences and int(lengths.min()) < 0:
+        raise SpecError(str(path), "has a sequence of negative length", "copy it again")
+    rising = len(ends) > 0 and ends[0] == 0 and ends[-1] == sequences and bool((np.diff(ends) >= 0).all())
+    if not rising:
+        raise SpecError(str(path), "its documents are not in order", "copy it again")
+    return _DTYPES[code], lengths, pointers, ends
+
+
+def _has_mask(path: Place, tokens: int) -> bool:
+    if not path.is_file():
+        return False
+    if path.stat().st_size != tokens:
+        raise SpecError(str(path), f"has {path.stat().st_size:,} bytes for {tokens:,} tokens", "build the pair again")
+    return True
+
+
+class PairWriter:
+    """Writes a pair document by document; the files get their names when `close` has synced them to disk."""
+
+    def __init__(self, prefix: Path | str, dtype: type, *, masked: bool = False) -> None:
+        self.prefix = Path(prefix)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self._code = next(code for code, one in _DTYPES.items() if np.dtype(one) == self.dtype)
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._lengths: list[int] = []  # of sequences
+        self._ends = [0]  # of documents, in sequences
+        self._tokens = self._open(".bin")
+        self._mask = self._open(".mask") if masked else None
+        self.skipped = 0  # records that are not in the pair, for those who read its checksums
+
+    def __enter__(self) -> PairWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def add(self, tokens: Tokens, mask: Tokens | None = None) -> None:
+        """One document; without ``mask`` the loss counts every token of it."""
+        limits = np.iinfo(self.dtype)
+        if len(tokens) and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
+            raise SpecError("tokens", f"do not fit in {self.dtype}", f"vocabularies up to {limits.max + 1:,} do")
+        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).tobytes())
+        if self._mask:
+            counted = np.ones(len(tokens), np.uint8) if mask is None else np.ascontiguousarray(mask, np.uint8)
+            self._mask.write(counted.tobytes())
+        whole, rest = divmod(len(tokens), LONGEST_SEQUENCE)
+        self._lengths += [LONGEST_SEQUENCE] * whole + ([rest] if rest or not whole else [])
+        self._ends.append(len(self._lengths))
+
+    def close(self) -> None:
+        index = self._open(".idx")
+        lengths = np.array(self._lengths, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
+        index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._ends)))
+        index.write(lengths.tobytes() + pointers.tobytes() + np.array(self._ends, np.int64).tobytes())
+        files = [self._tokens, index, *([self._mask] if self._mask else [])]
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it completes the pair
+            _path(self.prefix, suffix + ".part").replace(_path(self.prefix, suffix))
+        write_checksums(self.prefix, self.skipped)
+
+    def abandon(self) -> None:
+        for file in (self._tokens, self._mask):
+            if file:
+                file.close()
+                Path(file.name).unlink(missing_ok=True)
+
+    def _open(self, suffix: str) -> BinaryIO:
+        return _path(self.prefix, suffix + ".part").open("wb")
+
+
+def write_checksums(prefix: Path, skipped: int = 0) -> None:
+    paths = {suffix: _path(prefix, suffix) for suffix in (".bin", ".idx", ".mask")}
+    files = {suffix: _sums(path) for suffix, path in paths.items() if path.exists()}
+    lacks = {"skipped_records": skipped} if skipped else {}
+    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, **lacks, "files": files}, indent=1)
+    _path(prefix, ".sums.json").write_text(content, encoding="utf-8")
+
+
+def check_sums(prefix: Place | str) -> bool:
+    """Whether there are checksums; raises SpecError that names the first damaged file and offset."""
+    prefix = place_of(prefix) if isinstance(prefix, str) else prefix
+    sidecar = _path(prefix, ".sums.json")
+    if not sidecar.is_file():
+        return False
+    try:
+        document = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
+        chunk_bytes = int(document["chunk_bytes"])
+        recorded = {suffix: list(sums) for suffix, sums in document["files"].items()}
+        found = {suffix: _sums(_path(prefix, suffix), chunk_bytes) for suffix in recorded}
+    except (KeyError, ValueError, TypeError, AttributeError, OSError):
+        raise SpecError(str(sidecar), "does not fit its files", "copy all files of the pair again") from None
+    for suffix, sums in recorded.items():
+        differing = [number for number, (one, two) in enumerate(zip_longest(sums, found[suffix])) if one != two]
+        if differing:
+            place = f"is damaged near byte {differing[0] * chunk_bytes:,}"
+            raise SpecError(str(_path(prefix, suffix)), place, "copy or build it again")
+    return True
+
+
+def _sums(path: Place, chunk_bytes: int = CHUNK_BYTES) -> list[str]:
+    with path.open("rb") as file:
+        return [block_sum(chunk) for chunk in iter(lambda: file.read(chunk_bytes), b"")]

@@ -1,0 +1,283 @@
+"""This process as one rank of a world, or as the one process of a node, whichever launcher started it.
+
+Every launcher whose variables are set makes a claim. The innermost says what this process is; the others must agree
+with it, or have started one agent per node, which is how torchrun and mpirun themselves start under Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.interop.fabric.node_list import nodes_of
+from shardwise.layout.ranks import local_rank
+from shardwise.run.environment.launchers import (
+    NODE_LAUNCHERS,
+    PMIX,
+    RANK_LAUNCHERS,
+    SLURM,
+    TORCHRUN,
+    LauncherRow,
+    Variable,
+)
+from shardwise.spec.errors import SpecError
+
+PORT = 29400  # torchrun's own default
+OWN_LAUNCHER = "SHARDWISE_LAUNCHER"
+HOW = "start all ranks by torchrun, srun or mpirun"
+_PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
+# Steps that Slurm makes for itself: 0xfffffffa is interactive (`salloc`), ...b the batch script, ...c extern.
+_SPECIAL_STEPS = 0xFFFFFFF0
+_PLACES = ("rank", "world", "local_rank", "local_world")
+_ALLOCATED_TASKS, _ALLOCATED_NODES, _ALLOCATED_LIST = "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
+
+
+@dataclass(frozen=True)
+class Started:
+    """This process as one rank of a world, whose ranks are numbered host by host; they meet at ``address``.
+
+    Ranks of our own launcher meet in a file instead: they have no address.
+    """
+
+    rank: int
+    world: int
+    ranks_per_host: int
+    address: str | None = None
+    port: int | None = None
+    launcher: str = field(default=TORCHRUN.name, compare=False)
+    is_mpi: bool = field(default=False, compare=False)
+
+    @property
+    def hosts(self) -> int:
+        return self.world // self.ranks_per_host
+
+    @property
+    def local_rank(self) -> int:
+        return local_rank(self.rank, self.ranks_per_host)
+
+
+@dataclass(frozen=True)
+class StartedNode:
+    """This process as the only one of its node: it starts the ranks there; None if nothing says how many."""
+
+    node: int
+    nodes: int
+    ranks_here: int | None
+    address: str
+    port: int
+    launcher: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a launcher's variables say; ``named``: by which variable."""
+
+    row: LauncherRow
+    values: Mapping[str, Any]
+    named: Mapping[str, str]
+
+    def differs_from(self, other: _Claim) -> str | None:
+        """The first thing that both say, differently."""
+        both = [one for one in _PLACES if one in self.values and one in other.values]
+        return next((one for one in both if self.values[one] != other.values[one]), None)
+
+    def said(self, what: str) -> str:
+        return f"{self.row.name} says {self.values[what]} ({self.named[what]})"
+
+
+def started(environment: Mapping[str, str] = os.environ, *, always: bool = False) -> Started | None:
+    """None if nobody started this process as a rank; ``always``: it is one, even the only one of its world."""
+    own = OWN_LAUNCHER in environment  # it is inside of every other, which have nothing to say of its ranks
+    rows = (TORCHRUN,) if own else RANK_LAUNCHERS
+    claims = [_claim(row, environment) for row in rows if _has_rank(row, environment)]
+    alone = [one for one in claims if one.row.single and one.values.get("world") == 1 and not always]
+    claims = [one for one in claims if one not in alone]
+    if claims == [one for one in claims if one.row is PMIX and one.values["rank"] == 0] and not _completing(
+        environment
+    ):
+        return None  # none, or one of which nothing says that there are others
+    if not own and "RANK" not in environment:
+        claims += _completing(environment)
+    inner, *others = claims
+    agreeing = [inner, *_agreeing(inner, others, alone)]
+    if inner.row.is_mpi:
+        _compare_with_allocation(inner, environment)
+    found = _place(inner, agreeing, environment, own=own)
+    _compare_with_nodes(found, inner, environment)
+    return found
+
+
+def started_node(environment: Mapping[str, str] = os.environ) -> StartedNode | None:
+    """None if this is a rank, or its node is the only one."""
+    if OWN_LAUNCHER in environment or started(environment) is not None:
+        return None
+    for row in NODE_LAUNCHERS:
+        said = _claim(row, environment)
+        if said.values.get("node") is None or said.values.get("nodes", 1) < 2:
+            continue
+        node, nodes = said.values["node"], said.values["nodes"]
+        if node >= nodes:
+            raise SpecError(said.named["node"], f"{node} of {nodes} nodes", f"{row.name} counts them from 0")
+        address = environment.get("MASTER_ADDR") or said.values.get("address")
+        if not address:
+            raise SpecError("MASTER_ADDR", f"is not set, and {row.name} does not say it", "give the first node's")
+        return StartedNode(
+            node, nodes, said.values.get("local_world"), address, _port([said], environment), row.name
+        )  # fmt: skip
+    return None
+
+
+# -- claims ------------------------------------------------------------------------------------------------
+
+
+def _claim(row: LauncherRow, environment: Mapping[str, str]) -> _Claim:
+    values, named = {}, {}
+    for what in (*_PLACES, "node", "nodes", "address", "port"):
+        variable: Variable | None = getattr(row, what)
+        name = next((one for one in variable.names if one in environment), None) if variable else None
+        if variable is not None and name is not None and (value := variable.read(name, environment[name])) is not None:
+            values[what], named[what] = value, name
+    return _Claim(row, values, named)
+
+
+def _completing(environment: Mapping[str, str]) -> list[_Claim]:
+    """What a user gives in torchrun's variables beside another launcher's rank."""
+    return [_claim(TORCHRUN, environment)] if "WORLD_SIZE" in environment else []
+
+
+def _has_rank(row: LauncherRow, environment: Mapping[str, str]) -> bool:
+    """A Slurm batch script and the shell of an allocation have a SLURM_PROCID, too, but no step of tasks."""
+    assert row.rank is not None
+    if row is SLURM:
+        step = environment.get("SLURM_STEP_ID", "")
+        if not step.isdecimal() or int(step) >= _SPECIAL_STEPS or "SLURM_STEP_NUM_TASKS" not in environment:
+            return False
+    return any(name in environment for name in row.rank.names)
+
+
+def _agreeing(inner: _Claim, others: Sequence[_Claim], agents: Sequence[_Claim]) -> list[_Claim]:
+    """Those that say the same as the innermost; raises SpecError for one that says something else.
+
+    ``agents`` are claims of launchers that only started what started the ranks.
+    """
+    same: list[_Claim] = []
+    for other in others:
+        differs = inner.differs_from(other)
+        if differs is None:
+            same.append(other)
+        elif _started_agents(inner, other) or any(one.differs_from(other) is None for one in agents):
+            agents = [*agents, other]
+        else:
+            raise SpecError(differs, f"{inner.said(differs)}, {other.said(differs)}", "start it by one of them")
+    return same
+
+
+def _started_agents(inner: _Claim, outer: _Claim) -> bool:
+    """Whether the outer launcher started one process per node, and those the ranks; mpirun is itself one of them."""
+    world, per_host = inner.values.get("world"), inner.values.get("local_world")
+    if not world or not per_host or outer.values.get("local_world", 0) != 1:
+        return False
+    hosts = inner.values.get("nodes", world // per_host)
+    return outer.values.get("world") in (hosts, hosts - 1)
+
+
+def _compare_with_allocation(inner: _Claim, environment: Mapping[str, str]) -> None:
+    """mpirun takes its slots from Slurm's allocation: a world of another size is a mistake.
+
+    An allocation of one task per node only reserves nodes; in a step the variable counts the tasks of the step.
+    """
+    tasks, nodes = (environment.get(name, "") for name in (_ALLOCATED_TASKS, _ALLOCATED_NODES))
+    if "SLURM_STEP_ID" in environment or not tasks.isdecimal() or tasks == (nodes or "1"):
+        return
+    if int(tasks) != inner.values["world"]:
+        problem = f"{inner.said('world')}, the allocation {tasks} ({_ALLOCATED_TASKS})"
+        raise SpecError("world", problem, f"start {tasks} ranks, or unset {_ALLOCATED_TASKS}")
+
+
+def _compare_with_nodes(found: Started, inner: _Claim, environment: Mapping[str, str]) -> None:
+    for row in NODE_LAUNCHERS:
+        said = _claim(row, environment)
+        nodes = said.values.get("nodes", 1)
+        if said.values.get("node") is not None and nodes > 1 and nodes != found.hosts:
+            problem = f"{inner.row.name} says {found.hosts}, {row.name} says {nodes} ({said.named['nodes']})"
+            raise SpecError("nodes", problem, f"start it on all of them, or unset {said.named['nodes']}")
+
+
+# -- what was said, completed ------------------------------------------------------------------------------
+
+
+def _place(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str, str], *, own: bool) -> Started:
+    said: dict[str, Any] = {}
+    for claim in reversed(agreeing):
+        said |= {name: value for name, value in claim.values.items() if name in _PLACES}
+    for name, variable in (("rank", "RANK"), ("world", "WORLD_SIZE"), ("local_world", "LOCAL_WORLD_SIZE")):
+        if name not in said:
+            _require(environment, variable, "" if inner.row is TORCHRUN else f"{inner.row.name} does not say it")
+    rank, world, here = said["rank"], said["world"], said["local_world"]
+    if not rank < world:
+        raise SpecError(inner.named.get("rank", "RANK"), f"{rank} of a world of {world}", HOW)
+    if not here or world % here:
+        name, problem = inner.named.get("local_world", "LOCAL_WORLD_SIZE"), f"{world} ranks do not fill hosts of {here}"
+        raise SpecError(name, problem, "start as many ranks on every host")
+    if said.get("local_rank", local_rank(rank, here)) != local_rank(rank, here):
+        problem = f"is {said['local_rank']}, but rank {rank} is number {local_rank(rank, here)} of {here} on its host"
+        raise SpecError(inner.named.get("local_rank", "LOCAL_RANK"), problem, "number the ranks host by host")
+    if own and "SHARDWISE_RENDEZVOUS" in environment:
+        return Started(rank, world, here)
+    address = _address(inner, agreeing, environment, alone=here == world)
+    port = _port(agreeing, environment, alone=here == world)
+    return Started(rank, world, here, address, port, inner.row.name, inner.row.is_mpi)
+
+
+def _address(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str, str], *, alone: bool) -> str:
+    """Where rank 0 is: as said, this host if it has all ranks, or the allocation's first node, where mpirun begins."""
+    if given := environment.get("MASTER_ADDR"):
+        return given
+    if inner.row is TORCHRUN:
+        raise SpecError("MASTER_ADDR", "is not set", HOW)
+    if alone:
+        return "127.0.0.1"
+    if said := next((one.values["address"] for one in agreeing if "address" in one.values), None):
+        return str(said)
+    if _ALLOCATED_LIST in environment:
+        return nodes_of(environment[_ALLOCATED_LIST], _ALLOCATED_LIST)[0]
+    how = inner.row.set_variable.format(name="MASTER_ADDR")
+    raise SpecError("MASTER_ADDR", f"is not set, and {inner.row.name} does not say where rank 0 is", how)
+
+
+def _port(claims: Sequence[_Claim], environment: Mapping[str, str], *, alone: bool = False) -> int:
+    """As given, or derived from what identifies the job: two jobs on one host should not meet."""
+    if claims[0].row is TORCHRUN and "MASTER_PORT" not in environment:
+        _require(environment, "MASTER_PORT", "")
+    for name in ("MASTER_PORT", claims[0].named.get("port", "")):
+        if name in environment:
+            found = _claim(TORCHRUN, {"MASTER_PORT": environment[name]}).values["port"]
+            if not 0 < found < 65536:
+                raise SpecError(name, f"{found} is not a port", "use 1 to 65535")
+            return int(found)
+    names = [name for claim in claims for name in claim.row.job] + ["SLURM_JOB_ID"]
+    job = [environment[name] for name in names if name in environment]
+    if not job and alone:
+        job = [str(_launcher_process(claims[0]))]
+    return _PORTS[zlib.crc32(" ".join(job).encode()) % len(_PORTS)] if job else PORT
+
+
+def _launcher_process(claim: _Claim) -> int:
+    """The nearest ancestor that is no rank itself: all ranks of a host have it in common, even behind a script."""
+    process, marker = os.getppid(), f"{claim.named['rank']}=".encode()
+    try:
+        while marker in Path(f"/proc/{process}/environ").read_bytes():
+            status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+            process = int(status.rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):  # no /proc, or not ours to read
+        pass
+    return process
+
+
+def _require(environment: Mapping[str, str], name: str, why: str) -> None:
+    if name not in environment:
+        raise SpecError(name, "is not set" + (f", and {why}" if why else ""), HOW)

@@ -1,0 +1,229 @@
+"""Which rank is missing from a collective, or is in another one: from the records that all ranks wrote at a moment.
+
+Collectives of a group are numbered, and all its ranks must begin the same ones in the same order. So a rank that has
+begun fewer than the others wait for is missing, and one whose collective of a number differs has lost its place. A
+missing rank may itself wait in another group: the one that waits for nobody is to blame.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardwise.run.flight.record import Collective, FlightRecord, GroupRecord
+from shardwise.spec.units import readable_bytes
+
+STALE_SECONDS = 5.0  # older than the newest record by this: of a rank that could not write one
+BACKGROUND = ("agreement", "checkpoint")  # groups whose collectives nobody waits in
+_EQUAL_SIZES = ("all-reduce", "reduce-scatter", "broadcast")  # on all ranks of a group
+GroupKey = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class OutOfStep:
+    """One sentence without its stop, and the ``ranks`` that it blames."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """``waiting`` have begun the collective, and wait for the ``missing``, who have not."""
+
+    group: GroupRecord
+    collective: Collective
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def out_of_step(records: Mapping[int, FlightRecord]) -> OutOfStep | None:
+    """What the records of a stuck or failed attempt say; None if all ranks were in the same collectives."""
+    fresh = fresh_records(records)
+    groups = _by_group(fresh)
+    for members in groups.values():
+        different = _different(members)
+        if different is not None:
+            return different
+    waits = [one for members in groups.values() if (one := _waiting(members)) is not None]
+    return _blamed([one for one in waits if one.group.meaning not in BACKGROUND], fresh) or _blamed(waits, fresh)
+
+
+def fresh_records(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
+    """Without those of ranks that did not answer: they are of an earlier moment."""
+    newest = max((one.written_at for one in records.values()), default=0.0)
+    return {rank: one for rank, one in records.items() if newest - one.written_at < STALE_SECONDS}
+
+
+def _by_group(records: Mapping[int, FlightRecord]) -> dict[GroupKey, dict[int, GroupRecord]]:
+    found: dict[GroupKey, dict[int, GroupRecord]] = defaultdict(dict)
+    for rank, record in sorted(records.items()):
+        for group in record.groups:
+            found[group.key][rank] = group
+    return found
+
+
+# -- ranks in different collectives ----------------------------------------------------------------
+
+
+def _different(members: Mapping[int, GroupRecord]) -> OutOfStep | None:
+    """The first number at which the ranks of a group did not do the same."""
+    calls: dict[int, dict[int, Collective]] = defaultdict(dict)
+    for rank, group in members.items():
+        for one in group.collectives:
+            calls[one.number][rank] = one
+    for number, ranks in sorted(calls.items()):
+        who: dict[str, list[int]] = defaultdict(list)
+        for rank, one in ranks.items():
+            who[_call(one)].append(rank)
+        if len(who) > 1:
+            group = next(iter(members.values()))
+            parts = [f"{names(some)} entered {call}" for call, some in sorted(who.items(), key=lambda one: one[1])]
+            return OutOfStep(
+                _fewest(list(who.values())), f"collective #{number:,} of {_named(group)}: {', '.join(parts)}"
+            )
+    return None
+
+
+def _call(one: Collective) -> str:
+    operation = _operation(one)
+    return f"{operation} of {readable_bytes(one.bytes)}" if operation in _EQUAL_SIZES else operation
+
+
+# -- ranks that others wait for --------------------------------------------------------------------
+
+
+def _waiting(members: Mapping[int, GroupRecord]) -> _Waiting | None:
+    """The first collective of a group that some have begun and others have not."""
+    pending = {rank: one for rank, group in members.items() if (one := _first_pending(group)) is not None}
+    if not pending:
+        return None
+    first = min(pending.values(), key=lambda one: one.number)
+    group = next(iter(members.values()))
+    begun = [rank for rank, one in members.items() if one.collectives and one.collectives[-1].number >= first.number]
+    missing = tuple(rank for rank in group.ranks if rank not in begun)
+    waiting = tuple(rank for rank in begun if rank in pending)
+    return _Waiting(group, first, waiting, missing) if missing else None
+
+
+def _first_pending(group: GroupRecord) -> Collective | None:
+    return next((one for one in group.collectives if not one.done), None)
+
+
+def _blamed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep | None:
+    """Those of the missing ranks that do not themselves wait for others."""
+    busy = {rank for one in waits for rank in one.waiting}
+    for one in waits:
+        idle = tuple(rank for rank in one.missing if rank not in busy)
+        if idle:
+            return OutOfStep(idle, _missing_text(one, idle, fresh))
+    return _crossed(waits, fresh) if waits else None
+
+
+def _crossed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep:
+    """Ranks wait for each other in different collectives: the fewest are those that lost their place."""
+    odd = _fewest([one.waiting for one in waits])
+    most = max(waits, key=lambda one: len(one.waiting))
+    parts = [f"{names(one.waiting)} in {_place(one)}" for one in waits]
+    if not odd or set(odd) - set(most.missing):
+        return OutOfStep((), f"each waits for another: {', '.join(parts)}")
+    own = next(one for one in waits if one.waiting == odd)
+    return OutOfStep(
+        odd, f"{_missing_text(most, odd, fresh)}; {names(odd)} wait{'s' * (len(odd) == 1)} in {_place(own)}"
+    )
+
+
+def _fewest(sides: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The smallest side, if it is alone: more ranks agree on something else."""
+    few = min(sides, key=len)
+    return tuple(few) if sum(len(one) == len(few) for one in sides) == 1 else ()
+
+
+def _missing_text(one: _Waiting, missing: Sequence[int], fresh: Collection[int]) -> str:
+    where = _place(one)
+    waits = f"{names(one.waiting)} wait{'s' * (len(one.waiting) == 1)} in it"
+    silent = [rank for rank in missing if rank not in fresh]
+    if silent:
+        return f"{names(silent)} left no record of {where}; {waits}"
+    return f"{names(missing)} did not enter {where}; {waits}"
+
+
+def _place(one: _Waiting) -> str:
+    return f"{_operation(one.collective)} #{one.collective.number:,} of {_named(one.group)}"
+
+
+def _operation(one: Collective) -> str:
+    return one.operation.strip("_").replace("_", "-")
+
+
+def _named(group: GroupRecord) -> str:
+    return group.meaning or names(group.ranks)
+
+
+def names(ranks: Collection[int]) -> str:
+    """Such as "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+# -- ranks that are late ---------------------------------------------------------------------------
+
+LEAST_COLLECTIVES = 20
+LATE = 0.15  # of the time: a rank that takes a quarter longer to compute makes others wait for a fifth
+MORE = 2.0  # times as much as the usual rank of its group
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Of one rank, in the group in which it is latest: the share of the time that the first to come waits for it.
+
+    ``usual`` is the median of the group's other ranks.
+    """
+
+    rank: int
+    share: float
+    usual: float
+
+    @property
+    def straggles(self) -> bool:
+        return self.share >= LATE and self.share >= MORE * self.usual
+
+
+def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -> tuple[Lateness, ...]:
+    """How late each rank begins collectives; the ranks of different pipeline stages are not compared.
+
+    By the clocks of their hosts: the wall clock is all that hosts have in common.
+    """
+    worst: dict[int, Lateness] = {}
+    for members in _by_group(fresh_records(records)).values():
+        group = next(iter(members.values()))
+        if group.meaning in BACKGROUND or len(members) < len(group.ranks) or len({stage_of[r] for r in members}) > 1:
+            continue
+        for one in _of_group(members):
+            if one.rank not in worst or one.share > worst[one.rank].share:
+                worst[one.rank] = one
+    return tuple(worst[rank] for rank in sorted(worst))
+
+
+def _of_group(members: Mapping[int, GroupRecord]) -> Iterator[Lateness]:
+    """Nobody waits in a collective for longer than until its own next one begins: that bounds each delay.
+
+    Without the bound, delays of collectives that run in the background would be counted several times.
+    """
+    times = {rank: {one.number: one.at_ns for one in group.collectives} for rank, group in members.items()}
+    common = sorted(set.intersection(*(set(some) for some in times.values())))
+    if len(common) < LEAST_COLLECTIVES:
+        return
+    late = dict.fromkeys(times, 0)
+    for number, following in pairwise(common):
+        first = min(times, key=lambda rank: times[rank][number])
+        bound = times[first][following] - times[first][number]
+        for rank, some in times.items():
+            late[rank] += min(some[number] - times[first][number], max(0, bound))
+    span = min(some[common[-1]] for some in times.values()) - min(some[common[0]] for some in times.values())
+    shares = {rank: one / span if span > 0 else 0.0 for rank, one in late.items()}
+    for rank, share in shares.items():
+        others = [one for other, one in shares.items() if other != rank]
+        yield Lateness(rank, share, statistics.median(others))

@@ -1,0 +1,136 @@
+"""PyTorch's flight recorder of this process: which collectives each group has begun and ended.
+
+gloo records collectives, NCCL also messages. Taking it needs no other rank: a thread writes it while the rank waits.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.engine.labels import backend_operation
+from shardwise.engine.torch_private import flight_entries, process_groups
+from shardwise.run.attempt import STACKS_SIGNAL
+from shardwise.run.flight.record import Collective, FlightRecord, GroupRecord
+
+_BUFFER = "TORCH_FR_BUFFER_SIZE"
+USUAL, PROFILED = 512, 20_000  # entries of the buffer; a profile needs all of its steps
+KEPT = 64  # collectives of a group in a record
+PERIOD_SECONDS = 30.0  # between two records, at the same moments on all ranks: taking one costs a few milliseconds
+_SECOND_SECONDS = 5.0  # until the second, of a run that may be short
+_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
+_UNNAMED = {"undefined": "", "default_pg": "all ranks"}  # descriptions that PyTorch gives
+
+
+def record_collectives(entries: int = USUAL) -> None:
+    """Called before the process group is created, so that the backend records; what the user has set stays."""
+    os.environ.setdefault(_BUFFER, str(entries))
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """One entry of a backend's log; ``members`` are the ranks of its group, a message is between two of them."""
+
+    backend: str
+    group: str
+    meaning: str
+    members: tuple[int, ...]
+    is_message: bool
+    collective: Collective
+
+
+def backend_log() -> Iterator[BackendEntry]:
+    """All that the backends still have, oldest first for each, of groups that there still are."""
+    members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
+    for one in flight_entries():
+        name, meaning = one["process_group"]
+        if name not in members:
+            continue
+        sizes = zip(one["input_sizes"], one["input_dtypes"])
+        yield BackendEntry(
+            one["profiling_name"].partition(":")[0],
+            name,
+            _UNNAMED.get(meaning, meaning),
+            members[name],
+            one["is_p2p"],
+            Collective(
+                number=one["collective_seq_id"],
+                operation=backend_operation(one["profiling_name"]),
+                bytes=sum(prod(size) * _BYTES.get(kind, 1) for size, kind in sizes),
+                done=one["retired"],
+                at_ns=one["time_created_ns"],
+            ),
+        )
+
+
+def take_record(rank: int) -> FlightRecord:
+    """The last collectives of every group of this process."""
+    now = time.time()
+    kept: dict[tuple[str, str, tuple[int, ...]], deque[Collective]] = defaultdict(lambda: deque(maxlen=KEPT))
+    for one in backend_log():
+        if len(one.members) > 1 and not one.is_message:
+            # On GPUs a group has two backends, each of which counts its own collectives.
+            kept[f"{one.backend} {one.group}", one.meaning, one.members].append(one.collective)
+    return FlightRecord(rank, now, tuple(GroupRecord(*group, tuple(some)) for group, some in kept.items()))
+
+
+@contextmanager
+def flights_watched(folder: Path, rank: int, requests: int | None) -> Iterator[None]:
+    """Writes this rank's record to ``folder`` now and then, when `STACKS_SIGNAL` comes, and when the block fails."""
+    watch = _FlightWatch(folder, rank, requests)
+    try:
+        yield
+    except Exception:
+        watch.write()
+        raise
+    finally:
+        watch.close()
+
+
+class _FlightWatch:
+    """In a thread: the one that trains may be waiting in a collective. ``requests`` has a byte for every signal."""
+
+    def __init__(self, folder: Path, rank: int, requests: int | None) -> None:
+        self._folder, self._rank, self._requests = folder, rank, requests
+        self._ended = threading.Event()
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        with suppress(OSError, RuntimeError):  # a full disk; a process group that is being destroyed
+            take_record(self._rank).write(self._folder)
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        self.write()  # the launcher waits for a newer one of a rank that has one
+        seconds = _SECOND_SECONDS
+        while True:
+            requested = self._requested_within(seconds)
+            if self._ended.is_set():
+                return
+            if requested is not False:
+                self.write()
+            seconds = PERIOD_SECONDS - time.time() % PERIOD_SECONDS
+
+    def _requested_within(self, seconds: float) -> bool | None:
+        """None if time has passed; False if another signal came."""
+        if self._requests is None:
+            self._ended.wait(seconds)
+            return None
+        if not select.select([self._requests], [], [], seconds)[0]:
+            return None
+        return int(STACKS_SIGNAL) in os.read(self._requests, 4096)
