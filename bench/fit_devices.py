@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.cost.accuracy.residuals import kind_of
-from shardwise.cost.accuracy.runs import PublishedRun
-from shardwise.cost.accuracy.scored import published_runs
-from shardwise.cost.accuracy.table import TRAINING_RUNS
+from shardwise.accuracy.runs import PublishedRun
+from shardwise.accuracy.scored import published_runs
+from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
 from shardwise.spec import presets
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
+from shardwise.uncertainty.residuals import kind_of
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ROW_WIDTH = 0.03  # an error of a row weighs as much as a constant that is off its prior by its width

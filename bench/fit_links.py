@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
+from shardwise.accuracy.collectives import ScoredRow, score_all_reduces
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 

@@ -31,7 +31,7 @@ from fit_devices import (
     widths_of,
     with_constants,
 )
-from shardwise.cost.accuracy.runs import PublishedRun
+from shardwise.accuracy.runs import PublishedRun
 from shardwise.spec.efficiency import Efficiency
 
 What = Literal["model", "source", "device"]

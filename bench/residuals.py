@@ -1,4 +1,4 @@
-"""Writes src/shardwise/cost/accuracy/residuals.csv: how far predictions are off, where error bars come from.
+"""Writes src/shardwise/uncertainty/residuals.csv: how far predictions are off, where error bars come from.
 
     python bench/residuals.py            # after a change of prices, or of the rows in validation/
     python bench/residuals.py --check    # is the file what the rows give today? --quick: as scored, nothing left out
@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator
 
 from fit_devices import FITS, with_time
 from left_out import LeftOut
-from shardwise.cost.accuracy.choices import layouts_of_jobs
-from shardwise.cost.accuracy.residuals import FILE, Residuals, residuals, standing_of
-from shardwise.cost.accuracy.runs import PublishedRun
-from shardwise.cost.accuracy.scored import published_runs
-from shardwise.cost.accuracy.scores import predicted_memory
-from shardwise.cost.accuracy.table import TRAINING_RUNS
+from shardwise.accuracy.choices import layouts_of_jobs
+from shardwise.accuracy.runs import PublishedRun
+from shardwise.accuracy.scored import published_runs
+from shardwise.accuracy.scores import predicted_memory
+from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
+from shardwise.uncertainty.residuals import FILE, Residuals, residuals, standing_of
 
 TOLERANCE = 2e-3  # of an error, between machines: linear algebra rounds differently
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.accuracy.bubbles import score_bubbles
-from shardwise.cost.accuracy.collectives import score_all_reduces
-from shardwise.cost.accuracy.known_errors import ENOUGH_ROWS, ENOUGH_SOURCES, KINDS, MOST_OF_A_SOURCE
-from shardwise.cost.accuracy.ranges import FIELDS
-from shardwise.cost.accuracy.residuals import COVERAGE, Residuals, known_errors, pairs_of_one_job, residuals
-from shardwise.cost.accuracy.scored import ScoredRuns, score_runs
-from shardwise.cost.accuracy.sources import SOURCES
-from shardwise.cost.accuracy.table import TRAINING_RUNS
+from shardwise.accuracy.bubbles import score_bubbles
+from shardwise.accuracy.collectives import score_all_reduces
+from shardwise.accuracy.ranges import FIELDS
+from shardwise.accuracy.scored import ScoredRuns, score_runs
+from shardwise.accuracy.sources import SOURCES
+from shardwise.accuracy.table import TRAINING_RUNS
+from shardwise.uncertainty.known_errors import ENOUGH_ROWS, ENOUGH_SOURCES, KINDS, MOST_OF_A_SOURCE
+from shardwise.uncertainty.residuals import COVERAGE, Residuals, known_errors, pairs_of_one_job, residuals
 
 if TYPE_CHECKING:
     from coverage import ClassCoverage
@@ -235,7 +235,7 @@ def _bars(found: ScoredRuns) -> list[str]:
         "to all: device fitted or not, kind of model, framework with published runs or not; of its own device where",
         f"that has {ENOUGH_ROWS} rows from {ENOUGH_SOURCES} sources, and at least as wide as that of rows beyond the",
         f"largest of their device where the job is. A source counts as {MOST_OF_A_SOURCE:.0f} rows at most",
-        "(`cost/accuracy/known_errors.py`).",
+        "(`uncertainty/known_errors.py`).",
         *_assumed_words(found),
         "",
         "Do they hold? For every source, the constants are fitted without it and the bars come from the errors of the",

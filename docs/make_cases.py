@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import shardwise
-from shardwise.cost.accuracy.runs import PublishedRun, read_runs
+from shardwise.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.analysis import analyze
 from shardwise.planner.advice.why_not import WhyNot, largest_differences
 from shardwise.planner.candidate import Candidate, candidate

@@ -85,7 +85,7 @@ _PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition
 _FOR_PEOPLE = {"what", "words", "subject", "title"}
 # Text that is not ours, or that a user typed: where it comes in.
 FOREIGN_TEXT = {
-    "cost/accuracy": "published tables",
+    "accuracy": "published tables",
     "planner/constraints.py": "options of the command line",
     "planner/advice/what_if.py": "options of the command line",
     "measure/calibrate": "names of clusters and processors",
@@ -175,7 +175,7 @@ def rank_arithmetic(module: Module) -> Iterator[str]:
 NAMES = {one.name for one in schedule_records()}
 QUOTED = re.compile("[\"'](" + "|".join(map(re.escape, NAMES)) + ")[\"']")
 # The table; what builds each; what other people call them.
-SCHEDULE_DATA = ("spec/schedules.py", "pipeline/builders/", "interop/frameworks/", "cost/accuracy/")
+SCHEDULE_DATA = ("spec/schedules.py", "pipeline/builders/", "interop/frameworks/", "accuracy/")
 
 
 def _constants(*nodes: ast.AST) -> Iterator[str]:

@@ -142,7 +142,7 @@ def text_readers() -> list[Reader]:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 256, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
     job, model = JOB.to_yaml().encode(), json.dumps(config).encode()
-    runs = (Path(remedy.__file__).parents[2] / "cost/accuracy/tables/training_runs.csv").read_bytes().splitlines(True)
+    runs = (Path(remedy.__file__).parents[2] / "accuracy/tables/training_runs.csv").read_bytes().splitlines(True)
     steps = b"".join(b'{"step": %d, "loss": 2.5, "seconds": 1.5, "memory_bytes": 1000}\n' % i for i in range(1, 9))
     cluster = json.dumps(JOB.cluster.to_dict()).encode()
     found = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run, run_json
-from shardwise.cost.accuracy.table import SCORED
+from shardwise.accuracy.table import SCORED
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "validation"
@@ -22,7 +22,7 @@ SAME_LAYOUT = ("training_runs_2", "memory_runs")  # as training_runs
 FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 
 
-SOME = slice(0, None, 2)  # rows: all of them are scored by tests of `cost.accuracy`
+SOME = slice(0, None, 2)  # rows: all of them are scored by tests of `accuracy`
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_every_file_beside_the_code_is_in_the_wheel() -> None:
     taken = {path for pattern in declared for path in package.glob(pattern)}
     left = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} - taken
     assert not left
-    assert package / "cost/accuracy/tables/training_runs.csv" in taken
+    assert package / "accuracy/tables/training_runs.csv" in taken
 
 
 def test_a_folder_that_goes_away_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

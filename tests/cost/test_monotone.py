@@ -10,7 +10,6 @@ import pytest
 
 from cost.jobs import with_faster_level
 from cost.random_jobs import random_job
-from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.states import rank_state_bytes, sharding_of
 from shardwise.layout.stages import rank_contents
@@ -19,6 +18,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 from shardwise.spec.stack import default_stack
+from shardwise.uncertainty.residuals import error_bar
 
 ROUNDING = 1 + 1e-9
 # A pipeline rank hides under its passes, not under its idle time: passes that fill the idle time hide more at no cost.

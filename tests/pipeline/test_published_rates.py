@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy.bubbles import score_bubbles
+from shardwise.accuracy.bubbles import score_bubbles
 
 
 def test_published_rates() -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cost.accuracy.residuals import noise_of
 from shardwise.planner.advice.what_if import faster_part
 from shardwise.planner.constraints import OFFLOADS, Allowed, Constraints
 from shardwise.planner.plan import Plan, plan, searched
@@ -21,6 +20,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training
+from shardwise.uncertainty.residuals import noise_of
 
 CLUSTERS = ("workstation-4090", "workstation-3090", "dgx-a100-40gb", "dgx-a100", "dgx-h100", "ethernet-cluster",
             "dgx-v100", "mi300x-node", "h100-pcie-server", "hgx-a800", "over-the-internet", "dgx-b200")  # fmt: skip

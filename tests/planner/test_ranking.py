@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from planner.cases import MODELS, job_of, within
-from shardwise.cost.accuracy.residuals import error_bar, noise_of
 from shardwise.planner.advice.explanation import explain
 from shardwise.planner.advice.why_not import difference_words
 from shardwise.planner.candidate import candidate, complexity
@@ -22,6 +21,7 @@ from shardwise.planner.request import Request
 from shardwise.report.plan import _ranking, ranked_data
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Overlap, Strategy
+from shardwise.uncertainty.residuals import error_bar, noise_of
 
 
 @cache

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from effort import examples
-from shardwise.cost.accuracy.table import read_table
+from shardwise.accuracy.table import read_table
 from shardwise.interop.frameworks import read_text
 from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import read_job

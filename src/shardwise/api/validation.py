@@ -10,15 +10,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.accuracy import bubbles, collectives, runs
+from shardwise.accuracy.bubbles import ScoredBubble, score_bubbles
+from shardwise.accuracy.collectives import ScoredRow, score_all_reduces
+from shardwise.accuracy.runs import PublishedRun, measured_run
+from shardwise.accuracy.scored import NotScored, ScoredRuns, score_runs, scored
+from shardwise.accuracy.scores import ErrorSummary, summarize_errors
+from shardwise.accuracy.table import FOLDER, SCORED, TRAINING_RUNS, columns_of, table_path
 from shardwise.api.quantities import path_text
 from shardwise.api.results import Result, Rows
-from shardwise.cost.accuracy import bubbles, collectives, runs
-from shardwise.cost.accuracy.bubbles import ScoredBubble, score_bubbles
-from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
-from shardwise.cost.accuracy.runs import PublishedRun, measured_run
-from shardwise.cost.accuracy.scored import NotScored, ScoredRuns, score_runs, scored
-from shardwise.cost.accuracy.scores import ErrorSummary, summarize_errors
-from shardwise.cost.accuracy.table import FOLDER, SCORED, TRAINING_RUNS, columns_of, table_path
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.interop.jobs import read_job

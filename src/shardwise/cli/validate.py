@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from shardwise.accuracy.table import SCORED, TRAINING_RUNS
 from shardwise.api.validation import validate
 from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.cost.accuracy.table import SCORED, TRAINING_RUNS
 
 _DEFAULT = " and ".join(TRAINING_RUNS)
 

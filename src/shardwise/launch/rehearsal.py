@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.run import Launch, prepare
@@ -19,6 +18,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
+from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 LEAST_STEPS = 12
 SETTLED_STEP = 5  # from here on memory must not grow

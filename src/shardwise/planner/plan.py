@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import PRINTED_DIGITS, Noise, error_bar, noise_of
 from shardwise.cost.memory.room import fit_of, fit_probability
 from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, dimensions_used, job_with
 from shardwise.planner.request import Request
@@ -19,6 +18,7 @@ from shardwise.planner.search.space import Space
 from shardwise.planner.search.stages import with_best_stages
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
+from shardwise.uncertainty.residuals import PRINTED_DIGITS, Noise, error_bar, noise_of
 
 Group = Literal["within noise", "slower"]
 GROUPS: tuple[Group, ...] = ("within noise", "slower")

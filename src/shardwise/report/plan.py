@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.memory.room import probability_words
 from shardwise.interop.frameworks.results import Lost
 from shardwise.planner.advice.answer import PlanAnswer
@@ -45,6 +44,7 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
+from shardwise.uncertainty.residuals import error_bar
 
 _MOST_FAMILIES = 10
 _LEAST_SHARE = 0.0005  # of the step: what prints as 0.0%

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwise.cost.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
+from shardwise.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import peak_memory

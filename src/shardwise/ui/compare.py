@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.cost.accuracy.residuals import noise_of
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.planner.advice.why_not import TIE
@@ -17,6 +16,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes, readable_share
 from shardwise.ui.answer import changes_to, verdict_data
 from shardwise.ui.given import job_of
+from shardwise.uncertainty.residuals import noise_of
 
 _MOST_REASONS = 3
 

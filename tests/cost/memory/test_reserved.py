@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cost.builders import LLAMA, MOE, job
-from shardwise.cost.accuracy.runs import read_runs
+from shardwise.accuracy.runs import read_runs
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import (
     FRAGMENTATION,

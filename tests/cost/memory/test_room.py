@@ -12,7 +12,6 @@ from cost.builders import GPT, job, switched
 from cost.jobs import valid_jobs
 from effort import examples
 from planner.cases import within
-from shardwise.cost.accuracy.residuals import memory_quantile
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, fit_probability, room_of
@@ -25,6 +24,7 @@ from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job
+from shardwise.uncertainty.residuals import memory_quantile
 
 GIB = 2**30
 PROPERTY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cost.builders import GIB, GPT, LLAMA, MOE, job
-from shardwise.cost.accuracy.vocabulary import cut
+from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import (
     SavedRole,
     head_activation_bytes,

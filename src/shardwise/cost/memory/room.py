@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import memory_quantile
 from shardwise.cost.memory.device import DeviceMemory, device_memories
 from shardwise.layout.views import ranks_to_price
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
+from shardwise.uncertainty.residuals import memory_quantile
 
 Fit = Literal["fits", "tight", "does not fit"]
 FITS: tuple[Fit, ...] = ("fits", "tight", "does not fit")  # from the best

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.accuracy.residuals import ErrorBar, error_bar, memory_quantile
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.step.verdict import SendingLess, sending_less
@@ -20,6 +19,7 @@ from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan
 from shardwise.spec.units import readable_duration, readable_seconds
+from shardwise.uncertainty.residuals import ErrorBar, error_bar, memory_quantile
 
 
 @dataclass(frozen=True)

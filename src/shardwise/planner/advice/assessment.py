@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign, StorageCost, checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.step.scaling import ScalingRow, scaling_table
@@ -15,6 +14,7 @@ from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_tim
 from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.spec.job import Job
+from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from shardwise.cost.accuracy.residuals import Noise
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.planner.advice.why_not import TIE, largest_differences
@@ -25,6 +24,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.rules import divisors
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
+from shardwise.uncertainty.residuals import Noise
 
 _MOST = 16.0  # larger factors are unrealistic
 

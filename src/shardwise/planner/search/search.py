@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.accuracy.residuals import noise_of
 from shardwise.cost.memory.room import room_of
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
@@ -16,6 +15,7 @@ from shardwise.planner.request import Deadline
 from shardwise.planner.search.space import Space
 from shardwise.planner.search.supported import Mask, Supported
 from shardwise.spec.strategy import Offload, Strategy
+from shardwise.uncertainty.residuals import noise_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
+from shardwise.accuracy import vocabulary
+from shardwise.accuracy.runs import PublishedRun, run_from_row
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.errors import SpecError

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
-from shardwise.cost.accuracy.scores import score, summary
-from shardwise.cost.accuracy.table import TableRow
-from shardwise.cost.accuracy.vocabulary import cut, machine_name
+from shardwise.accuracy import vocabulary
+from shardwise.accuracy.runs import PublishedRun, run_from_row
+from shardwise.accuracy.scores import score, summary
+from shardwise.accuracy.table import TableRow
+from shardwise.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.memory.reserved import allocated_bytes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy.ranges import FIELDS, predicted_range
-from shardwise.cost.accuracy.runs import PublishedRun, read_runs, run_from_row
-from shardwise.cost.accuracy.table import TableRow
+from shardwise.accuracy.ranges import FIELDS, predicted_range
+from shardwise.accuracy.runs import PublishedRun, read_runs, run_from_row
+from shardwise.accuracy.table import TableRow
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 

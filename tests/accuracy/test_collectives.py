@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
+from shardwise.accuracy.collectives import ScoredRow, score_all_reduces
 
 ROWS = score_all_reduces(Path(__file__).parents[3] / "validation" / "collectives.csv")
 

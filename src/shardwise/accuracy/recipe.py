@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardwise.cost.accuracy.table import TableRow
+from shardwise.accuracy.table import TableRow
 from shardwise.spec.stack import Stack
 
 Cells = Mapping[str, str]

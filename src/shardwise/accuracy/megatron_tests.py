@@ -6,7 +6,7 @@ d98e8a6; settings of a recorded figure that is older, from the commit that recor
 
 from __future__ import annotations
 
-from shardwise.cost.accuracy.recipe import Variant
+from shardwise.accuracy.recipe import Variant
 
 _UNFUSED = {"attention": "unfused"}
 _FLASH = {"attention": "flash-2"}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.accuracy.table import TableRow, read_table
+from shardwise.accuracy.vocabulary import cut, machine_name
 from shardwise.collectives import CollectiveKind, collective_cost
-from shardwise.cost.accuracy.table import TableRow, read_table
-from shardwise.cost.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.traffic.network import network
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError

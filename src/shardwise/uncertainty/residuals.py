@@ -11,9 +11,9 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.cost.accuracy.known_errors import KINDS, Band, KnownErrors, RunError, Standing, quantile, weighed
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.uncertainty.known_errors import KINDS, Band, KnownErrors, RunError, Standing, quantile, weighed
 
 FILE = Path(__file__).with_name("residuals.csv")
 COVERAGE = 0.8  # share of the rows within a bar

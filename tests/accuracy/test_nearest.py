@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cost.accuracy.nearest import nearest_runs
-from shardwise.cost.accuracy.runs import read_runs
-from shardwise.cost.accuracy.table import table_path
+from shardwise.accuracy.nearest import nearest_runs
+from shardwise.accuracy.runs import read_runs
+from shardwise.accuracy.table import table_path
 
 DEGREES = ("tp", "cp", "pp", "ep")
 ROWS = {one.row_id: one for one in read_runs(table_path("training_runs"))}

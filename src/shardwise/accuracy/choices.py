@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.cost.accuracy.recipe import release
-from shardwise.cost.accuracy.runs import PublishedRun
+from shardwise.accuracy.recipe import release
+from shardwise.accuracy.runs import PublishedRun
 
 
 @dataclass(frozen=True)

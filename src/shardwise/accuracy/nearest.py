@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-from shardwise.cost.accuracy.residuals import kind_of, left_out_errors
-from shardwise.cost.accuracy.runs import PublishedRun, run_from_row, run_rows
-from shardwise.cost.accuracy.table import TRAINING_RUNS, table_path
+from shardwise.accuracy.runs import PublishedRun, run_from_row, run_rows
+from shardwise.accuracy.table import TRAINING_RUNS, table_path
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count
+from shardwise.uncertainty.residuals import kind_of, left_out_errors
 
 # Distances are counted in doublings. The layout is what a user is about to change: a degree counts half. What has no
 # size counts as so many: FP8 doubles the arithmetic; another device or kind of model is further than any layout.

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.recipe import Variant
-from shardwise.cost.accuracy.runs import run_from_row
-from shardwise.cost.accuracy.sources import SET_ASIDE, SOURCES, source_of
-from shardwise.cost.accuracy.table import TableRow
+from shardwise.accuracy import vocabulary
+from shardwise.accuracy.recipe import Variant
+from shardwise.accuracy.runs import run_from_row
+from shardwise.accuracy.sources import SET_ASIDE, SOURCES, source_of
+from shardwise.accuracy.table import TableRow
 from shardwise.spec.errors import SpecError
 from shardwise.spec.stack import stack_from
 

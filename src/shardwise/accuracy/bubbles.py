@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.table import TableRow, read_table
+from shardwise.accuracy import vocabulary
+from shardwise.accuracy.table import TableRow, read_table
 from shardwise.pipeline import build, equal_stages, simulate
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.schedules import job_schedules, schedule_record

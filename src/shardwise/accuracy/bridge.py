@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.cost.accuracy.recipe import Variant
+from shardwise.accuracy.recipe import Variant
 
 _LLAMA3_8B = r"Llama.?3.*\b8B"
 _LLAMA3_70B = r"Llama.?3.*70B"

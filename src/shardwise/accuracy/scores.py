@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.cost.accuracy.ranges import Range
-from shardwise.cost.accuracy.residuals import error_bar, left_out_errors
-from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved, reported_rank
+from shardwise.accuracy.ranges import Range
+from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import allocated_bytes, reserved_bytes
 from shardwise.cost.step.prediction import predict
+from shardwise.uncertainty.residuals import error_bar, left_out_errors
 
 
 @dataclass(frozen=True)

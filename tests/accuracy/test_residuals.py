@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.accuracy.known_errors import weighed
-from shardwise.cost.accuracy.residuals import (
+from shardwise.spec.job import Job
+from shardwise.uncertainty.known_errors import weighed
+from shardwise.uncertainty.residuals import (
     COVERAGE,
     FILE,
     error_bar,
@@ -22,7 +23,6 @@ from shardwise.cost.accuracy.residuals import (
     noise_of,
     residuals,
 )
-from shardwise.spec.job import Job
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy.runs import PublishedRun, read_runs
-from shardwise.cost.accuracy.scores import predicted_memory
+from shardwise.accuracy.runs import PublishedRun, read_runs
+from shardwise.accuracy.scores import predicted_memory
 
 TABLE = Path(__file__).parents[3] / "validation" / "memory_runs.csv"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.cost.accuracy.choices import ChoiceSummary, LayoutChoice, choice_summary, choices
-from shardwise.cost.accuracy.ranges import predicted_range
-from shardwise.cost.accuracy.runs import PublishedRun, run_from_row, run_rows
-from shardwise.cost.accuracy.scores import Score, Summary, score, summarize, summary
-from shardwise.cost.accuracy.table import table_path
+from shardwise.accuracy.choices import ChoiceSummary, LayoutChoice, choice_summary, choices
+from shardwise.accuracy.ranges import predicted_range
+from shardwise.accuracy.runs import PublishedRun, run_from_row, run_rows
+from shardwise.accuracy.scores import Score, Summary, score, summarize, summary
+from shardwise.accuracy.table import table_path
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.errors import SpecError

@@ -1,0 +1,1 @@
+"""How far predictions of published runs were off, and what that says of a new job: the error bars."""
