@@ -10,7 +10,7 @@ quick-tests all-tests: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-frameworks quick-tests all-tests lint style types format golden docs bench image clean
+.PHONY: demo test test-all test-frameworks quick-tests all-tests lint style types format golden docs bench image release-check clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -78,6 +78,10 @@ bench: $(READY)
 	$(BIN)/python bench/less_communication.py compression
 	$(BIN)/python bench/less_communication.py diloco --emulate 2x1,200Mbit,1ms
 	$(BIN)/python -m shardwise validate collectives
+
+# The wheel in an empty environment: without extras, then with `train`.
+release-check:
+	@PYTHON=$(PYTHON) .ci/release-check
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
