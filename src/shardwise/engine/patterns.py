@@ -18,51 +18,61 @@ from shardwise.spec.model import Model
 
 @dataclass(frozen=True)
 class Patterns:
-    """Roles of the modules of one family of networks.
-
-    ``regions`` take hidden states as their first argument and contain cut linear layers; ``columns`` are cut by their
-    outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
-    ``rows`` by their inputs. ``fused`` are columns that hold several maps one behind the other, as wide as the named
-    attributes of the job's model are to each other. ``wide_norms`` are root-mean-square norms over the outputs of cut
-    maps, with the same values. ``headless`` modules of a region precede its cut layers: heads of all ranks reach
-    their gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
-
-    What follows ``experts`` is for other networks than ours. ``attention`` modules mix tokens by their attribute
-    ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
-    of their experts and weights to rows; ``expert_features`` says which dimension of each runs over the features inside
-    an expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
-    ``documents`` are names of arguments: of the regions' hidden states, and of the network's positions [batch, seq] and
-    numbers of packed documents. ``constants`` are given with every call.
-
-    Attributes that a network reads while it runs are changed with it: ``divided`` names by module those that count what
-    tensor parallelism cuts, ``layer_lists`` those with an element for each layer, of which a stage keeps its own.
-    ``logit_cap`` names an attribute c of the network's config, which turns its head's x into c·tanh(x/c). ``refused``
-    gives the reason why this network does not support a field of a strategy.
-    """
+    """Roles of the modules of one family of networks, by their names; a star stands for any number."""
 
     layers: str
+    """Decoder layers."""
     embedding: str
+    """Token embedding."""
     norm: str
+    """Norm before the head."""
     head: str
+    """Language-model head."""
     regions: tuple[str, ...]
+    """Modules with cut linear layers, whose first argument is the hidden states."""
     columns: dict[str, str] = field(default_factory=dict)
+    """Linear layers cut by their outputs. The value names the model's attribute that counts the heads, or is empty
+    where outputs divide freely."""
     rows: tuple[str, ...] = ()
+    """Linear layers cut by their inputs."""
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Columns that hold several maps one behind the other; the named attributes of the model give their relative
+    widths."""
     wide_norms: dict[str, str] = field(default_factory=dict)
+    """RMS norms over the outputs of cut maps, with values as in `columns`."""
     headless: tuple[str, ...] = ()
+    """Modules of a region before its cut layers: the heads of all ranks contribute to their gradients."""
     flat: tuple[str, ...] = ()
+    """Regions whose hidden states are rows of tokens, without a batch dimension."""
     position_embedding: str = ""
+    """Learned position embedding."""
+
+    # -- other networks than ours
+
     experts: str = ""
+    """Modules with parameters stacked over experts along dimension 0; they map rows, expert numbers and weights to
+    rows."""
     expert_features: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each such parameter: the dimension of an expert's inner features, and of how many equal blocks it is made
+    (gate and up in one: two)."""
     attention: str = ""
+    """Modules that mix tokens by their attribute `attend` (`models.dot_product`)."""
     hidden: str = ""
+    """Name of the regions' argument for hidden states."""
     positions: str = ""
+    """Name of the network's argument for positions [batch, seq]."""
     documents: str = ""
+    """Name of the network's argument for the numbers of packed documents."""
     constants: dict[str, Any] = field(default_factory=dict)
+    """Arguments given with every call."""
     divided: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By module, attributes read at run time that count what tensor parallelism cuts; they are divided too."""
     layer_lists: tuple[str, ...] = ()
+    """Attributes with an element per layer; a stage keeps its own."""
     logit_cap: str = ""
+    """Attribute c of the network's config: its head's x becomes c·tanh(x/c)."""
     refused: dict[str, str] = field(default_factory=dict)
+    """By field of a strategy, why this network does not support it."""
 
 
 DECODER = Patterns(

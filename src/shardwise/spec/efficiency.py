@@ -17,35 +17,36 @@ GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKernels(Spec):
-    """What this project's own engine takes on a device, as `calibrate` measures it on whole steps.
-
-    ``eager`` and ``compiled`` say how many times the bytes of one fused kernel are moved by norms with residuals, norms
-    of heads, rotary embedding and activation, without and with the compiler. ``layer_seconds`` is what starting the
-    kernels of a layer costs the device in both passes, by mode, also in a CUDA graph; ``host_seconds`` what the host
-    needs to launch them one by one, which hides under them where they take longer. ``update_traffic``,
-    ``accumulation_traffic`` and ``loss_traffic`` are times the bytes that are counted for the optimizer, for adding the
-    gradients of a further microbatch, and for the loss. ``scaled`` is the share of the FP8
-    peak by what has a scale of its own, ``casts`` times the bytes that casting moves at least. ``routing`` is how often
-    the tokens of a mixture are read and written to sort them by expert and back, by mode, ``score_traffic`` the same of
-    the router's scores in fp32. Layers with rotary embedding have ``layer_seconds`` and ``host_seconds`` of
-    their own, mixtures further ones.
-    ``windowed_attention`` and ``capped_attention`` are the speeds of the kernels for sliding windows and for capped
-    scores, over that of the other.
-    """
+    """What this project's own engine takes on a device, as `calibrate` measures it on whole steps."""
 
     eager: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
+    """Times the bytes of one fused kernel that norms with residuals, norms of heads, rotary embedding and activation
+    move without the compiler."""
     compiled: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
+    """The same with the compiler."""
     layer_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
+    """What starting a layer's kernels costs the device in both passes, also in a CUDA graph. Rotary layers have entries
+    of their own, mixtures a further one."""
     host_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
+    """What the host needs to launch them one by one; hidden where the kernels take longer."""
     update_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    """Times the bytes counted for the optimizer."""
     accumulation_traffic: float = field(default=0.0, metadata={"minimum": 0})
+    """Times the bytes counted for adding a further microbatch's gradients."""
     loss_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    """Times the bytes counted for the loss."""
     scaled: Mapping[str, float] = field(default=FrozenMapping(), metadata={**_SHARE, "keys": SCALINGS})
+    """Share of the FP8 peak, by what has a scale of its own."""
     casts: Mapping[str, float] = field(default=FrozenMapping(), metadata={"minimum": 0, "keys": SCALINGS})
+    """Times the least bytes that casting moves."""
     routing: Mapping[str, float] = field(default=FrozenMapping(), metadata={"minimum": 0, "keys": MODES})
+    """How often a mixture's tokens are read and written to sort them by expert and back, by mode."""
     score_traffic: float = field(default=0.0, metadata={"minimum": 0})
+    """The same of the router's fp32 scores."""
     windowed_attention: float = field(default=1.0, metadata={"above": 0})
+    """Speed of the kernel for sliding windows, over the usual one's."""
     capped_attention: float = field(default=1.0, metadata={"above": 0})
+    """Speed of the kernel for capped scores, over the usual one's."""
 
     def device_starts(self, mode: str, *, rotary: bool, moe: bool) -> float:
         """Seconds of a layer, in both passes, that starting its kernels takes on the device."""
@@ -63,60 +64,93 @@ def _by_layer(seconds: Mapping[str, float], mode: str, *, rotary: bool, moe: boo
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency(Spec):
-    """How much of its peak a device sustains, and what a call costs: what a data sheet does not give.
+    """How much of its peak a device sustains, and what a call costs: what a data sheet does not give. `calibrate`
+    replaces it by a measured one."""
 
-    `calibrate` replaces it by a measured one. ``gemm`` is the share of the peak that matmuls sustain in a long step,
-    per data type; ``gemm_rolloff`` the inner dimension at which half of it is left, ``gemm_tail`` the elements of an
-    output that the last, partly filled wave of tiles would have had room for. ``operand_traffic`` is the share of
-    the operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a fused
-    kernel of the newest class reaches with heads of 128 features; ``older_attention`` is what the class before it
-    reaches of that, ``exponential_flops`` the matmul FLOPs that an exponential takes as long as: narrower heads have
-    more of them. ``attention_rolloff`` is the number of keys that causal attention takes as long for as for all those
-    behind the mask: tiles on the diagonal are computed whole. ``score_flops`` are the FLOPs of a score besides its
-    matmuls; ``backward_rolloff`` and ``backward_score_flops`` are those of the backward pass where they differ, and a
-    kernel computes heads of a multiple of ``head_features``. Matmuls of several experts sustain ``expert_gemm`` of
-    ``gemm``, half of it with ``expert_rolloff`` tokens each; one alone is like any.
-    ``routing_seconds`` is what every mixture-of-experts layer adds to a pass because the host waits for the number of
-    tokens that each expert gets, unless the whole step is one CUDA graph; ``routing_traffic`` how often the tokens are
-    read and written to sort them by expert. ``overlapped_tp_exposed`` is what stays exposed of tensor-parallel
-    communication that is sent tile by tile. ``device_spread`` is the standard deviation of a step's time between
-    devices, ``layer_jitter`` that of a layer's time between nodes, as shares. ``power_slowdown`` is how
-    many times as long matmuls alone take under the device's power limit as at full clock, ``attention_slowdown`` the
-    same of attention, ``other_power`` the share of that limit that memory-bound kernels draw: the more of a step they
-    take, the less the others are slowed down. ``own`` is what only calibrated devices have.
-    """
+    # -- matmuls
 
     gemm: Mapping[str, float] = field(default=GENERIC_GEMM, metadata=_SHARE)
+    """Share of the peak that matmuls sustain in a long step, per data type."""
     gemm_tail: float = field(default=0.0, metadata={"minimum": 0})
+    """Output elements that would have fitted into the last, partly filled wave of tiles."""
     gemm_rolloff: float = field(default=0.0, metadata={"minimum": 0})
+    """Inner dimension at which half of that share is left."""
     operand_traffic: float = field(default=0.3, metadata={"minimum": 0})
+    """Share of the operands' bytes that is not hidden under the matmul."""
     expert_gemm: float = field(default=0.9, metadata=_SHARE)
+    """Matmuls of several experts sustain this much of `gemm`; one alone is like any."""
     expert_rolloff: float = field(default=300.0, metadata={"minimum": 0})
+    """Tokens per expert at which half of that is left."""
+
+    # -- memory
+
     memory: float = field(default=0.85, metadata=_SHARE)
+    """Share of the memory bandwidth that elementwise kernels sustain."""
     elementwise_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    """Times the counted bytes that fused elementwise kernels move."""
+
+    # -- attention
+
     attention_forward: float = field(default=0.6, metadata=_SHARE)
+    """Share of the 16-bit peak that the newest class of fused kernel reaches, heads of 128 features."""
     attention_backward: float = field(default=0.5, metadata=_SHARE)
+    """The same of its backward pass."""
     older_attention: float = field(default=0.6, metadata=_SHARE)
+    """What the class of kernels before it reaches of that."""
     attention_rolloff: float = field(default=0.0, metadata={"minimum": 0})
+    """Extra keys per query that causal attention computes: tiles on the diagonal are computed whole."""
     backward_rolloff: float | None = field(default=None, metadata={"minimum": 0})
+    """The same of the backward pass, where it differs."""
     backward_score_flops: float | None = field(default=None, metadata={"minimum": 0})
+    """`score_flops` of the backward pass, where they differ."""
     head_features: int = field(default=1, metadata={"minimum": 1})
+    """Heads are computed as a multiple of so many features."""
     score_flops: float = field(default=0.0, metadata={"minimum": 0})
+    """FLOPs of a score besides its matmuls."""
     exponential_flops: float = field(default=0.0, metadata={"minimum": 0})
+    """Matmul FLOPs that take as long as one exponential; narrower heads have more of them."""
     stored_scores_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    """Times the counted bytes that attention with stored scores moves."""
+
+    # -- mixtures of experts
+
     routing_traffic: float = field(default=5.0, metadata={"minimum": 0})
+    """How often tokens are read and written to sort them by expert."""
     routing_seconds: float = quantity("seconds", 9e-4, minimum=0)
+    """What a mixture layer adds to a pass while the host waits for the tokens per expert; nothing where the whole step
+    is one CUDA graph."""
+
+    # -- communication and the host
+
     overlapped_tp_exposed: float = field(default=0.2, metadata={"minimum": 0, "maximum": 1})
+    """Share of tensor-parallel communication sent tile by tile that stays exposed."""
     operator_seconds: float = quantity("seconds", 5e-6, minimum=0)
+    """What starting a kernel takes."""
     stage_call_seconds: float = quantity("seconds", 0.0, minimum=0)
+    """What a call of a pipeline stage takes on the host."""
+
+    # -- unlike devices and steps
+
     device_spread: float = field(default=0.01, metadata={"minimum": 0})
+    """Standard deviation of a step's time between devices, as a share."""
     layer_jitter: float = field(default=0.03, metadata={"minimum": 0})
+    """Standard deviation of a layer's time between nodes, as a share."""
     step_seconds: float = quantity("seconds", 0.02, minimum=0)
+    """What a step takes besides its kernels."""
+
+    # -- power
+
     power_slowdown: float = field(default=1.0, metadata={"minimum": 1})
+    """How many times as long matmuls alone take under the power limit as at full clock."""
     attention_slowdown: float = field(default=1.0, metadata={"minimum": 1})
+    """The same of attention."""
     other_power: float = field(default=0.7, metadata={"minimum": 0, "maximum": 1})
+    """Share of the power limit that memory-bound kernels draw: the more of a step they take, the less the others are
+    slowed down."""
     own: EngineKernels | None = None
+    """What only calibrated devices have."""
     source: str = "generic prior: no measurement of this device"
+    """Where the figures come from."""
 
     def gemm_share(self, data_type: str) -> float:
         """Share of the peak of ``data_type``; a type that is not described takes the 16-bit share."""

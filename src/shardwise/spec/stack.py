@@ -17,109 +17,138 @@ _CHANGED = "-changed"
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Spec):
-    """What a training framework does by itself: kernels it fuses, what it overlaps, in which format it reduces.
-
-    ``overlap`` is what a job on this stack overlaps unless its strategy says otherwise. ``tp_overlap`` says how:
-    "decomposed" cuts the matmul into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
-    ``ep_overlap``: exchanges of tokens overlap with the computation of other "microbatches", which some schedules run
-    beside them, or with that of other "chunks" of the same tokens.
-    ``tp_gradients`` says whether the collectives of a split matmul's backward pass run "beside" the one of its two
-    matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
-    a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
-    itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
-    ``per_parameter_gathers``: ZeRO-3 gathers and reduces every parameter by itself. ``pipeline_gradients``: under a
-    pipeline ZeRO keeps "whole" gradients and reduces them once a step; or does so up to ZeRO-2, as Megatron-LM's
-    distributed optimizer, and ZeRO-3 alone reduces them after every microbatch ("sharded by zero-3"); or both ZeRO-2
-    and 3 do ("sharded", see `usual_accumulation`). ``step_ends``: the norm of all
-    gradients makes pipeline ranks end a step "together", unless a framework updates before it knows the norm and
-    repairs the update afterwards ("apart": post-validation, Qi et al. 2023, arXiv 2401.10241, section 4).
-
-    ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last matmul
-    is not.
-
-    What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same in compiled
-    "steps" that write new tensors, the same on an fp32 copy of the logits ("copied"), the plain one on such a copy
-    ("plain"), that one "compiled", so that it reads the 16-bit logits, one that turns the 16-bit logits into their
-    gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
-    ``gated_activation``: a gate that is a kernel of its own keeps its output. ``norms`` made of "separate" kernels, RMS
-    norms as transformers writes them, keep an fp32 input and what comes out before the weight. ``autocast``: whole fp32
-    weights compute in 16 bits under `torch.autocast`, without ZeRO (see `Job.autocasts`). ``key_value_cache``: the
-    model returns keys and values with its loss. ``expert_outputs`` are "kept" where they
-    are weighted after they have come back to their tokens. ``fp8_experts``: routed experts too are multiplied in FP8
-    or FP4 where other linear layers are. ``saved_activations`` in "8-bit" are those of an FP8 recipe that also keeps
-    the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward pass and the
-    projection's, as DeepSeek-V3 does (arXiv 2412.19437, section 3.3.3). ``gathered_inputs``, of layers that sequence
-    parallelism gathers for, are kept in 16 bit or as the recipe has other inputs. ``latents``, the narrow vectors of
-    latent attention, are kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does.
-    ``gradients`` have memory from the start ("kept") or are made in the backward pass, so that those of a single
-    microbatch never meet all its activations ("made"), where those of the last step may stay until the loss
-    ("replaced"). ``dummy_gradients``: an empty 16-bit gradient of every weight
-    shape stays allocated. ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass.
-    ``deferred_head_gradients``: microbatches whose gradient of the head waits for the end of the pipeline.
-    ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
-    that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
-    once for both passes and sums copies of shards after the last microbatch. ``masters`` of whole bf16 weights are fp32
-    numbers, or the "rest": their lower halves, of which the weights are the upper ones; or numbers of
-    "16-bit", as a copy that is updated; with "none" the optimizer
-    updates the 16-bit weights themselves, by gradients of their format. ``update_elements``: the optimizer's update
-    copies gradients, into one tensor and then into the format of the masters, under ZeRO-3 so many elements at a time
-    (see `update_copies`); 0: it reads them where they are. ``message_buffers`` of a pipeline: one for each
-    direction, or for each microbatch too, with all outputs of the stage beside them.
-    ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives wait for the
-    device) say what PyTorch reserves beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side
-    share the moves of tensor parallelism ("joined"), or not ("apart"). ``layers``: who wrote them. Transformer Engine
-    has a workspace of its own and keeps a copy of FlashAttention's output by sequences; Megatron's own ("local") keep a
-    buffer of scores. ``experts`` of a device are one grouped matmul, which has workspaces, or run in turn.
-    ``deterministic``: cuBLAS has larger workspaces.
-    """
+    """What a training framework does by itself: kernels it fuses, what it overlaps, in which format it reduces."""
 
     name: str = "custom"
-    attention: Literal["unfused", "flash-1", "flash-2", "fused"] = "fused"
+    """Preset it comes from; `-changed` is appended where fields differ."""
+
+    # -- overlap
+
     overlap: Overlap = field(default_factory=Overlap)
+    """What a job on this stack overlaps unless its strategy says otherwise."""
     tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
+    """How tp overlaps: a matmul cut into pieces (async TP), or tiles sent as they are made (user buffers)."""
     tp_gradients: Literal["beside", "in turn"] = "beside"
+    """Backward collectives of a split matmul run beside its weight gradient, which does not need them, or in turn."""
     ep_overlap: Literal["microbatches", "chunks"] = "microbatches"
+    """Exchanges of tokens overlap other microbatches, as some schedules run them, or other chunks of the same
+    tokens."""
     scattered_messages: bool = False
+    """Tensor-parallel ranks send a part each of equal activations to the next stage, which gathers them."""
     step_ends: StepEnds = "together"
-    full_recompute: Literal["whole", "as needed"] = "whole"
+    """`together`: the gradient norm synchronises pipeline ranks. `apart`: they update first and repair the update once
+    the norm is known (post-validation, Qi et al. 2023, arXiv 2401.10241, section 4)."""
+
+    # -- gradients, ZeRO and formats on the wire
+
     gradient_reduce: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are reduced."""
     parameter_gather: Literal["bf16", "fp8"] = "bf16"
-    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
-    fp8_dispatch: bool = False
-    fp8_experts: bool = True
-    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
-    elementwise: Literal["fused", "compiled", "eager"] = "fused"
-    fused_moe_mlp: bool = False
-    fused_permute: bool = False
-    routing: Literal["dropless", "capacity", "on device"] = "dropless"
-    loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
-    gated_activation: Literal["fused", "separate"] = "fused"
-    norms: Literal["fused", "separate"] = "fused"
-    autocast: bool = False
-    key_value_cache: bool = False
-    casts: Literal["fused", "transposed", "separate"] = "transposed"
-    dummy_gradients: bool = False
-    late_gradients: bool = False
-    sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
-    masters: Literal["fp32", "rest", "16-bit", "none"] = "fp32"
-    update_elements: int = count(0, minimum=0, maximum=10**18)
-    gradients: Literal["kept", "made", "replaced"] = "kept"
-    expert_outputs: Literal["weighted", "kept"] = "weighted"
-    saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
-    gathered_inputs: Literal["16-bit", "recipe"] = "recipe"
-    latents: Literal["cut", "whole"] = "cut"
-    parallel_blocks: Literal["joined", "apart"] = "joined"
-    allocator: Literal["segments", "expandable"] = "segments"
-    layer_launches: int = 0
-    per_parameter_shards: bool = False
-    per_parameter_gathers: bool = False
+    """Format in which FP8 recipes gather parameters."""
     pipeline_gradients: Literal["whole", "sharded by zero-3", "sharded"] = "sharded by zero-3"
-    layers: Literal["torch", "megatron", "transformer engine"] = "torch"
-    experts: Literal["grouped", "in turn"] = "grouped"
-    deterministic: bool = False
+    """ZeRO under a pipeline reduces once a step (`whole`, gradients are kept whole until then), after every microbatch
+    under ZeRO-3 alone (as Megatron-LM's distributed optimizer up to ZeRO-2), or under ZeRO-2 too; see
+    `usual_accumulation`."""
+    per_parameter_shards: bool = False
+    """ZeRO-1 cuts every parameter by itself and gathers after the update: a copy per parameter and rank."""
+    per_parameter_gathers: bool = False
+    """ZeRO-3 gathers and reduces every parameter by itself."""
+    sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
+    """Parameters under ZeRO: 16-bit; fp32, which are the masters too; or fp32 shards beside whole 16-bit parameters
+    that are gathered from them every step, as FSDP does at every ZeRO stage (embedding and head once for both passes,
+    sums of shards copied after the last microbatch)."""
+    masters: Literal["fp32", "rest", "16-bit", "none"] = "fp32"
+    """Masters of bf16 weights: fp32; only their lower 16 bits, with the weights as the upper ones; a 16-bit copy; or
+    none, so that the optimizer updates the 16-bit weights by 16-bit gradients."""
+    update_elements: int = count(0, minimum=0, maximum=10**18)
+    """Gradients the update copies at a time, into one tensor and then into the masters' format (ZeRO-3; see
+    `update_copies`). 0: they are read in place."""
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    """How tokens reach their experts, unless the strategy says otherwise."""
+    fp8_dispatch: bool = False
+    """Tokens are sent to experts in FP8."""
+
+    # -- memory
+
+    full_recompute: Literal["whole", "as needed"] = "whole"
+    """Repeats the whole layer, or all but its last matmul, whose output no backward pass reads."""
+    loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
+    """Cross entropy: split over the vocabulary (`parallel`); the same, with new tensors in each compiled step (`steps`)
+    or on an fp32 copy of the logits (`copied`); unsplit on such a copy (`plain`), or compiled to read 16-bit logits
+    (`compiled`); 16-bit logits turned into their gradient in place (`fused`); a few tokens' logits at a time
+    (`pieces`)."""
+    gated_activation: Literal["fused", "separate"] = "fused"
+    """`separate`: the gate is a kernel of its own and keeps its output."""
+    norms: Literal["fused", "separate"] = "fused"
+    """`separate`: RMS norms as transformers writes them, which keep an fp32 input and their output before the
+    weight."""
+    autocast: bool = False
+    """Whole fp32 weights compute in 16 bits under `torch.autocast`, without ZeRO; see `Job.autocasts`."""
+    key_value_cache: bool = False
+    """The model returns keys and values with its loss."""
+    dummy_gradients: bool = False
+    """An empty 16-bit gradient of every shape of weight stays allocated."""
+    late_gradients: bool = False
+    """16-bit gradients are added to fp32 ones after a whole backward pass."""
     deferred_head_gradients: int = 0
+    """Microbatches whose head gradient waits for the end of the pipeline."""
+    gradients: Literal["kept", "made", "replaced"] = "kept"
+    """Allocated from the start (`kept`); made in the backward pass, so that one microbatch's never meet all its
+    activations (`made`); or made while the last step's may stay until the loss (`replaced`)."""
+    expert_outputs: Literal["weighted", "kept"] = "weighted"
+    """`kept` where they are weighted after they return to their tokens."""
+    saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
+    """`8-bit`: an FP8 recipe that also saves inputs of gated activations in FP8, and one attention output in 12 bits
+    for its own backward pass and the projection's (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)."""
+    gathered_inputs: Literal["16-bit", "recipe"] = "recipe"
+    """Inputs that sequence parallelism gathers: saved in 16 bits, or as the recipe saves other inputs."""
+    latents: Literal["cut", "whole"] = "cut"
+    """Latent vectors of MLA: whole on every tensor-parallel rank, or cut and gathered again, as Megatron-LM does."""
     message_buffers: Literal["one", "per microbatch"] = "one"
+    """Pipeline messages: one buffer per direction, or one per microbatch too, with all outputs of the stage beside
+    them."""
+    allocator: Literal["segments", "expandable"] = "segments"
+    """PyTorch's allocator: fixed or expandable segments."""
+    layer_launches: int = 0
+    """Kernels of a layer's forward pass, where tensors of collectives wait for the device: what PyTorch reserves beyond
+    its tensors."""
+
+    # -- kernels
+
+    attention: Literal["unfused", "flash-1", "flash-2", "fused"] = "fused"
+    """Attention kernel."""
+    elementwise: Literal["fused", "compiled", "eager"] = "fused"
+    """Norms, activations and residuals: hand-written fused kernels, compiled, or one kernel each."""
+    casts: Literal["fused", "transposed", "separate"] = "transposed"
+    """Casts to FP8: written with their transpose (`transposed`), partly by the kernel before (`fused`), or by kernels
+    of their own, again in the backward pass (`separate`, as torchao)."""
+    fp8_experts: bool = True
+    """Routed experts are multiplied in FP8 or FP4 where other linear layers are."""
+    fused_moe_mlp: bool = False
+    """Biases of experts are added inside the kernels of their MLP."""
+    fused_permute: bool = False
+    """Tokens are sorted by expert in one kernel."""
+    experts: Literal["grouped", "in turn"] = "grouped"
+    """Experts of a device: one grouped matmul, which has workspaces, or one after another."""
+    parallel_blocks: Literal["joined", "apart"] = "joined"
+    """Attention and MLP side by side share the moves of tensor parallelism, or not."""
+    layers: Literal["torch", "megatron", "transformer engine"] = "torch"
+    """Whose layers: Transformer Engine has a workspace and keeps FlashAttention's output by sequence; Megatron's own
+    keep a buffer of scores."""
+    deterministic: bool = False
+    """cuBLAS has larger workspaces."""
+
+    # -- host
+
+    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
+    """What of a step is launched as CUDA graphs."""
+    routing: Literal["dropless", "capacity", "on device"] = "dropless"
+    """Tokens per expert: read by the host (`dropless`), fixed (`capacity`), or known to the device alone."""
+
+    # -- origin
+
     source: str = ""
+    """Where its values are documented."""
 
     @property
     def is_own(self) -> bool:
