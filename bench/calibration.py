@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from shardwise.collectives import CollectiveKind, build_schedule, collective_cost, simulated_seconds
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.traffic.network import network
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
+from shardwise.layout.network import network
 from shardwise.measure.calibrate.run import CalibrationRequest, calibrate
 from shardwise.measure.collectives.run import Operation
 from shardwise.spec.clusters import cluster_from

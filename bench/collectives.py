@@ -72,9 +72,9 @@ def compared(
     import torch
     import torch.distributed as dist
 
-    from shardwise.cost.traffic.gradient_reduction import choose
     from shardwise.engine.collectives import Communicator
     from shardwise.engine.world import joined
+    from shardwise.layout.gradient_schedules import choose
     from shardwise.layout.groups import RankRun
 
     torch.set_num_threads(1)

@@ -78,6 +78,12 @@ def imports_from_above(module: Module) -> Iterator[str]:
             yield f"{name} ({package} stands below {other})"
 
 
+def knows_a_price(module: Module) -> Iterator[str]:
+    """What runs a job does not ask what it costs: facts that are both priced and run are in `layout`."""
+    if module.package in ("models", "engine"):
+        yield from sorted(name for name in set(imported(module)) if name.startswith("shardwise.cost"))
+
+
 # -- labels are fields -----------------------------------------------------------------------------------
 
 DECIDE = ("cost", "layout", "pipeline", "planner", "measure", "report")
@@ -287,6 +293,7 @@ def parses_by_itself(module: Module) -> Iterator[str]:
 
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_from_above,
+    knows_a_price,
     labels_taken_apart,
     rank_arithmetic,
     schedule_names_asked,

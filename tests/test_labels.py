@@ -23,7 +23,7 @@ from shardwise.cost.step.parts import COMMUNICATION, step_parts
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import simulated_step
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import Payload, Phase, Role, Share
+from shardwise.layout.payloads import Payload, Phase, Role, Share
 from shardwise.layout.stages import rank_contents
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request

@@ -11,7 +11,8 @@ import pytest
 from cost.jobs import with_faster_level
 from cost.random_jobs import random_job
 from shardwise.cost.analysis import analyze
-from shardwise.cost.memory.states import rank_state_bytes, sharding_of
+from shardwise.cost.memory.states import rank_state_bytes
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.errors import SpecError

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.memory.offload import first_elements, update_chunk, update_slots
-from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.memory.offload import first_elements
 from shardwise.cost.step.prediction import predict, rank_prediction
 from shardwise.cost.traffic.offload import share_in_layers
+from shardwise.layout.pieces import update_chunk, update_slots
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
 from shardwise.spec.clusters import cluster_from

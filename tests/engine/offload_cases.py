@@ -7,8 +7,8 @@ from collections import Counter
 import torch
 
 from shardwise.cost.traffic.offload import offload_traffic
-from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.engine import Engine
+from shardwise.layout.payloads import Payload
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
 

@@ -11,9 +11,10 @@ import torch
 
 from engine.data_cases import UNEVEN, Case, Trained, held_bytes, together
 from engine.workers import on_ranks
-from shardwise.cost.memory.states import group_states, sharding_of
+from shardwise.cost.memory.states import group_states
 from shardwise.engine.engine import Engine
 from shardwise.engine.optim.precision import FP32, Precision
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.reference import sample_batch
 from shardwise.models import Decoder

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.fp8_cases import counts, job_of, trained, wide_bytes_in_use
 from engine.workers import on_ranks
 from shardwise.cost.traffic.data import data_traffic
-from shardwise.cost.traffic.traffic import Role
+from shardwise.layout.payloads import Role
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.dryrun.run import dry_run
 from shardwise.spec import Job

@@ -13,10 +13,11 @@ from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.traffic.gradient_reduction import choose, gradient_groups, gradient_times
-from shardwise.cost.traffic.traffic import Role
+from shardwise.cost.traffic.gradient_reduction import gradient_times
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
+from shardwise.layout.gradient_schedules import choose, gradient_groups
+from shardwise.layout.payloads import Role
 from shardwise.measure.reference import sample_batch
 from shardwise.report.analysis import collective_lines
 from shardwise.spec.errors import SpecError

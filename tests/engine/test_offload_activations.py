@@ -9,9 +9,9 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.traffic.offload import offload_traffic
-from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.engine import Engine
 from shardwise.engine.parameters import local
+from shardwise.layout.payloads import Role, sent_backward, sent_forward
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job

@@ -11,11 +11,11 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.offload.store import Store
 from shardwise.engine.parameters import local
+from shardwise.layout.payloads import Payload
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

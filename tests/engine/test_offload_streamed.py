@@ -10,9 +10,9 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.traffic.traffic import STATES_TO_DEVICE, Payload, Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import streamed
+from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 

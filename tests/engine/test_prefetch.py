@@ -9,9 +9,9 @@ import pytest
 
 from engine.workers import on_ranks
 from shardwise.cost.traffic.data import data_traffic
-from shardwise.cost.traffic.traffic import Role
 from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.layout.payloads import Role
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job

@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.cost.analysis import analyze
 from shardwise.cost.compute.roofline import operator_seconds
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.fit_gpu import _attention, _priced, fitted_gpu, fitted_power
 from shardwise.measure.calibrate.gpu_figures import (

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.cost.memory.transient import padded_vocabulary
+from shardwise.layout.pieces import padded_vocabulary
 from shardwise.models import loss
 from shardwise.models.loss import IGNORED, cross_entropy_sum
 

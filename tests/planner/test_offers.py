@@ -11,8 +11,8 @@ import pytest
 
 from planner.cases import MODELS, NETWORKS, host_room, job_of
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds
+from shardwise.layout.sharding import sharding_of
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.constraints import Allowed, Constraints, allowed, field_value, parse_constraints
 from shardwise.planner.plan import Plan, plan

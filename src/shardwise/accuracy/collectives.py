@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.accuracy.table import TableRow, read_table
 from shardwise.accuracy.vocabulary import cut, machine_name
 from shardwise.collectives import CollectiveKind, collective_cost
-from shardwise.cost.traffic.network import network
+from shardwise.layout.network import network
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster

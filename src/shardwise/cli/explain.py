@@ -115,7 +115,7 @@ def _collective(name: str, parsed: argparse.Namespace) -> Explanation:
 
 def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
     """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
-    from shardwise.cost.traffic.network import network
+    from shardwise.layout.network import network
     from shardwise.spec.clusters import cluster_from
 
     if parsed.cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cost.traffic.gradient_reduction import require_gradient_schedules
+from shardwise.layout.gradient_schedules import require_gradient_schedules
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.support import not_built, verdict

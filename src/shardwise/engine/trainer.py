@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.cost.memory.states import updates_on_device
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context.sequence import cut_sequence
@@ -35,6 +34,7 @@ from shardwise.engine.pipeline.stage import Call, Mailbox, Message
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.layout.ranks import rank_at
+from shardwise.layout.sharding import updates_on_device
 from shardwise.layout.stages import placement
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

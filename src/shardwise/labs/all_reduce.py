@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, draw_rounds, simulated_seconds
 from shardwise.collectives.pricing import volume_of
-from shardwise.cost.traffic.network import network
 from shardwise.engine.labels import Called
 from shardwise.engine.world import joined
 from shardwise.labs.counting import CountingCommunicator
@@ -28,6 +27,7 @@ from shardwise.labs.ranks import EngineRun, Pace, TimedRange, run_engine
 from shardwise.labs.registry import LabSetup
 from shardwise.labs.slow_links import described, slow_nodes
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.layout.network import network
 from shardwise.layout.ranks import node_of
 from shardwise.report.console import table
 from shardwise.report.page import Line, Piece

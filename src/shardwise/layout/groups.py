@@ -131,3 +131,15 @@ def _members(runs: Sequence[RankRun]) -> list[int]:
     for run in runs:
         found = [far + near for far in range(0, run.stride * run.degree, run.stride) for near in found]
     return found
+
+
+def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:
+    """Distinct places among N that hold the k experts of a token: N(1 − C(E − E/N, k) / C(E, k)).
+
+    The E experts are spread evenly over the places, and every set of k is equally likely. ``limit`` is the most places
+    that node-limited routing allows.
+    """
+    elsewhere = experts - experts / places
+    avoided = math.prod(max(0.0, elsewhere - drawn) / (experts - drawn) for drawn in range(chosen))
+    expected = places * (1 - avoided)
+    return expected if limit is None else min(expected, float(limit))

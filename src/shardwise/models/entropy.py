@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.cost.memory.transient import WIDE_LOGITS
+from shardwise.layout.pieces import WIDE_LOGITS
 from shardwise.models import kernels
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.cost.compute.pieces import loss_tokens_at_once
-from shardwise.cost.memory.transient import padded_vocabulary
+from shardwise.layout.pieces import loss_tokens_at_once, padded_vocabulary
 from shardwise.models.entropy import entropy_, scaled
 
 IGNORED = -100  # the label of a token that does not count

@@ -18,7 +18,7 @@ from shardwise import predict
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
-from shardwise.cost.traffic.traffic import Share
+from shardwise.layout.payloads import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
 from shardwise.spec.job import Job

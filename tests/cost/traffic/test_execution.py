@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.prediction import RankPrediction, predict
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
 from shardwise.cost.traffic.execution import busy_share
 from shardwise.cost.traffic.pipeline import message_traffic
 from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from

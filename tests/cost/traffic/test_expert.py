@@ -10,8 +10,9 @@ import pytest
 
 from cost.builders import MOE, job, sent, switched
 from shardwise.collectives import Topology
-from shardwise.cost.traffic.expert import deduplicated_cost, expected_destinations, expert_traffic
+from shardwise.cost.traffic.expert import deduplicated_cost, expert_traffic
 from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.groups import expected_destinations
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import MixtureOfExperts

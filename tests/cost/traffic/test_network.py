@@ -13,9 +13,9 @@ from shardwise.collectives import CollectiveKind
 from shardwise.collectives.cost import algorithm_names, collective_cost
 from shardwise.collectives.shapes import Grid
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.network import network, spanned
 from shardwise.layout.groups import expert_data_runs, expert_runs, group_runs
 from shardwise.layout.mesh import rank_places
+from shardwise.layout.network import network, spanned
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job

@@ -14,9 +14,10 @@ from effort import examples
 from shardwise.collectives import CollectiveKind, Topology, collective_cost, p2p_latency
 from shardwise.cost.analysis import analyze
 from shardwise.cost.step.parts import COMMUNICATION
-from shardwise.cost.traffic.network import level_names, network, spanned
-from shardwise.cost.traffic.traffic import Share, Traffic
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.network import level_names, network, spanned
+from shardwise.layout.payloads import Share
 from shardwise.layout.sharding import dense_ranks, divided_over, expert_ranks
 from shardwise.report.explain.collective import explain_collective
 from shardwise.spec import presets

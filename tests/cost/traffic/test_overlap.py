@@ -16,16 +16,8 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.step.floor import RankFloor, rank_floors, stage_compute
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import (
-    IN_LAYER,
-    ComputeWindows,
-    Payload,
-    Phase,
-    Role,
-    Traffic,
-    priced,
-    with_exposed_seconds,
-)
+from shardwise.cost.traffic.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
+from shardwise.layout.payloads import Payload, Phase, Role
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 

@@ -18,7 +18,7 @@ from cost.builders import (
     traffics,
 )
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.traffic.traffic import Share
+from shardwise.layout.payloads import Share
 
 PER_LAYER_ALL_REDUCE = ("outputs, forward", "input gradients, backward")
 PER_LAYER_SEQUENCE = (

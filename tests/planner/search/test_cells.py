@@ -15,7 +15,7 @@ from shardwise.collectives import CollectiveKind, collective_cost
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.price import TablePiece, TablePricer
-from shardwise.cost.traffic.network import network
+from shardwise.layout.network import network
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed, Constraints
 from shardwise.planner.search.space import Space

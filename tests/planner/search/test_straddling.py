@@ -10,8 +10,8 @@ from cost.builders import LLAMA, MOE, switched
 from planner.cases import job_of, within
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.price import TablePricer
-from shardwise.cost.traffic.network import spanned
 from shardwise.layout.groups import expert_runs, group_runs
+from shardwise.layout.network import spanned
 from shardwise.planner.candidate import job_with
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
-from shardwise.cost.compute.pieces import loss_in_one_piece, loss_tokens_at_once
+from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-from shardwise.cost.compute.pieces import loss_in_one_piece
-from shardwise.cost.traffic.traffic import Share
+from shardwise.layout.payloads import Share
+from shardwise.layout.pieces import loss_in_one_piece
 from shardwise.layout.sharding import divided_over
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job

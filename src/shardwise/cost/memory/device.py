@@ -19,7 +19,7 @@ from shardwise.cost.memory.activations import (
     microbatches_in_flight,
 )
 from shardwise.cost.memory.offload import OffloadedActivations, last_layer_stays, layers_at_loss
-from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
+from shardwise.cost.memory.states import StateBytes, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import (
     MOMENTS,
@@ -29,6 +29,7 @@ from shardwise.cost.memory.transient import (
     message_buffer_bytes,
     transient_bytes,
 )
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.layout.views import held_by, ranks_to_price
 from shardwise.spec.errors import SpecError, nearest_name, shown

@@ -11,27 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum, select
-from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import Moment
+from shardwise.layout.pieces import update_chunk, update_slots
+from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
-
-# States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves. Those
-# that the forward pass needs first have come before the update begins.
-MOVING_SLOTS = 3
-UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state, so that the latency of a copy does not count
-FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
-
-
-def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
-    """Elements that are updated at a time."""
-    return minimum(most, maximum(LEAST_ELEMENTS, elements // FEWEST_CHUNKS))
-
-
-def update_slots(elements: Any, first: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
-    """Chunks on the device, if a forward pass needs the ``first`` elements before its first layer can run."""
-    return MOVING_SLOTS - (-first // update_chunk(elements, most))
 
 
 def first_elements(contents: RankContents, sharding: Sharding, *, tied: bool) -> Any:

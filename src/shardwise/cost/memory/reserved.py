@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwise.cost.memory.activations import chunks_in_flight, logits_bytes
 from shardwise.cost.memory.device import DeviceMemory
-from shardwise.cost.memory.states import sharding_of
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.spec.job import Job
 

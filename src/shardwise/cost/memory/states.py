@@ -7,95 +7,18 @@ Less communication (compression, seldom synchronisation) keeps and moves some ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select
-from shardwise.layout.sharding import divided_over, expert_shards, sums_once
+from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import Offload, Strategy
+from shardwise.spec.strategy import Offload
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 
 ParameterGroup = Literal["dense", "experts"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How data parallelism divides the states: numbers of one strategy, or columns of a table of them.
-
-    The two flags, shared by all strategies of a table, say how often it communicates: whether gradients are reduced to
-    shards after every microbatch (see `reduced_to_shards`), and whether parameters are gathered once a step.
-    """
-
-    zero: Any
-    shards: Any  # devices that divide the states of the dense parts
-    expert_shards: Any
-    gradients_sharded: bool
-    gathers_once: bool
-    keep_parameters: Any
-    offload: Any  # shares per kind of state, as in `Offload`
-    sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
-    kept_bytes: Any = 0.0  # of each parameter, for less communication (`less_communication`)
-    moved_bytes: Any = 0.0
-
-    @property
-    def divided(self) -> Any:
-        return self.zero > 0
-
-    def stage(self, recipe: Recipe) -> Any:
-        """The stage that states are held by: our engine keeps them whole where nothing is divided or moved."""
-        moved = self.offload.weights + self.offload.gradients > 0
-        return self.zero * ((self.shards > 1) | moved) if recipe.fp32_shards else self.zero
-
-    def reduced_to_shards(self, shards: Any) -> Any:
-        """Whether gradients that so many devices divide are reduced after every microbatch: not those that nobody else
-        has a part of, where that would free nothing, unless they leave the device."""
-        return self.gradients_sharded and (shards > 1) | (self.offload.gradients > 0)
-
-
-def sharding_of(strategy: Strategy) -> Sharding:
-    zero = strategy.zero
-    return Sharding(
-        zero,
-        divided_over(strategy),
-        expert_shards(strategy, divided_over(strategy)),
-        strategy.gradients_sharded,
-        zero < 3 or strategy.keep_parameters,
-        strategy.keep_parameters,
-        strategy.offload,
-        sums_once(strategy, divided_over(strategy)),
-        kept_bytes(strategy),
-        moved_bytes(strategy),
-    )
-
-
-def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without gradients,
-    and with all of the weights or none."""
-    taken = not offload.gradients and offload.weights in (0, 1)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and taken
-
-
-def last_weights_stay(pp: int, sharding: Sharding) -> Any:
-    """Whether our engine keeps the last layer gathered for its backward pass, which follows at once: what would be read
-    from the host has just been sent there. Where others have shards of it, FSDP frees and gathers it as it does all."""
-    alone = (sharding.shards == 1) & (sharding.expert_shards == 1)
-    return (sharding.offload.weights > 0) & (pp == 1) & alone
-
-
-def stacked(shardings: Sequence[Sharding]) -> Sharding:
-    """Several that communicate equally often and offload alike, as columns along a last axis."""
-    import numpy as np
-
-    def column(name: str) -> Any:
-        return np.stack([getattr(one, name) for one in shardings], axis=-1)
-
-    names = ("zero", "keep_parameters", "sums_once", "kept_bytes", "moved_bytes")
-    shards = {name: 1.0 * column(name) for name in ("shards", "expert_shards")}
-    return replace(shardings[0], **{name: column(name) for name in names}, **shards)
 
 
 @dataclass(frozen=True)
@@ -219,37 +142,3 @@ def update_copies(job: Job, contents: RankContents, sharding: Sharding) -> Updat
     each = select(sharding.zero == 0, whole, select((sharding.zero < 3) & (recipe.gradient >= 4), 0, copied))
     group = select(sharding.zero == 3, minimum(job.stack.update_elements, shard), shard)
     return UpdateCopies(select(sharding.zero == 0, contents.total, group), each)
-
-
-def kept_bytes(strategy: Strategy) -> float:
-    """Extra bytes that a device keeps for each of its parameters from one step to the next.
-
-    Error feedback: the rounding errors of a rank's codes, and of the codes of the piece that it sums. DiLoCo: the
-    weights of the last synchronisation and the outer momentum. Asynchronous: fp32 sums in flight.
-    """
-    compression, ranks, synchronise = strategy.compression, strategy.gradient_group, strategy.synchronise
-    if not synchronise.every_step and ranks > 1:
-        return {"diloco": 8.0, "async": 4.0 * synchronise.staleness}.get(synchronise.method, 0.0)
-    if not compression.keeps_errors or ranks == 1:
-        return 0.0
-    return 4.0 if compression.method == "powersgd" else 4 + 4 / ranks
-
-
-def moved_bytes(strategy: Strategy) -> float:
-    """Bytes read and written in a device's memory for each of its parameters in a step, to compress its gradient.
-
-    It is converted to fp32, read again, and the sum is written (16); the error is read and written (8); codes are
-    written, read to be added, written and read again. The matmuls of powersgd read the matrix twice (8); 1-bit Adam
-    computes its momentum from the gradient, and a gradient from the sum (24). At a synchronisation of workers, the
-    payload is computed from their weights and written back (16), by an outer step that reads and writes two states
-    (16); late sums are copied once.
-    """
-    compression, synchronise = strategy.compression, strategy.synchronise
-    if not synchronise.every_step and strategy.gradient_group > 1:
-        outer = 32 if synchronise.method == "diloco" else 16
-        return 8.0 if synchronise.is_async else outer / synchronise.inner_steps
-    if not compression.is_used or strategy.gradient_group == 1:
-        return 0.0
-    codes = 8.0 if compression.method == "powersgd" else 4 * compression.element_bytes
-    momentum = 24 if compression.compresses_momentum else 0
-    return 16 + (8 if compression.error_feedback else 0) + momentum + codes

@@ -13,23 +13,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.offload import (
-    OffloadedActivations,
-    first_elements,
-    last_layer_stays,
-    layers_at_loss,
-    update_chunk,
-    update_slots,
-)
-from shardwise.cost.memory.states import (
-    Sharding,
-    StateBytes,
-    owned_parameters,
-    rank_state_bytes,
-    update_copies,
-    updates_on_device,
-)
+from shardwise.cost.memory.offload import OffloadedActivations, first_elements, last_layer_stays, layers_at_loss
+from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes, update_copies
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
+from shardwise.layout.pieces import update_chunk, update_slots
+from shardwise.layout.sharding import Sharding, updates_on_device
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import schedule_record

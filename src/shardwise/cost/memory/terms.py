@@ -13,8 +13,9 @@ from typing import Literal
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import layer_copy_bytes, microbatches_in_flight
 from shardwise.cost.memory.device import DeviceMemory, kept_by_layers
-from shardwise.cost.memory.states import ParameterGroup, Sharding, StateBytes, group_states, sharding_of, update_copies
+from shardwise.cost.memory.states import ParameterGroup, StateBytes, group_states, update_copies
 from shardwise.cost.memory.transient import divided_units
+from shardwise.layout.sharding import Sharding, sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.spec.job import Job
 

@@ -20,10 +20,10 @@ from shardwise.cost.memory.device import (
     offloaded_activations,
 )
 from shardwise.cost.memory.offload import moved_share
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.layout.views import ranks_to_price
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations

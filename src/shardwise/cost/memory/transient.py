@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import layer_operators
-from shardwise.cost.compute.pieces import loss_tokens_at_once
 from shardwise.cost.memory.activations import (
     SavedRole,
     head_weights,
@@ -26,8 +25,9 @@ from shardwise.cost.memory.activations import (
     rounds_head_gradient,
     stream_element,
 )
-from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
+from shardwise.layout.pieces import WIDE_LOGITS, loss_tokens_at_once
+from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
@@ -36,13 +36,6 @@ from shardwise.spec.training import Recipe
 # A pass has its loss, and its layers; what one has in memory the other has not.
 Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
-
-WIDE_LOGITS = 2**22  # of those, in fp32 at a time where a CPU computes their gradients: 16 MiB; a GPU has none
-
-
-def padded_vocabulary(vocabulary: int) -> int:
-    """The columns of the logits on a GPU, whose products are fast where rows have whole 16 bytes."""
-    return vocabulary if vocabulary % 8 == 0 else -(-vocabulary // 64) * 64
 
 
 def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:

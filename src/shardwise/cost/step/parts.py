@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.cost.compute.operators import OperatorKind
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.simulation import SimulatedStep, rank_predictions
 from shardwise.cost.step.stage_time import optimizer_seconds, seconds_by_kind, step_overhead
-from shardwise.cost.traffic.traffic import IN_LAYER, Payload, Traffic
+from shardwise.cost.traffic.traffic import IN_LAYER, Traffic
+from shardwise.layout.payloads import Payload
+from shardwise.layout.sharding import sharding_of
 from shardwise.spec.job import Job
 
 COMPUTE = ("products", "attention", "memory-bound", "launches")

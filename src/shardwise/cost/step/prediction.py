@@ -12,12 +12,12 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.compute.roofline import Seconds
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
 from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.traffic.execution import executed, step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds

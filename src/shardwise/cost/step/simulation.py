@@ -11,7 +11,7 @@ from shardwise.cost.step.floor import rank_floors
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.traffic.pipeline import message_traffic
-from shardwise.cost.traffic.traffic import Role, sent_forward
+from shardwise.layout.payloads import Role, sent_forward
 from shardwise.layout.stages import RankContents, placement, rank_contents, stage_contents, stages_of_rank
 from shardwise.layout.views import is_unlike, message_views, replicas_by_kind, same_kind
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times

@@ -18,13 +18,8 @@ from shardwise.cost.compute.operators import (
     share_run_again,
 )
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds
-from shardwise.cost.memory.states import (
-    Sharding,
-    last_weights_stay,
-    owned_parameters,
-    rank_state_bytes,
-    updates_on_device,
-)
+from shardwise.cost.memory.states import owned_parameters, rank_state_bytes
+from shardwise.layout.sharding import Sharding, last_weights_stay, updates_on_device
 from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import EngineKernels
 from shardwise.spec.hardware import UPDATE_BYTES

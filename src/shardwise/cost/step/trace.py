@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.prediction import Prediction, RankPrediction, predict
 from shardwise.cost.step.simulation import pipeline_times, rank_predictions, step_timeline
 from shardwise.cost.step.stage_time import optimizer_seconds
-from shardwise.cost.traffic.overlap import PASSES, Pass
+from shardwise.layout.payloads import PASSES, Pass
+from shardwise.layout.sharding import sharding_of
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, StageTimes, Timeline, trace_events
 from shardwise.spec.job import Job
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.traffic.data import (
     SentParameters,
@@ -19,11 +18,12 @@ from shardwise.cost.traffic.data import (
     sent_parameters,
     wire_bytes,
 )
-from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
-from shardwise.cost.traffic.network import spanned
-from shardwise.cost.traffic.wired import neighbours_of
+from shardwise.cost.traffic.gradient_reduction import gradient_price
+from shardwise.layout.gradient_schedules import measured_schedules
 from shardwise.layout.groups import RankRun, expert_data_runs, group_runs
-from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
+from shardwise.layout.network import spanned
+from shardwise.layout.sharding import Sharding, SharedRanks, dense_ranks, expert_ranks, stacked
+from shardwise.layout.wired import neighbours_of
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 

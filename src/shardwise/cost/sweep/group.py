@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.layout.groups import RankRun, expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.sharding import Sharding, sharding_of
 from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 

@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
-from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import (
     MOMENTS,
     Moment,
@@ -26,10 +25,12 @@ from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.execution import executed
 from shardwise.cost.traffic.expert import expert_traffic
-from shardwise.cost.traffic.overlap import Pass, Window
+from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.pipeline import message_traffic, tied_bytes, tied_traffic
 from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic
-from shardwise.cost.traffic.traffic import Payload, Role, Traffic, sent_forward
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.payloads import Pass, Payload, Role, sent_forward
+from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum, some
 from shardwise.cost.memory.offload import moved_share
-from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
@@ -28,16 +27,10 @@ from shardwise.cost.traffic.offload import (
     sent_seconds,
     state_lines,
 )
-from shardwise.cost.traffic.overlap import (
-    PASSES,
-    OverlappedTransfer,
-    Pass,
-    Waiting,
-    added_seconds,
-    hidden_across_layers,
-    waiting,
-)
+from shardwise.cost.traffic.overlap import OverlappedTransfer, Waiting, added_seconds, hidden_across_layers, waiting
 from shardwise.cost.traffic.traffic import collective_price
+from shardwise.layout.payloads import PASSES, Pass
+from shardwise.layout.sharding import Sharding, stacked
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy

@@ -31,14 +31,8 @@ from shardwise.cost.sweep.parts import (
     PartBook,
 )
 from shardwise.cost.traffic.data import last_share
-from shardwise.cost.traffic.overlap import (
-    PASSES,
-    ComputeWindows,
-    OverlappedTransfer,
-    Pass,
-    hidden_in_layers,
-    layer_windows,
-)
+from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer, hidden_in_layers, layer_windows
+from shardwise.layout.payloads import PASSES, Pass
 from shardwise.layout.stages import RankContents
 from shardwise.spec.schedules import schedule_record
 

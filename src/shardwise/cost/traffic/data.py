@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum, select
-from shardwise.cost.memory.states import Sharding, sharding_of
-from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
-from shardwise.cost.traffic.network import level_names, spanned
-from shardwise.cost.traffic.overlap import Pass
-from shardwise.cost.traffic.traffic import Payload, Role, Share, Traffic, sent_backward, sent_forward
-from shardwise.cost.traffic.wired import neighbours_of
-from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
+from shardwise.cost.traffic.gradient_reduction import gradient_price
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.gradient_schedules import measured_schedules
+from shardwise.layout.network import level_names, spanned
+from shardwise.layout.payloads import Pass, Payload, Role, Share, sent_backward, sent_forward
+from shardwise.layout.sharding import Sharding, SharedRanks, dense_ranks, divided_over, expert_ranks, sharding_of
 from shardwise.layout.stages import RankContents
+from shardwise.layout.wired import neighbours_of
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise, low_rank
 from shardwise.spec.model import Matrix, Model

@@ -14,7 +14,8 @@ from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.offload import offload_traffic
 from shardwise.cost.traffic.pipeline import pipeline_traffic
 from shardwise.cost.traffic.tensor import tensor_traffic
-from shardwise.cost.traffic.traffic import Role, Traffic
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.payloads import Role
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
 from shardwise.cost.compute.roofline import operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.network import level_names, spanned
-from shardwise.cost.traffic.overlap import Pass, Window
-from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
-from shardwise.layout.groups import expert_runs
+from shardwise.cost.traffic.overlap import Window
+from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.layout.groups import expected_destinations, expert_runs
+from shardwise.layout.network import level_names, spanned
+from shardwise.layout.payloads import Pass, Payload, Role, sent_backward, sent_forward
+from shardwise.layout.pieces import EXCHANGED_CHUNKS
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
-
-EXCHANGED_CHUNKS = 2  # of a microbatch's tokens, where exchanges overlap chunk by chunk
 
 
 def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
@@ -91,18 +90,6 @@ def _exchange(
         return priced("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, topology, job.strategy.collective)
     cost = deduplicated_cost(topology, token_bytes, moe)
     return Traffic("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
-
-
-def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:
-    """Distinct places among N that hold the k experts of a token: N(1 − C(E − E/N, k) / C(E, k)).
-
-    The E experts are spread evenly over the places, and every set of k is equally likely. ``limit`` is the most places
-    that node-limited routing allows.
-    """
-    elsewhere = experts - experts / places
-    avoided = prod(max(0.0, elsewhere - drawn) / (experts - drawn) for drawn in range(chosen))
-    expected = places * (1 - avoided)
-    return expected if limit is None else min(expected, float(limit))
 
 
 def places_of_levels(topology: Topology, moe: MixtureOfExperts) -> Iterator[tuple[int, int, int | None]]:

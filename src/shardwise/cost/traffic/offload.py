@@ -16,34 +16,14 @@ from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.offload import (
-    first_elements,
-    head_elements,
-    last_layer_stays,
-    moved_share,
-    share_on_device,
-    update_chunk,
-)
-from shardwise.cost.memory.states import (
-    Sharding,
-    StateBytes,
-    last_weights_stay,
-    owned_parameters,
-    rank_state_bytes,
-    sharding_of,
-    updates_on_device,
-)
+from shardwise.cost.memory.offload import first_elements, head_elements, last_layer_stays, moved_share, share_on_device
+from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes
 from shardwise.cost.step.stage_time import part_seconds, stage_seconds
 from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import (
-    Payload,
-    Role,
-    Traffic,
-    collective_price,
-    priced,
-    sent_backward,
-    sent_forward,
-)
+from shardwise.cost.traffic.traffic import Traffic, collective_price, priced
+from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
+from shardwise.layout.pieces import update_chunk
+from shardwise.layout.sharding import Sharding, last_weights_stay, sharding_of, updates_on_device
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster

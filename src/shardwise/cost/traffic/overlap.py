@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.collectives.arrays import is_array, maximum, minimum
+from shardwise.layout.payloads import PASSES, Pass
 
-Pass = Literal["forward", "backward"]
 Window = Literal["none", "forward", "backward", "attention forward", "attention backward"]
-PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.expert import expected_destinations
-from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Payload, Phase, Role, Share, Traffic, priced, sent_backward, sent_forward
-from shardwise.layout.groups import expert_tensor_runs, group_runs
+from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.layout.groups import expected_destinations, expert_tensor_runs, group_runs
+from shardwise.layout.network import spanned
+from shardwise.layout.payloads import Payload, Phase, Role, Share, sent_backward, sent_forward
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Split

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
-from shardwise.cost.traffic.gradient_reduction import UNNAMED, choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
 from shardwise.engine.collectives.reductions import Completion, Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.engine.mesh import Mesh
+from shardwise.layout.gradient_schedules import UNNAMED, choose, gradient_groups
 from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from shardwise.cost.memory.states import last_weights_stay, sharding_of
 from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
@@ -21,7 +20,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights, await_updates
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
-from shardwise.layout.sharding import gathers_in_fp8
+from shardwise.layout.sharding import gathers_in_fp8, last_weights_stay, sharding_of
 
 
 class Sharded:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.cost.traffic.expert import expected_destinations
 from shardwise.engine.autograd import same, with_gradient
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.experts.channel import Channel, Splits, exchange_rows, gather_rows, return_rows, scatter_sum
@@ -35,6 +34,7 @@ from shardwise.engine.experts.permute import (
 )
 from shardwise.engine.labels import Called, in_backward, sorting_name
 from shardwise.engine.profiler_ranges import named, sent
+from shardwise.layout.groups import expected_destinations
 from shardwise.models.experts import TokenExchange, count_tokens, reorder_rows
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.cost.traffic.expert import EXCHANGED_CHUNKS
 from shardwise.engine.experts.channel import RowsInFlight, Splits
 from shardwise.engine.experts.exchanges import FlatExchange, FlatRoute
 from shardwise.engine.experts.permute import collect, spread
 from shardwise.engine.labels import Called, sorting_name
 from shardwise.engine.profiler_ranges import named
+from shardwise.layout.pieces import EXCHANGED_CHUNKS
 from shardwise.models.experts import Beside, GroupedExperts, Mixed, Multiply
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.autograd import SavedView, unpack
 from shardwise.engine.offload.store import BackgroundCopy, Store, StreamCopy
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.torch_private import storage_id, version_of
+from shardwise.layout.payloads import Role, sent_backward, sent_forward
 
 SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than the memory
 

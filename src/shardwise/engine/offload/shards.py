@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.traffic.traffic import Phase, Role, sent_backward
 from shardwise.engine import torch_private
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.offload.store import BackgroundCopy, Incoming
 from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.parameters import as_divided, local
+from shardwise.layout.payloads import Phase, Role, sent_backward
 
 
 class OffloadedWeights:

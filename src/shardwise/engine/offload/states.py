@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.memory.offload import update_chunk
-from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import (
     GRADIENT,
     MASTER,
@@ -23,6 +21,8 @@ from shardwise.engine.offload.store import (
 from shardwise.engine.offload.streamed import StreamedUpdate, UpdatedWeights
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
+from shardwise.layout.payloads import Payload, Phase, Role, sent_backward, sent_forward
+from shardwise.layout.pieces import update_chunk
 
 
 @dataclass(frozen=True)

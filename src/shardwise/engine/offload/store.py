@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
+from shardwise.layout.payloads import Payload
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, update_slots
 from shardwise.engine import torch_private
 from shardwise.engine.offload.store import MASTER, copy_stream
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart, scalars_of
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
+from shardwise.layout.pieces import UPDATE_CHUNK_ELEMENTS, update_slots
 from shardwise.models import kernels
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from shardwise.collectives import CollectiveKind, Level, Topology, build_schedule, price_schedule
 from shardwise.collectives.shapes import Switch
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.device_samples import (
     AttentionSample,

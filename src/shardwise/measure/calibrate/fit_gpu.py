@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise.cost.compute.operators import Operator, OperatorRole
 from shardwise.cost.compute.roofline import operator_seconds
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds, unslowed_seconds
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.fit import Fit, Residual, fit
 from shardwise.measure.calibrate.gpu_figures import AttentionFigure, CopyFigure, ProductFigure

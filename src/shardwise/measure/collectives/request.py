@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import algorithm_names
-from shardwise.cost.traffic.gradient_reduction import by_schedules, choose, named_on
-from shardwise.cost.traffic.network import network
+from shardwise.layout.gradient_schedules import by_schedules, choose, named_on
 from shardwise.layout.groups import Division, RankRun, division_of
+from shardwise.layout.network import network
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 

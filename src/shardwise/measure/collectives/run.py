@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import CollectiveKind, Schedule, build_schedule
-from shardwise.cost.traffic.gradient_reduction import by_schedules, choose
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.layout.gradient_schedules import by_schedules, choose
 from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.collectives.request import (
     AUTO,

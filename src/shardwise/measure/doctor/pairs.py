@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from shardwise.cost.traffic.wired import joining_level, rate_for_each
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import node_of
+from shardwise.layout.wired import joining_level, rate_for_each
 from shardwise.measure.calibrate.ranks import Rank, StoreBarrier
 from shardwise.measure.collectives.pairs import LATE, SLOW, Pair, PairFigures, usual
 from shardwise.measure.doctor.host import Checked, Status, skew_finding

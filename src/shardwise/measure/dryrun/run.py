@@ -11,9 +11,9 @@ from shardwise.cost.compute.operators import ends_operators, fully_recomputed_sh
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import STATES_TO_DEVICE, Payload, Role, sent_forward
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
+from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role, sent_forward
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by

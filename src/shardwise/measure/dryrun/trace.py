@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.distributed_attention import AcrossRanks
@@ -22,6 +21,7 @@ from shardwise.engine.parameters import local
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.engine.torch_private import unset_fake_temporarily
+from shardwise.layout.payloads import Payload
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import built_layers, stages_of_rank
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.cost.memory import offload as memory_of_offload
-from shardwise.cost.memory.offload import UPDATE_CHUNK_ELEMENTS, update_chunk
-from shardwise.cost.memory.states import owned_parameters, sharding_of
+from shardwise.cost.memory.states import owned_parameters
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import EFFICIENT, FLASH, BlockKernel
@@ -31,6 +30,8 @@ from shardwise.engine.torch_private import (
     flash_attention,
     sharding_prop,
 )
+from shardwise.layout.pieces import UPDATE_CHUNK_ELEMENTS, update_chunk
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.models import dot_product, loss
 from shardwise.models.dot_product import shapes_taken

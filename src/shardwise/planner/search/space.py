@@ -13,8 +13,8 @@ from typing import Any
 
 from shardwise.collectives import Topology
 from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
-from shardwise.cost.traffic.network import spanned
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.network import spanned
 from shardwise.layout.sharding import dense_ranks, expert_ranks
 from shardwise.layout.stages import rank_kinds
 from shardwise.planner.constraints import OFFLOADS, Constraints

@@ -9,9 +9,10 @@ from operator import add
 
 from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank
-from shardwise.cost.memory.states import rank_state_bytes, sharding_of
+from shardwise.cost.memory.states import rank_state_bytes
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import rank_prediction
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import Layers, Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate

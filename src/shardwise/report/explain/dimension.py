@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.traffic.context import exchanged_features
 from shardwise.cost.traffic.data import communication_units, wire_bytes
 from shardwise.cost.traffic.expert import places_of_levels
-from shardwise.cost.traffic.network import spanned
-from shardwise.cost.traffic.traffic import Payload, Role, Share, Traffic
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.groups import expert_runs
+from shardwise.layout.network import spanned
+from shardwise.layout.payloads import Payload, Role, Share
+from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents
 from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.formula import Formula

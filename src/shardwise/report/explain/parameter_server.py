@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.cost.traffic.network import network
-from shardwise.cost.traffic.parameter_server import ServerPlan, ServerPrice, server_price
+from shardwise.cost.traffic.parameter_server import ServerPrice, server_price
+from shardwise.layout.network import network
+from shardwise.layout.servers import ServerPlan
 from shardwise.report.explain.explanation import Explanation, GridTable, Value
 from shardwise.report.explain.quantity import number, rate, seconds, size
 from shardwise.spec.job import Job

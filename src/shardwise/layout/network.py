@@ -8,8 +8,8 @@ from dataclasses import replace
 from shardwise.collectives import Level, Topology, place
 from shardwise.collectives.shapes import Axis, Grid, Shape, shape_of
 from shardwise.collectives.topology import InNetwork
-from shardwise.cost.traffic.wired import Neighbours, as_wired
 from shardwise.layout.groups import RankRun, division_of
+from shardwise.layout.wired import Neighbours, as_wired
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
