@@ -273,12 +273,25 @@ def connecting(tmp_path: Path, address: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_head_that_never_answers_is_one_line(tmp_path: Path) -> None:
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         process = connecting(tmp_path, address)
         said = process.communicate(timeout=200)[1].splitlines()
     assert process.returncode == 2 and not any("Traceback" in line for line in said), said
     assert f"no cluster can be joined at {address}: the cluster has not answered for 60 s" in said[-1]
+
+
+@pytest.mark.slow
+def test_a_stop_while_ray_connects_is_at_once(tmp_path: Path) -> None:
+    """Ray would wait for a minute for a cluster that does not answer."""
+    require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
+    with socket.create_server(("", 0)) as silent:  # Ray connects to the host's own address, not to loopback
+        process = connecting(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}")
+        silent.settimeout(300)  # imports on a busy machine
+        silent.accept()[0].close()  # ours, which only looks whether somebody listens
+        with silent.accept()[0]:  # Ray's
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == -signal.SIGTERM
 
 
 @pytest.mark.slow
