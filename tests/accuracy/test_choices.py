@@ -10,7 +10,7 @@ import pytest
 from shardwise.accuracy.choices import choice_summary, choices, layouts_of_jobs, rank_correlation, same_job
 from shardwise.accuracy.runs import read_runs
 
-TABLES = Path(__file__).parents[3] / "validation"
+TABLES = Path(__file__).parents[2] / "validation"
 RUNS = list(read_runs(TABLES / "training_runs.csv"))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.accuracy.collectives import ScoredRow, score_all_reduces
 
-ROWS = score_all_reduces(Path(__file__).parents[3] / "validation" / "collectives.csv")
+ROWS = score_all_reduces(Path(__file__).parents[2] / "validation" / "collectives.csv")
 
 
 def mean_error(rows: list[ScoredRow]) -> float:

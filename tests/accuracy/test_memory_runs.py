@@ -10,7 +10,7 @@ import pytest
 from shardwise.accuracy.runs import PublishedRun, read_runs
 from shardwise.accuracy.scores import predicted_memory
 
-TABLE = Path(__file__).parents[3] / "validation" / "memory_runs.csv"
+TABLE = Path(__file__).parents[2] / "validation" / "memory_runs.csv"
 
 
 @cache

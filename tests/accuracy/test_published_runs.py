@@ -17,7 +17,7 @@ from shardwise.cost.step.prediction import predict
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
 
-VALIDATION = Path(__file__).parents[3] / "validation"
+VALIDATION = Path(__file__).parents[2] / "validation"
 
 
 @cache

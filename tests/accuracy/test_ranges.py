@@ -12,7 +12,7 @@ from shardwise.accuracy.table import TableRow
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 
-RUNS = {run.row_id: run for run in read_runs(Path(__file__).parents[3] / "validation" / "training_runs.csv")}
+RUNS = {run.row_id: run for run in read_runs(Path(__file__).parents[2] / "validation" / "training_runs.csv")}
 H100_70B = "mbridge_26.04_DGX-H100_Llama3-70B_64_FP8_1"
 
 

@@ -24,7 +24,7 @@ from shardwise.uncertainty.residuals import (
     residuals,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def job(model: str = "llama3-8b", cluster: str = "dgx-h100", stack: Any = "megatron-core") -> Job:

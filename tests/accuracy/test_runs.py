@@ -19,7 +19,7 @@ from shardwise.cost.memory.reserved import allocated_bytes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 
-with (Path(__file__).parents[3] / "validation" / "training_runs.csv").open(newline="") as file:
+with (Path(__file__).parents[2] / "validation" / "training_runs.csv").open(newline="") as file:
     ROWS = {row["row_id"]: row for row in csv.DictReader(file)}
 BRIDGE = "mbridge_26.04_DGX-GB200_Llama3-70B_64_MXFP8_2"
 EXPERTS = "mbridge_26.04_DGX-GB200_Qwen3-30B-A3B_8_MXFP8_1"

@@ -15,7 +15,7 @@ from shardwise.accuracy.table import TableRow
 from shardwise.spec.errors import SpecError
 from shardwise.spec.stack import stack_from
 
-with (Path(__file__).parents[3] / "validation" / "training_runs.csv").open(newline="") as file:
+with (Path(__file__).parents[2] / "validation" / "training_runs.csv").open(newline="") as file:
     ROWS = {row["row_id"]: row for row in csv.DictReader(file)}
 LLAMA = {
     "row_id": "one", "source": "AMD-AGI/Primus", "model": "Llama3.1-8B", "layers": "32", "hidden": "4096",
@@ -71,7 +71,7 @@ def test_a_row_that_prints_no_batch_gets_that_of_its_recipe() -> None:
 def test_rows_set_aside_are_in_the_table() -> None:
     others = set()
     for name in ("training_runs_2", "memory_runs"):
-        with (Path(__file__).parents[3] / "validation" / f"{name}.csv").open(newline="") as file:
+        with (Path(__file__).parents[2] / "validation" / f"{name}.csv").open(newline="") as file:
             others |= {row["row_id"] for row in csv.DictReader(file)}
     assert set(SET_ASIDE) <= set(ROWS) | others
 
