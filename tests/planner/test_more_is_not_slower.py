@@ -15,7 +15,7 @@ from shardwise.planner.advice.what_if import faster_part
 from shardwise.planner.constraints import OFFLOADS, Allowed, Constraints
 from shardwise.planner.plan import Plan, plan, searched
 from shardwise.planner.request import Request
-from shardwise.planner.search.search import Found
+from shardwise.planner.search.search import PricedStrategy
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -68,7 +68,7 @@ def doubled(cluster: Cluster, index: int) -> Cluster:
     return cluster.with_level(index, replace(level, size=2 * level.width))
 
 
-def fastest(asked: Request) -> Found | None:
+def fastest(asked: Request) -> PricedStrategy | None:
     found, _ = searched(asked.started())
     return found.best[0] if found.best else None
 

@@ -131,7 +131,7 @@ def _from_leaders(kind: CollectiveKind, topology: Topology, build: BuildLevel, n
         turns.append(side_by_side(groups))
     if kind is CollectiveKind.BROADCAST:
         turns.reverse()
-    return schedule_of(kind, topology.size, count, [one for turn in turns for one in turn], name)
+    return schedule_of(kind, topology.size, count, [transfers for turn in turns for transfers in turn], name)
 
 
 def _exchange(topology: Topology, build: BuildLevel, name: str) -> Schedule:
@@ -169,8 +169,8 @@ def pipelined(schedule: Schedule, pieces: int) -> Schedule:
     def of_piece(piece: int) -> list[list[Transfer]]:
         waiting: Rounds = [[] for _ in range(piece)]
         return waiting + [
-            [replace(t, chunks=tuple(chunk * pieces + piece for chunk in t.chunks)) for t in one]
-            for one in schedule.rounds
+            [replace(t, chunks=tuple(chunk * pieces + piece for chunk in t.chunks)) for t in transfers]
+            for transfers in schedule.rounds
         ]
 
     rounds = side_by_side([of_piece(piece) for piece in range(pieces)])

@@ -75,7 +75,7 @@ def symbolic(row: Row) -> str:
 
 def legend(formulas: Sequence[ClosedForm]) -> str:
     """What the symbols of some formulas mean."""
-    used = {re.sub(r"(_i|\d+)$", "", name) for one in formulas for name in _NAME.findall(one.text)}
+    used = {re.sub(r"(_i|\d+)$", "", name) for form in formulas for name in _NAME.findall(form.text)}
     return ", ".join(f"{symbol} {meaning}" for symbol, meaning in SYMBOLS.items() if symbol in used)
 
 
@@ -91,12 +91,12 @@ def _level_by_level(
     for turn in stages(kind, topology, names):
         mark, size = str(turn.index + 1), size_bytes * turn.size_fraction
         part = "m" + ("".join(f"/n{inner + 1}" for inner in range(turn.index)) if turn.size_fraction < 1 else "")
-        hops, moved, found = _written(turn.row, kind, turn.level, size, mark, part)
+        hops, moved, symbols = _written(turn.row, kind, turn.level, size, mark, part)
         if turn.sharing > 1:
-            moved, found[f"s{mark}"] = f"s{mark}·{moved}", turn.sharing
+            moved, symbols[f"s{mark}"] = f"s{mark}·{moved}", turn.sharing
         latencies.append(_times(hops, f"a{mark}"))
         moves.append(_times(moved, rate_symbol(turn.row.name) + mark))
-        values |= found
+        values |= symbols
     moving = f"max({', '.join(moves)})" if overlapped else " + ".join(moves)
     return ClosedForm(f"{' + '.join(latencies)} + {moving}", values)
 
@@ -119,10 +119,10 @@ def _written(
     row: Row, kind: CollectiveKind, level: Level, size_bytes: float, mark: str = "", part: str = "m"
 ) -> tuple[str, str, dict[str, float]]:
     """Hops, bytes and the values of their symbols; on one of several levels every symbol has its ``mark``."""
-    texts, found = (row.hops, row.moved), _values(row, kind, level, size_bytes)
+    texts, values = (row.hops, row.moved), _values(row, kind, level, size_bytes)
     if row.algorithm in (BUCKET, DIMENSION_ORDERED) and not _axes_are_even(row, level):
         work = row.algorithm.work(kind, level, float(level.size))
-        texts, found = ("H", "K/n·m"), {"H": float(work.hops), "K": float(work.bytes)}
+        texts, values = ("H", "K/n·m"), {"H": float(work.hops), "K": float(work.bytes)}
     used = {name for text in texts for name in _NAME.findall(text)}
 
     def marked(match: re.Match[str]) -> str:
@@ -132,7 +132,7 @@ def _written(
 
     kept = {
         f"{name.partition('_')[0]}{mark}{''.join(name.partition('_')[1:])}": value
-        for name, value in found.items()
+        for name, value in values.items()
         if name in used or f"{name.partition('_')[0]}_i" in used
     }
     hops, moved = (_NAME.sub(marked, text) for text in texts)
@@ -155,7 +155,7 @@ def _values(row: Row, kind: CollectiveKind, level: Level, size_bytes: float) -> 
     if row.algorithm.chunks is not None:
         values["k"] = float(row.algorithm.chunks(kind, level, size_bytes))
     for index, axis in enumerate(axes):
-        before, after = (math.prod(one.size for one in others) for others in (axes[:index], axes[index + 1 :]))
+        before, after = (math.prod(other.size for other in others) for others in (axes[:index], axes[index + 1 :]))
         figures = {"d": axis.size, "h": axis.farthest, "X": axis.exchange_load, "before": before, "after": after}
         values |= {f"{name}_{index + 1}": value for name, value in figures.items()}
     return values

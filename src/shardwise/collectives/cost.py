@@ -49,8 +49,8 @@ def collective_cost(
     if len(kept) == len(topology.levels):
         return cost
     unused = [level_cost(i, level, None) for i, level in enumerate(topology.levels)]
-    for index, one in zip(kept, cost.levels):
-        unused[index] = replace(one, level_index=index, level_name=unused[index].level_name)
+    for index, level in zip(kept, cost.levels):
+        unused[index] = replace(level, level_index=index, level_name=unused[index].level_name)
     return replace(cost, levels=tuple(unused))
 
 
@@ -161,8 +161,8 @@ def _best_on_level(kind: CollectiveKind, size: Size, topology: Topology, index: 
     rows = offered(topology.library, kind, rows, lambda row: row.name)
     seconds = []
     for row in rows:
-        one = level_cost(index, topology.levels[index], stage(kind, topology, index, row).work(kind, size))
-        seconds.append(one.latency_seconds + one.bandwidth_seconds)
+        priced = level_cost(index, topology.levels[index], stage(kind, topology, index, row).work(kind, size))
+        seconds.append(priced.latency_seconds + priced.bandwidth_seconds)
     if not is_array(size):
         return rows[min(range(len(rows)), key=lambda i: float(seconds[i]))].name
     import numpy as np
@@ -193,8 +193,8 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
 
     per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds", "busy_seconds")
     levels = tuple(
-        replace(one, **{name: pick([getattr(cost.levels[i], name) for cost in costs]) for name in per_level})
-        for i, one in enumerate(costs[0].levels)
+        replace(level, **{name: pick([getattr(cost.levels[i], name) for cost in costs]) for name in per_level})
+        for i, level in enumerate(costs[0].levels)
     )
     chosen = [costs[i] for i in np.unique(winner)]
     return replace(
@@ -272,14 +272,14 @@ def crossovers(
                 best, least = name, seconds
         return best
 
-    found: list[tuple[float, str, str]] = []
+    changes: list[tuple[float, str, str]] = []
 
     def search(low: float, first: str, high: float, last: str) -> None:
         """Halve the gap (on a logarithmic scale) until it is closed."""
         if first == last:
             return
         if high / low < _CLOSE:
-            found.append((high, first, last))
+            changes.append((high, first, last))
             return
         middle = math.sqrt(low * high)
         between = cheapest(middle)
@@ -289,4 +289,4 @@ def crossovers(
     winners = [cheapest(size) for size in _SCAN]
     for low, first, high, last in zip(_SCAN, winners, _SCAN[1:], winners[1:]):
         search(low, first, high, last)
-    return found
+    return changes

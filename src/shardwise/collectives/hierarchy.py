@@ -43,8 +43,8 @@ class Stage:
     sharing: int
 
     def work(self, kind: CollectiveKind, size: Size) -> Work:
-        one = self.row.algorithm.work(kind, self.level, size * self.size_fraction)
-        return replace(one, bytes=one.bytes * self.sharing, total_bytes=one.total_bytes * self.groups)
+        work = self.row.algorithm.work(kind, self.level, size * self.size_fraction)
+        return replace(work, bytes=work.bytes * self.sharing, total_bytes=work.total_bytes * self.groups)
 
 
 def stages(kind: CollectiveKind, topology: Topology, names: Sequence[str] = ()) -> list[Stage]:

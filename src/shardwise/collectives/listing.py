@@ -54,7 +54,7 @@ def pairs(kind: str | CollectiveKind | None = None, topology: str | None = None)
     """All pairs of a collective and a network with their algorithms, textbook first; optionally only some."""
     kinds = list(CollectiveKind) if kind is None else [CollectiveKind.parse(kind)]
     names = [name for name in TOPOLOGIES if topology in (None, name)]
-    return [pair for one in kinds for name in names for pair in _pairs(one, name)]
+    return [pair for chosen in kinds for name in names for pair in _pairs(chosen, name)]
 
 
 def _pairs(kind: CollectiveKind, topology: str) -> list[Pair]:
@@ -75,9 +75,9 @@ def draw_rounds(schedule: Schedule, max_rounds: int = 8, max_ranks: int = 16) ->
     shown = schedule.rounds[:max_rounds]
     ranks = range(min(schedule.n, max_ranks))
     columns = []
-    for number, one in enumerate(shown, start=1):
+    for number, transfers in enumerate(shown, start=1):
         cells: dict[int, list[str]] = defaultdict(list)
-        for transfer in one:
+        for transfer in transfers:
             cells[transfer.src].append(_cell(transfer))
         texts = [f"round {number}", *(_short(cells[rank]) for rank in ranks)]
         width = max(map(len, texts))

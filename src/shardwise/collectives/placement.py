@@ -131,7 +131,7 @@ def _straddled(topology: Topology, stride: int, degree: int, cuts: list[list[_Cu
     for index in range(len(cuts), len(topology.levels)):
         level, below = topology.levels[index], topology.below(index)
         fewest = _fewest_inside(below * level.size, topology.size, stride, degree)
-        here = max(one for one in divisors(degree // inside) if one * inside <= fewest)
+        here = max(members for members in divisors(degree // inside) if members * inside <= fewest)
         if here > 1:
             levels.append(_joined(level, here, stride * inside, below))
         inside *= here

@@ -141,8 +141,8 @@ def price_schedule(
     router = Router(wide)
     hops: dict[int, int] = defaultdict(int)
     chunks: dict[int, int] = defaultdict(int)
-    for one in schedule.rounds:
-        farthest, busiest = _demands(one, router, placed)
+    for transfers in schedule.rounds:
+        farthest, busiest = _demands(transfers, router, placed)
         late = max(farthest, key=lambda level: (farthest[level] * wide.levels[level].latency, level), default=None)
         slow = max(busiest, key=lambda level: (busiest[level] / wide.levels[level].rate, level), default=None)
         for level in farthest:  # a round waits for its slowest route and its slowest link only
@@ -172,8 +172,8 @@ def _demands(transfers: Round, router: Router, groups: list[list[int]]) -> tuple
 def volume_of(schedule: Schedule, size: Any) -> Work:
     """Steps and bytes per rank of a schedule; messages count once, however many hops they take."""
     sent, received = [0] * schedule.n, [0] * schedule.n
-    for one in schedule.rounds:
-        for t in one:
+    for transfers in schedule.rounds:
+        for t in transfers:
             sent[t.src] += len(t.chunks)
             received[t.dst] += len(t.chunks)
     chunk = size * schedule.chunk_fraction
@@ -210,10 +210,10 @@ def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float)
     free: dict[Link, float] = defaultdict(float)
     ready_at = [0.0] * len(transfers)
     last = 0.0
-    for one, ready, unlocked in zip(transfers, ready_at, unlocks):
-        route = router.route(ranks[one.src], ranks[one.dst])
+    for transfer, ready, unlocked in zip(transfers, ready_at, unlocks):
+        route = router.route(ranks[transfer.src], ranks[transfer.dst])
         level = topology.levels[route.level]
-        on_link = len(one.chunks) * chunk_bytes / level.rate
+        on_link = len(transfer.chunks) * chunk_bytes / level.rate
         for link in route.links:  # streams share a port: a message that waits for one link does not hold another
             free[link] = max(ready, free[link]) + on_link
         arrived = max(free[link] for link in route.links) + route.hops * level.latency
@@ -231,9 +231,9 @@ def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[list[int]]]:
     transfers: list[Transfer] = []
     unlocks: list[list[int]] = []
     newest: dict[tuple[int, int], set[int]] = {}  # what arrived last of a chunk at a rank
-    for one in schedule.rounds:
+    for round_transfers in schedule.rounds:
         arrivals: dict[tuple[int, int], set[int]] = {}
-        for transfer in one:
+        for transfer in round_transfers:
             number = len(transfers)
             before = set().union(*(newest.get((transfer.src, chunk), set()) for chunk in transfer.chunks))
             for earlier in before:

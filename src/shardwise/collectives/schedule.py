@@ -39,7 +39,7 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.algorithm} {self.kind}, n={self.n}, {len(self.rounds)} rounds, {self.chunk_count} chunks"
-        return "\n".join([head, *(f"{i}: {_round_text(one)}" for i, one in enumerate(self.rounds))])
+        return "\n".join([head, *(f"{i}: {_round_text(transfers)}" for i, transfers in enumerate(self.rounds))])
 
 
 def _round_text(transfers: Round) -> str:
@@ -55,7 +55,7 @@ def schedule_of(
 ) -> Schedule:
     """A schedule whose chunks cut the whole buffer evenly; empty rounds are dropped."""
     whole = {CollectiveKind.ALL_TO_ALL: n, CollectiveKind.SEND_RECV: n}.get(kind, 1)
-    kept = tuple(one for one in map(tuple, rounds) if one)
+    kept = tuple(transfers for transfers in map(tuple, rounds) if transfers)
     return Schedule(kind, n, chunk_count, whole / chunk_count, kept, algorithm)
 
 
@@ -74,7 +74,9 @@ def reverse(schedule: Schedule) -> Schedule:
     """
     kind = _REVERSED[schedule.kind]
     adds = kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
-    rounds = tuple(tuple(Transfer(t.dst, t.src, t.chunks, adds) for t in one) for one in reversed(schedule.rounds))
+    rounds = tuple(
+        tuple(Transfer(t.dst, t.src, t.chunks, adds) for t in transfers) for transfers in reversed(schedule.rounds)
+    )
     return replace(schedule, kind=kind, rounds=rounds)
 
 
@@ -103,9 +105,9 @@ def embed(rounds: Sequence[Round], ranks: Sequence[int], chunks: Mapping[int, tu
     return [
         [
             Transfer(ranks[t.src], ranks[t.dst], tuple(c for small in t.chunks for c in chunks[small]), t.reduce)
-            for t in one
+            for t in transfers
         ]
-        for one in rounds
+        for transfers in rounds
     ]
 
 
@@ -113,8 +115,8 @@ def side_by_side(parts: Iterable[Sequence[Sequence[Transfer]]]) -> list[list[Tra
     """Round i of every part at once."""
     merged: list[list[Transfer]] = []
     for part in parts:
-        for index, one in enumerate(part):
+        for index, transfers in enumerate(part):
             if index == len(merged):
                 merged.append([])
-            merged[index].extend(one)
+            merged[index].extend(transfers)
     return merged

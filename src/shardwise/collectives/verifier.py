@@ -21,8 +21,8 @@ def verify(schedule: Schedule) -> None:
     if schedule.chunk_count < 1 or schedule.chunk_count % _blocks(schedule):
         raise InvalidSchedule(f"{schedule.chunk_count} chunks do not cut the buffer into even blocks")
     state = starts(schedule)
-    for index, one in enumerate(schedule.rounds):
-        _run(one, state, f"round {index}")
+    for index, transfers in enumerate(schedule.rounds):
+        _run(transfers, state, f"round {index}")
     for rank, wanted in enumerate(goals(schedule)):
         for chunk, mask in wanted.items():
             held = state[rank].get(chunk)

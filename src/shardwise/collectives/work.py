@@ -127,9 +127,9 @@ def settle(
     levels = tuple(level_cost(i, level, used.get(i)) for i, level in enumerate(topology.levels))
     latency: Size = 0.0
     bandwidth: Size = 0.0
-    for one in levels:
-        latency = latency + one.latency_seconds
-        seconds = one.bandwidth_seconds
+    for level in levels:
+        latency = latency + level.latency_seconds
+        seconds = level.bandwidth_seconds
         bandwidth = maximum(bandwidth, seconds) if overlapped else bandwidth + seconds
     sent, received, total = volume.sent_bytes, volume.received_bytes, volume.total_bytes
     return CollectiveCost(latency, bandwidth, volume.steps, sent, received, total, algorithm, exact, levels)

@@ -187,8 +187,8 @@ def peak_chunks_in_flight(
 
 
 def _forms(record: ScheduleRecord) -> ClosedForms | None:
-    found: ClosedForms | None = imported(record.closed_forms)
-    return found
+    forms: ClosedForms | None = imported(record.closed_forms)
+    return forms
 
 
 def _simulated_bubbles(name: str, case: EqualStages, ends: StepEnds) -> Any:

@@ -67,7 +67,7 @@ class PipelineSchedule:
 
     def __str__(self) -> str:
         head = f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
-        return "\n".join([head, *(f"{r}: {' '.join(map(str, one))}" for r, one in enumerate(self.actions))])
+        return "\n".join([head, *(f"{r}: {' '.join(map(str, actions))}" for r, actions in enumerate(self.actions))])
 
 
 def loop_placement(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ def keep_microbatches(schedule: PipelineSchedule, kept: Sequence[int]) -> Pipeli
     """The schedule with only some of its microbatches, renumbered; their order is unchanged."""
     number = {old: new for new, old in enumerate(kept)}
     actions = tuple(
-        tuple(Action(a.kind, a.stage, number[a.microbatch]) for a in one if a.microbatch in number)
-        for one in schedule.actions
+        tuple(Action(a.kind, a.stage, number[a.microbatch]) for a in actions if a.microbatch in number)
+        for actions in schedule.actions
     )
     return replace(schedule, microbatches=len(kept), actions=actions)
 
@@ -131,7 +131,9 @@ def stage_times(
     if backward is None:
         backward = [i + w for i, w in zip(input_grad, weight_grad)]
     columns = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "backward": backward}
-    return StageTimes(*(durations(f"times.{name}", one, len(forward), "stage") for name, one in columns.items()))
+    return StageTimes(
+        *(durations(f"times.{name}", seconds, len(forward), "stage") for name, seconds in columns.items())
+    )
 
 
 def durations(field: str, given: float | Sequence[float], count: int, item: str) -> tuple[float, ...]:

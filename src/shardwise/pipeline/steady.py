@@ -89,9 +89,9 @@ class _Pipeline:
         fewer = self._like(microbatches, 4 * self.record.lag * self.ranks)
         while 2 * fewer <= microbatches:
             timeline = self.timeline(fewer)
-            found = repetition(timeline, _order_period(self.record.name, self.ranks, fewer, self.chunks))
-            if found is not None:
-                period, shift = found
+            repeated = repetition(timeline, _order_period(self.record.name, self.ranks, fewer, self.chunks))
+            if repeated is not None:
+                period, shift = repeated
                 left = fewer - (fewer - microbatches) % period
                 seconds = timeline.step_seconds(self.ends) if left == fewer else self.seconds(left)
                 return seconds + (microbatches - left) // period * shift
@@ -179,5 +179,5 @@ def _order_period(name: str, ranks: int, microbatches: int, chunks: int) -> int:
     if record.repeats == "always":
         return record.rounds(ranks)
     schedule = _schedule(name, ranks, microbatches, chunks)
-    found = repetition(simulate(schedule, equal_stages(schedule.stages)))
-    return found[0] if found else microbatches
+    repeated = repetition(simulate(schedule, equal_stages(schedule.stages)))
+    return repeated[0] if repeated else microbatches

@@ -96,7 +96,9 @@ def live_activations(
     steps = []
     for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
         levels = zip(_levels(actions, sizes, released_by_input_grad), starts, ends)
-        steps.append(tuple((start if one.kind is ActionKind.F else end, held) for (one, held), start, end in levels))
+        steps.append(
+            tuple((start if action.kind is ActionKind.F else end, held) for (action, held), start, end in levels)
+        )
     return tuple(steps)
 
 

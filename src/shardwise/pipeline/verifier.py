@@ -64,9 +64,9 @@ def _check_rank(schedule: PipelineSchedule, rank: int, actions: tuple[Action, ..
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:
-    found = set(chain.from_iterable(schedule.actions))
+    actions = set(chain.from_iterable(schedule.actions))
     for stage, kind, j in product(range(schedule.stages), (F, I, W), range(schedule.microbatches)):
-        if (kind, stage, j) not in found and (kind is F or (B, stage, j) not in found):
+        if (kind, stage, j) not in actions and (kind is F or (B, stage, j) not in actions):
             raise InvalidPipelineSchedule(f"stage {stage} never runs {_name(Action(kind, stage, j))}")
 
 

@@ -74,7 +74,7 @@ def ways_to_fit(job: Job) -> list[Job]:
     if kinds:
         job = job.with_strategy(offload=_with_target(job))
     sizes = _microbatches(job) if "microbatch" in job.run.automatic else [job]
-    fitting = [one for one in sizes if fit_of(one) == "fits"]
+    fitting = [sized for sized in sizes if fit_of(sized) == "fits"]
     if fitting or not kinds:
         return fitting or sizes[-1:]
     least = sizes[-1]
@@ -87,13 +87,13 @@ def ways_to_fit(job: Job) -> list[Job]:
 def _microbatches(job: Job) -> list[Job]:
     """The job with every microbatch that divides its batch, the largest first."""
     most = job.training.sequences(job.strategy.data_parallel) // job.strategy.data_parallel
-    found = []
+    jobs = []
     for size in sorted(divisors(most), reverse=True):
         try:
-            found.append(job.with_strategy(microbatch=size))
+            jobs.append(job.with_strategy(microbatch=size))
         except SpecError:  # an interleaved pipeline takes only some of them
             continue
-    return found or [job]
+    return jobs or [job]
 
 
 def _with_target(job: Job) -> Offload:

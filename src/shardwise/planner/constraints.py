@@ -74,7 +74,7 @@ class Constraints:
     def candidates(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         values = self.allowed[name].candidates(usual) if name in self.allowed else tuple(usual)
         alone = [entry[name] for entry in self.excluded if set(entry) == {name}]
-        return tuple(value for value in values if not any(value in one for one in alone))
+        return tuple(value for value in values if not any(value in excluded for excluded in alone))
 
     def names(self, name: str) -> bool:
         """Whether the user said which values a field may take."""
@@ -83,9 +83,9 @@ class Constraints:
     def with_allowed(self, more: Mapping[str, Allowed]) -> Constraints:
         """These and ``more`` combined; raises SpecError if they contradict."""
         merged = dict(self.allowed)
-        for name, one in more.items():
+        for name, values in more.items():
             other = merged.get(name)
-            merged[name] = one if other is None else _both(name, other, one)
+            merged[name] = values if other is None else _both(name, other, values)
         return Constraints(merged, self.excluded)
 
 
@@ -97,8 +97,8 @@ def _both(name: str, first: Allowed, second: Allowed) -> Allowed:
                 return Allowed(values)
             break
     else:
-        low = max((one.low for one in (first, second) if one.low is not None), default=None)
-        high = min((one.high for one in (first, second) if one.high is not None), default=None)
+        low = max((bounds.low for bounds in (first, second) if bounds.low is not None), default=None)
+        high = min((bounds.high for bounds in (first, second) if bounds.high is not None), default=None)
         if low is None or high is None or low <= high:
             return Allowed(None, low, high)
     raise SpecError(name, f"cannot be both {first} and {second}", "drop one of the two")

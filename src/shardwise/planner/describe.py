@@ -42,9 +42,9 @@ def change_words(before: Strategy, after: Strategy) -> str:
                 else f" and {_scaled('dp', before.data_parallel, after.data_parallel)}"
             )
             return _scaled("the microbatch" if name == "microbatch" else name, old, new) + dp
-    for one in fields(Overlap):
-        if getattr(before.overlap, one.name) != getattr(after.overlap, one.name):
-            return f"overlap {one.name} communication"
+    for field in fields(Overlap):
+        if getattr(before.overlap, field.name) != getattr(after.overlap, field.name):
+            return f"overlap {field.name} communication"
     advice = {
         "recompute": "recompute nothing" if after.recompute == "none" else f"use {after.recompute} recompute",
         "zero": f"{'raise' if after.zero > before.zero else 'lower'} zero to {after.zero}",
@@ -103,7 +103,9 @@ def communication_words(strategy: Strategy) -> list[str]:
     if strategy.ep > 1 and strategy.dispatch != "all-to-all":
         words.append(f"{strategy.dispatch} dispatch")
     usual = Overlap()
-    changed = [one.name for one in fields(Overlap) if getattr(strategy.overlap, one.name) != getattr(usual, one.name)]
+    changed = [
+        field.name for field in fields(Overlap) if getattr(strategy.overlap, field.name) != getattr(usual, field.name)
+    ]
     for hidden, word in ((True, "overlaps"), (False, "does not overlap")):
         names = [name for name in changed if getattr(strategy.overlap, name) is hidden and _has(strategy, name)]
         words += [f"{word} {', '.join(names)}"] if names else []
@@ -163,7 +165,7 @@ def order_words(strategy: Strategy) -> str:
 def _unusual(spec: Any, *mentioned: str) -> list[str]:
     """Fields of a part of the strategy that differ from their defaults, except those already ``mentioned``."""
     usual = type(spec)()
-    names = (one.name for one in fields(spec) if one.name not in mentioned)
+    names = (field.name for field in fields(spec) if field.name not in mentioned)
     return [f"{name} {getattr(spec, name)}" for name in names if getattr(spec, name) != getattr(usual, name)]
 
 

@@ -55,7 +55,7 @@ def place_nodes(job: Job, hosts: Sequence[str]) -> NodePlacement | None:
     given = _wired(job, wiring)
     order = _best_order(given, len(hosts))
     best = _wired(job, wiring.ordered(order))
-    before, after = (analyze(one).predicted_seconds for one in (given, best))
+    before, after = (analyze(placed).predicted_seconds for placed in (given, best))
     judged = _Judged(given)
     first = tuple(range(nodes))
     if after > before or judged.seconds(order[:nodes]) >= judged.seconds(first):
@@ -69,14 +69,14 @@ def _wired(job: Job, wiring: Wiring) -> Job:
     return replace(job, cluster=replace(job.cluster, wiring=wiring))
 
 
-def placement_words(found: NodePlacement) -> str | None:
+def placement_words(placement: NodePlacement) -> str | None:
     """What another order is worth; None if the nodes stay in theirs."""
-    if found.hosts == found.given:
+    if placement.hosts == placement.given:
         return None
-    if found.gain < WORTHWHILE:
-        return f"{_few(found.hosts)}: neighbouring ranks on neighbouring nodes, with the same predicted step"
-    step = f"a step of {readable_seconds(found.seconds)} instead of {readable_seconds(found.given_seconds)}"
-    return f"{_few(found.hosts)}: {step} ({readable_change(-found.gain)}) is predicted"
+    if placement.gain < WORTHWHILE:
+        return f"{_few(placement.hosts)}: neighbouring ranks on neighbouring nodes, with the same predicted step"
+    step = f"a step of {readable_seconds(placement.seconds)} instead of {readable_seconds(placement.given_seconds)}"
+    return f"{_few(placement.hosts)}: {step} ({readable_change(-placement.gain)}) is predicted"
 
 
 def _few(hosts: Sequence[str], most: int = 8) -> str:
@@ -102,35 +102,35 @@ class _Judged:
         plain = analyze(replace(job, cluster=replace(job.cluster, wiring=None)))
         self._cluster = job.cluster
         self._sent = list(_sent(plain))
-        self.pairs = sum(len(one.pairs) for one in self._sent)
-        self._levels = {pair: joining_level(job.cluster, *pair) for one in self._sent for pair in one.pairs}
+        self.pairs = sum(len(sent.pairs) for sent in self._sent)
+        self._levels = {pair: joining_level(job.cluster, *pair) for sent in self._sent for pair in sent.pairs}
         self._links: dict[tuple[str, int, int], NodeLink] = {}
 
     def seconds(self, order: Sequence[int]) -> float:
         total = 0.0
-        for one in self._sent:
+        for sent in self._sent:
             slow, late = [], []
-            for pair in one.pairs:
+            for pair in sent.pairs:
                 level = self._levels[pair]
                 link = self._link(level, order[pair[0]], order[pair[1]])
                 slow.append(1 / link.share)
                 late.append(link.latency / (level.latency_per_step or 1e-9))
-            for weight, figures in ((one.bandwidth_seconds, slow), (one.latency_seconds, late)):
+            for weight, figures in ((sent.bandwidth_seconds, slow), (sent.latency_seconds, late)):
                 # Exactly rounded: orders that use the same links are equal, whatever these are.
                 total += weight * (max(figures) + _NEARNESS * math.fsum(figures) / len(figures))
         return total + _NEARNESS**2 * self._tiers(order)
 
-    def _link(self, level: NetworkLevel, one: int, other: int) -> NodeLink:
-        key = (level.name, one, other)
+    def _link(self, level: NetworkLevel, node: int, other: int) -> NodeLink:
+        key = (level.name, node, other)
         if key not in self._links:
-            self._links[key] = link_between(self._cluster, level, one, other)
+            self._links[key] = link_between(self._cluster, level, node, other)
         return self._links[key]
 
     def _tiers(self, order: Sequence[int]) -> int:
         """Switches between neighbours: where nothing has a price, nearer is better."""
         wiring = self._cluster.wiring
         assert wiring is not None
-        return sum(wiring.tier(one, other) or 0 for one, other in zip(order, [*order[1:], order[0]]))
+        return sum(wiring.tier(node, other) or 0 for node, other in zip(order, [*order[1:], order[0]]))
 
 
 def _sent(analysis: Analysis) -> Iterator[_BetweenNodes]:
@@ -142,15 +142,17 @@ def _sent(analysis: Analysis) -> Iterator[_BetweenNodes]:
             inner.add(level.name)
     for dimension in COMMUNICATION:
         sent: dict[Neighbours, list[tuple[float, float]]] = {}
-        for one in analysis.dimension_traffics(dimension):
-            for part in one.cost.levels:
+        for traffic in analysis.dimension_traffics(dimension):
+            for part in traffic.cost.levels:
                 if part.level_name not in inner:
-                    figures = one.count * float(part.bandwidth_seconds), one.count * float(part.latency_seconds)
-                    sent.setdefault(_neighbours_in(job, dimension, one.kind), []).append(figures)
+                    figures = traffic.count * float(part.bandwidth_seconds), traffic.count * float(part.latency_seconds)
+                    sent.setdefault(_neighbours_in(job, dimension, traffic.kind), []).append(figures)
         for neighbours, parts in sent.items():
             pairs = tuple(sorted(set(pairs_used(_groups(job, dimension), node_devices, neighbours))))
             if pairs:
-                yield _BetweenNodes(sum(one for one, _ in parts), sum(one for _, one in parts), pairs)
+                yield _BetweenNodes(
+                    sum(bandwidth for bandwidth, _ in parts), sum(latency for _, latency in parts), pairs
+                )
 
 
 def _neighbours_in(job: Job, dimension: str, kind: CollectiveKind) -> Neighbours:
@@ -203,8 +205,8 @@ def _guesses(job: Job, hosts: int) -> Iterator[list[int]]:
     for first in range(min(hosts, 8)):
         chain, left = [first], set(range(hosts)) - {first}
         while left:
-            link = {host: wiring.link(chain[-1], host) for host in left}
-            rate = {host: one.bandwidth if one is not None else 0.0 for host, one in link.items()}
+            links = {host: wiring.link(chain[-1], host) for host in left}
+            rate = {host: link.bandwidth if link is not None else 0.0 for host, link in links.items()}
             chain.append(max(left, key=lambda host: (rate[host], -(wiring.tier(chain[-1], host) or 0), -host)))
             left.remove(chain[-1])
         yield chain
@@ -212,13 +214,13 @@ def _guesses(job: Job, hosts: int) -> Iterator[list[int]]:
 
 def _neighbours(order: Sequence[int], nodes: int) -> Iterator[list[int]]:
     """One swap, also with a host that is not needed, or one reversed part away."""
-    for one in range(nodes):
-        for other in range(one + 1, len(order)):
+    for first in range(nodes):
+        for second in range(first + 1, len(order)):
             swapped = list(order)
-            swapped[one], swapped[other] = swapped[other], swapped[one]
+            swapped[first], swapped[second] = swapped[second], swapped[first]
             yield swapped
-            if other < nodes and other - one > 1:
-                yield [*order[:one], *reversed(order[one : other + 1]), *order[other + 1 :]]
+            if second < nodes and second - first > 1:
+                yield [*order[:first], *reversed(order[first : second + 1]), *order[second + 1 :]]
 
 
 # -- devices of one node -----------------------------------------------------------------------------------
@@ -237,11 +239,11 @@ def device_order(distances: Sequence[Sequence[int]], group: int) -> tuple[int, .
             key=lambda some: (spread(distances, (first, *some)), some),
         )
         order += [first, *best]
-        left = [one for one in others if one not in best]
+        left = [device for device in others if device not in best]
     return tuple(order)
 
 
 def spread(distances: Sequence[Sequence[int]], devices: Sequence[int]) -> tuple[int, int]:
     """How far the farthest two of some devices are apart, and all of them together."""
-    apart = [distances[one][other] for one, other in combinations(devices, 2)]
+    apart = [distances[first][second] for first, second in combinations(devices, 2)]
     return max(apart, default=0), sum(apart)

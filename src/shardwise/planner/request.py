@@ -59,11 +59,11 @@ class Deadline:
 
     def until(self, several: Iterable[T]) -> Iterator[T]:
         """As many items as there is time for; always the first."""
-        for number, one in enumerate(several):
+        for number, item in enumerate(several):
             if number and self.passed:
                 self.hit()
                 return
-            yield one
+            yield item
 
 
 MOST_GROUPS = 1200  # of a space that is searched in seconds

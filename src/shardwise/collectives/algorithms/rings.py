@@ -52,8 +52,8 @@ RING = Algorithm("ring", ring_work, ring_build)
 
 def parallel_rings_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     """As many rings as share no link, each with its part of the bytes, as NCCL and RCCL build them."""
-    one = even(level, level.size - 1, (level.size - 1) / level.size * size)
-    return gathering(kind, replace(one, bytes=one.bytes / level.shape.disjoint_rings))
+    ring = even(level, level.size - 1, (level.size - 1) / level.size * size)
+    return gathering(kind, replace(ring, bytes=ring.bytes / level.shape.disjoint_rings))
 
 
 PARALLEL_RINGS = Algorithm("parallel_rings", parallel_rings_work)

@@ -48,9 +48,12 @@ def binomial_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
     distances = [2**power for power in reversed(range(log2_ceil(n)))]
     pairs = [[(r, r + far, far) for r in range(0, n - far, 2 * far)] for far in distances]
     if kind in _BLOCKS:
-        rounds = [[Transfer(src, dst, tuple(range(dst, min(dst + far, n)))) for src, dst, far in one] for one in pairs]
+        rounds = [
+            [Transfer(src, dst, tuple(range(dst, min(dst + far, n)))) for src, dst, far in partners]
+            for partners in pairs
+        ]
         return from_root(kind, schedule_of(CollectiveKind.SCATTER, n, n, rounds, "binomial"))
-    copies = [[Transfer(src, dst, (0,)) for src, dst, _ in one] for one in pairs]
+    copies = [[Transfer(src, dst, (0,)) for src, dst, _ in partners] for partners in pairs]
     broadcast = schedule_of(CollectiveKind.BROADCAST, n, 1, copies, "binomial")
     if kind is CollectiveKind.ALL_REDUCE:
         return compose(kind, reverse(broadcast), broadcast)

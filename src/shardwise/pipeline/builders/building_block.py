@@ -54,7 +54,7 @@ def _run_early(
     left = ranks * microbatches * len(_STEPS)
     while left:
         # What starts in this unit of time is not yet an input of anything else that does.
-        for rank, step in [(one, one.due_first()) for one in all_ranks]:
+        for rank, step in [(rank, rank.due_first()) for rank in all_ranks]:
             if step is not None:
                 rank.run(step)
                 left -= 1

@@ -63,74 +63,74 @@ class PlanAnswer:
 
 
 def answer(
-    found: Plan, asked: Questions, notes: Sequence[str], campaign: Callable[[Candidate], Campaign | None]
+    plan: Plan, asked: Questions, notes: Sequence[str], campaign: Callable[[Candidate], Campaign | None]
 ) -> PlanAnswer:
     """Answers the questions; ``campaign`` prices the whole run of the best strategy."""
     # A strategy simulated for a question may be the best of its kind: all tables include them.
-    deadline, left_out = found.request.deadline, []
+    deadline, left_out = plan.request.deadline, []
     wishes = []
     for text, wanted in asked.why_not:
         if deadline.leaves_out():
             left_out.append(f"--why-not {text}")
         else:
-            wishes.append(wish(found, wanted))
-    rule = textbook(found.request)
-    found = found.joined([one for own in wishes for one in own.candidates])
-    if rule is not None and found.request.allows(rule.job.strategy):
-        found = found.joined([rule])
-    best = found.best
-    front = found.front if asked.pareto == "memory" else None
-    sized = sizes(found, asked.framework) if asked.pareto == "money" else None
-    explanation, runners = explain(found), who_can_run(found, near=asked.framework is None)
+            wishes.append(wish(plan, wanted))
+    rule = textbook(plan.request)
+    plan = plan.joined([candidate for alternative in wishes for candidate in alternative.candidates])
+    if rule is not None and plan.request.allows(rule.job.strategy):
+        plan = plan.joined([rule])
+    best = plan.best
+    front = plan.front if asked.pareto == "memory" else None
+    sized = sizes(plan, asked.framework) if asked.pareto == "money" else None
+    explanation, runners = explain(plan), who_can_run(plan, near=asked.framework is None)
     others = []
     for change in asked.what_if:
         if deadline.leaves_out():
             left_out.append(f"--what-if {change}")
         else:
-            others.append(what_if(found.request, change))
-    lacking = not_run(found)
-    part = faster_part(found, asked.framework)
+            others.append(what_if(plan.request, change))
+    lacking = not_run(plan)
+    part = faster_part(plan, asked.framework)
     return PlanAnswer(
-        plan=found,
-        notes=(*notes, *_part_notes(found, part), *_stopped_notes(found, left_out)),
+        plan=plan,
+        notes=(*notes, *_part_notes(plan, part), *_stopped_notes(plan, left_out)),
         framework=asked.framework,
         explanation=explanation,
         textbook=rule,
         runners=runners,
-        why_not=tuple(judged(found, one) for one in wishes),
+        why_not=tuple(judged(plan, alternative) for alternative in wishes),
         what_if=tuple(others),
         memory_front=front,
         sizes=sized,
         not_run=lacking,
         error_bar=error_bar(best.job),
-        memory_error_high=memory_quantile(found.request.job, found.request.job.run.memory_risk) - 1,
+        memory_error_high=memory_quantile(plan.request.job, plan.request.job.run.memory_risk) - 1,
         gradient_times=tuple(gradient_times(analyze(best.job))),
         sending_less=sending_less(best.job),
         campaign=campaign(best),
     )
 
 
-def _part_notes(found: Plan, part: Size | None) -> Iterator[str]:
+def _part_notes(plan: Plan, part: Size | None) -> Iterator[str]:
     """Advice to leave devices out."""
     if part is not None:
-        whole, less = found.best.job, part.best.job
+        whole, less = plan.best.job, part.best.job
         joined = zip(whole.cluster.levels, less.cluster.levels)
         left_out = " and ".join(before.name for before, after in joined if before.width > after.width == 1)
         without = f", without {left_out} between them," if left_out and part.devices > 1 else ""
         yield (
             f"{part.devices:,} of the {whole.cluster.devices:,} devices{without} would be faster: "
-            f"{readable_seconds(part.best.step_seconds)} a step ({difference_words(part.best.loss_to(found.best))}) "
+            f"{readable_seconds(part.best.step_seconds)} a step ({difference_words(part.best.loss_to(plan.best))}) "
             f"with {strategy_words(less.strategy)}"
         )
 
 
-def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
+def _stopped_notes(plan: Plan, left_out: list[str]) -> list[str]:
     """Notes that a search, or a further question, was cut short."""
-    limit, priced = f"the time limit of {readable_duration(found.request.seconds)}", found.search.priced
+    limit, priced = f"the time limit of {readable_duration(plan.request.seconds)}", plan.search.priced
     notes = []
-    if found.search.was_stopped:
+    if plan.search.was_stopped:
         notes.append(f"stopped at {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
-    elif found.request.deadline.was_hit:
+    elif plan.request.deadline.was_hit:
         notes.append(f"some answers about the plan were cut short by {limit} (--time-limit)")
     if left_out:
         notes.append(f"not answered within {limit}: {', '.join(left_out)}")

@@ -86,22 +86,22 @@ class PlanExplanation:
             return f"{text}."
         if not self.turnings:
             return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large would reverse that."
-        return f"{text}; it would win with {' or '.join(str(one) for one in self.turnings)}."
+        return f"{text}; it would win with {' or '.join(str(turning) for turning in self.turnings)}."
 
 
 def _takes(loss: float) -> str:
     return "ties" if abs(loss) < TIE else f"takes {loss:+.1%} against 1"
 
 
-def explain(found: Plan) -> PlanExplanation:
+def explain(plan: Plan) -> PlanExplanation:
     """Compares the first strategy with the next that is not a near-duplicate."""
-    first, second = found.best, next((row.best for row in found.rows[1:]), None)
-    within = sum(found.group_of(one) == "within noise" for one in found.layouts)
-    standing = (first, second, found.fastest, within, found.noise)
+    first, second = plan.best, next((row.best for row in plan.rows[1:]), None)
+    within = sum(plan.group_of(layout) == "within noise" for layout in plan.layouts)
+    standing = (first, second, plan.fastest, within, plan.noise)
     if second is None:
         return PlanExplanation(*standing, "slower", "", ())
-    group = found.group_of(second)
-    deadline = found.request.deadline.part()
+    group = plan.group_of(second)
+    deadline = plan.request.deadline.part()
     turned = tuple(deadline.until(turnings(first, second))) if group == "slower" else ()
     differences = largest_differences(first, second)
     return PlanExplanation(*standing, group, differences, None if deadline.was_hit else turned)
@@ -125,7 +125,7 @@ def _turning(
     def ahead(factor: float) -> bool:
         """Whether the second is at least as fast with the change."""
         try:
-            jobs = [change(one.job, factor) for one in (first, second)]
+            jobs = [change(contender.job, factor) for contender in (first, second)]
             before, after = (predict(job).step_seconds / job.tokens_per_step for job in jobs)
         except SpecError:
             return False
@@ -177,9 +177,9 @@ def textbook(request: Request) -> Candidate | None:
     """The better of the pipeline and the ZeRO-3 variant; None if neither fits."""
     inner = _inside_the_node(request.job)
     ways = (_by_pipeline(request, inner), _by_zero3(request, inner))
-    found = [_first_that_fits(request, options) for options in ways]
-    priced = [candidate(job) for job in found if job is not None]
-    return min(priced, key=lambda one: one.seconds_per_token, default=None)
+    fitting = [_first_that_fits(request, options) for options in ways]
+    priced = [candidate(job) for job in fitting if job is not None]
+    return min(priced, key=lambda option: option.seconds_per_token, default=None)
 
 
 def _inside_the_node(job: Job) -> Strategy:

@@ -36,9 +36,9 @@ class PricedExport:
 
 def priced_export(job: Job, name: str) -> PricedExport:
     """Prices a job and its export to the framework ``name``."""
-    here, one = candidate(job), target(name)
+    here, framework = candidate(job), target(name)
     try:
-        run = as_run_by(job, one)
+        run = as_run_by(job, framework)
     except SpecError:
         return PricedExport(here, None)
     there = here if run is job else candidate(run)

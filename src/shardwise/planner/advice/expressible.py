@@ -72,12 +72,12 @@ class Way:
 
     def request(self, request: Request) -> Request:
         """The request as the framework runs it in this way; the framework runs the result, so our engine need not."""
-        job, one = request.job, target(self.name)
-        strategy, operators = job.strategy, one.selective(job)
+        job, framework = request.job, target(self.name)
+        strategy, operators = job.strategy, framework.selective(job)
         if operators and strategy.recompute_operators == Strategy().recompute_operators:
             strategy = strategy.unchecked(recompute_operators=operators)
         training = job.training.unchecked(precision=self.precision)
-        job = job.unchecked(stack=own_stack(job.stack, one, self.stack), strategy=strategy, training=training)
+        job = job.unchecked(stack=own_stack(job.stack, framework, self.stack), strategy=strategy, training=training)
         return replace(request, job=job, any_priced=True)
 
     def is_of(self, job: Job) -> bool:
@@ -87,30 +87,30 @@ class Way:
 
 def ways_of(job: Job, name: str) -> list[Way]:
     """In which ways a framework trains the job's model, the usual one first; raises SpecError if in none."""
-    one = target(name)
+    framework = target(name)
     plain = job.unchecked(strategy=Strategy(dp=1), training=job.training.unchecked(global_batch=64))
     probes = [plain.unchecked(strategy=Strategy().unchecked(dp=4, zero=stage)) for stage in _STAGES]
     computed = RECIPES[job.training.precision].compute
-    all_ways = dict.fromkeys(_way(probe, one) for probe in (plain, *probes))
+    all_ways = dict.fromkeys(_way(probe, framework) for probe in (plain, *probes))
     ways = [way for way in all_ways if way.precision in RECIPES and RECIPES[way.precision].compute == computed]
     if not ways:
-        why = one.reasons.get("training.precision", "")
-        raise SpecError("--for", f"{name} does not train in {job.training.precision}", f"{one.title}: {why}")
+        why = framework.reasons.get("training.precision", "")
+        raise SpecError("--for", f"{name} does not train in {job.training.precision}", f"{framework.title}: {why}")
     lost = other_than_strategy(plain, name)
     if lost:
-        problem = f"{name} does not have " + ", ".join(f"{one.field} ({one.why})" for one in lost)
+        problem = f"{name} does not have " + ", ".join(f"{missing.field} ({missing.why})" for missing in lost)
         raise SpecError("--for", problem, "choose another framework")
     return ways if len(all_ways) > 1 else [replace(way, alone=True) for way in ways]
 
 
-def _way(job: Job, one: Target) -> Way:
-    fields = one.read_back(job, one.text(job)).fields
-    return Way(one.name, stack_from(fields["stack"]).base, str(fields.get("training.precision")))
+def _way(job: Job, framework: Target) -> Way:
+    fields = framework.read_back(job, framework.text(job)).fields
+    return Way(framework.name, stack_from(fields["stack"]).base, str(fields.get("training.precision")))
 
 
 def other_than_strategy(job: Job, name: str) -> list[Lost]:
     """What a framework lacks of the model or the optimizer that affects the price, whatever the strategy."""
-    return [one for one in lacking(job, name) if not one.within("model.numerics", "strategy")]
+    return [missing for missing in lacking(job, name) if not missing.within("model.numerics", "strategy")]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Probe:
 
     def _runs(self, job: Job, *paths: str) -> bool:
         try:
-            return self.way.is_of(job) and not any(one.within(*paths) for one in lacking(job, self.way.name))
+            return self.way.is_of(job) and not any(missing.within(*paths) for missing in lacking(job, self.way.name))
         except SpecError:
             return False
 
@@ -188,12 +188,12 @@ def within_framework(request: Request, way: Way) -> Request:
 def _beside(field: str, had: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     """The values to try beside those of a field, of those that the framework has."""
     stages = had.get("zero", _STAGES)[: 1 if field in _OF_PIPELINES else None]
-    found: dict[str, tuple[Any, ...]] = {}
+    tried: dict[str, tuple[Any, ...]] = {}
     for other, values in {"zero": stages, **_BESIDE.get(field, {})}.items():
         known = values if other not in had or (field == "order" and other != "pp") else had[other]
-        found[other] = tuple(one for one in values if one in known or (other in _DEGREES and known[-1:] > (1,)))
-    found.pop(field, None)
-    return found
+        tried[other] = tuple(value for value in values if value in known or (other in _DEGREES and known[-1:] > (1,)))
+    tried.pop(field, None)
+    return tried
 
 
 def _reason(job: Job, field: str, value: Any, way: Way) -> str:
@@ -207,8 +207,8 @@ def _asked(constraints: Constraints, field: str, usual: tuple[Any, ...]) -> tupl
     """The values to try: those that the user lists, else the usual ones within the user's bounds."""
     if field not in constraints.allowed:
         return usual
-    one = constraints.allowed[field]
-    return one.values or tuple(value for value in usual if value in one) or (one.low,)
+    allowed = constraints.allowed[field]
+    return allowed.values or tuple(value for value in usual if value in allowed) or (allowed.low,)
 
 
 Entry = dict[str, Allowed]
@@ -218,21 +218,21 @@ def _combinations(
     probe: Probe, field: str, value: Any, beside: Mapping[str, tuple[Any, ...]]
 ) -> Iterable[Entry] | None:
     """The values beside which a framework does not have this one; None if it has it beside none."""
-    tries = [one for one in _products(beside) if _is_plain({field: value, **one}, beside)]
+    tries = [others for others in _products(beside) if _is_plain({field: value, **others}, beside)]
     if probe.has(field, value, tries[0]):
         return ()  # others come up in the search
-    had = [one for one in tries[1:] if probe.has(field, value, one)]
+    had = [others for others in tries[1:] if probe.has(field, value, others)]
     if not had:
         return None
     entries: list[dict[str, Any]] = []
     for count in (1, 2):
         for some in combinations(beside, count):
             for entry in _products({other: beside[other] for other in some}):
-                known = any(one.items() <= entry.items() for one in entries)
-                if not known and not any(entry.items() <= one.items() for one in had):
+                known = any(earlier.items() <= entry.items() for earlier in entries)
+                if not known and not any(entry.items() <= others.items() for others in had):
                     entries.append(entry)
     fixed = {field: value, **({"tp": 2, "cp": 2} if field == "order" else {})}  # of one dimension there is one order
-    return [{name: _every(name, one) for name, one in {**fixed, **entry}.items()} for entry in entries]
+    return [{name: _every(name, value) for name, value in {**fixed, **entry}.items()} for entry in entries]
 
 
 def _products(values: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:

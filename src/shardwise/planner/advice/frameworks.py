@@ -44,31 +44,31 @@ class FrameworkVerdict:
         return not self.lacks and self.needed_bytes is None
 
 
-def who_can_run(found: Plan, *, near: bool = True) -> tuple[FrameworkVerdict, ...]:
+def who_can_run(plan: Plan, *, near: bool = True) -> tuple[FrameworkVerdict, ...]:
     """What each framework lacks to run the plan, and what it runs, with its own kernels and precision.
 
     ``near`` searches similar layouts for frameworks that cannot run the plan.
     """
-    deadline = found.request.deadline
-    return tuple(_verdict(found, name, near and not deadline.leaves_out()) for name in TARGETS)
+    deadline = plan.request.deadline
+    return tuple(_verdict(plan, name, near and not deadline.leaves_out()) for name in TARGETS)
 
 
-def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
-    job, lacks, needed = found.best.job, tuple(lacking(found.best.job, name)), None
+def _verdict(plan: Plan, name: str, near: bool) -> FrameworkVerdict:
+    job, lacks, needed = plan.best.job, tuple(lacking(plan.best.job, name)), None
     if not lacks:
         own = candidate(as_run_by(job, target(name)))
-        if own.memory.total <= found.request.capacity_bytes:
+        if own.memory.total <= plan.request.capacity_bytes:
             return FrameworkVerdict(name, (), own, differences(job, own.job))
         needed = own.memory.total
-    other = _best_near(found, name) if near else None
+    other = _best_near(plan, name) if near else None
     return FrameworkVerdict(name, lacks, other, differences(job, other.job) if other else (), needed, near)
 
 
-def _best_near(found: Plan, name: str) -> Candidate | None:
+def _best_near(plan: Plan, name: str) -> Candidate | None:
     """The best strategy that a framework can run among layouts near the plan; None if none fits."""
-    if other_than_strategy(found.best.job, name):
+    if other_than_strategy(plan.best.job, name):
         return None
-    best, request = found.best.job.strategy, found.request
+    best, request = plan.best.job.strategy, plan.request
     near = {"tp": (1, 2, 4, 8, best.tp), "cp": (1, best.cp), "pp": (1, 2, best.pp), "ep": (1, 8, best.ep)}
     constraints = request.constraints
     for field, values in near.items():
@@ -78,16 +78,16 @@ def _best_near(found: Plan, name: str) -> Candidate | None:
         ways = requests_for(replace(request, constraints=constraints), name)
     except SpecError:
         return None  # the constraints rule everything out
-    fitting = [one for one in (_first_near(way, name) for way in ways.values()) if one is not None]
-    return min(fitting, key=lambda one: one.seconds_per_token, default=None)
+    fitting = [nearest for nearest in (_first_near(way, name) for way in ways.values()) if nearest is not None]
+    return min(fitting, key=lambda nearest: nearest.seconds_per_token, default=None)
 
 
 def _first_near(request: Request, name: str) -> Candidate | None:
     for offload in (False, True)[: 1 if request.offload is False else 2]:
         space, deadline = request.space(offload=offload), request.deadline.part()
         result = search(space, memory_bytes=request.capacity_bytes, any_priced=True, deadline=deadline)
-        for one in result.best:
-            job = job_with(request.job, one.strategy(), one.sequences)
+        for priced in result.best:
+            job = job_with(request.job, priced.strategy(), priced.sequences)
             if not lacking(job, name):
                 own = candidate(as_run_by(job, target(name)))
                 if own.memory.total <= request.capacity_bytes:
@@ -106,16 +106,16 @@ def requests_for(request: Request, name: str) -> dict[Way, Request]:
 
     Raises SpecError if it has none.
     """
-    found: dict[Way, Request] = {}
+    requests: dict[Way, Request] = {}
     refused: SpecError | None = None
     for way in ways_of(request.job, name):
         try:
-            found[way] = within_framework(request, way)
+            requests[way] = within_framework(request, way)
         except SpecError as error:
             refused = refused or error
-    if refused is not None and not found:
+    if refused is not None and not requests:
         raise refused
-    return found
+    return requests
 
 
 def searched_for(request: Request, name: str) -> tuple[Plan | Search, Request]:
@@ -123,51 +123,53 @@ def searched_for(request: Request, name: str) -> tuple[Plan | Search, Request]:
     if check_framework(name) == "ddp":
         request = replace(request, constraints=request.constraints.with_allowed(_DDP))
         return plan(request), request
-    found: list[tuple[Plan | Search, Request]] = []
+    results: list[tuple[Plan | Search, Request]] = []
     refused: DoesNotFit | None = None
     for way, own in requests_for(request.started(), name).items():
         try:
-            found.append((_plan_in(way, own), own))
+            results.append((_plan_in(way, own), own))
         except DoesNotFit as error:
             refused = error
-    plans = [one for one, _ in found if isinstance(one, Plan)]
+    plans = [result for result, _ in results if isinstance(result, Plan)]
     if refused is not None and not plans:
         raise refused
     if not plans:
-        return min(found, key=lambda one: _least_bytes(one[0]))
-    first = min(plans, key=lambda one: one.best.seconds_per_token)
-    return first.joined(one for other in plans if other is not first for one in other.candidates), first.request
+        return min(results, key=lambda result: _least_bytes(result[0]))
+    first = min(plans, key=lambda option: option.best.seconds_per_token)
+    return first.joined(
+        candidate for other in plans if other is not first for candidate in other.candidates
+    ), first.request
 
 
-def _least_bytes(found: Plan | Search) -> float:
-    least = found.least_memory if isinstance(found, Search) else None
+def _least_bytes(result: Plan | Search) -> float:
+    least = result.least_memory if isinstance(result, Search) else None
     return math.inf if least is None else least.memory_bytes
 
 
 def _plan_in(way: Way, request: Request) -> Plan | Search:
     """The plan in one way of a framework; combinations that it cannot express are excluded as they come up."""
-    probe, found = Probe(request.job, way), plan(request)
+    probe, result = Probe(request.job, way), plan(request)
     for _ in range(_MOST_COMBINATIONS):
-        firsts = (found.best, found.fastest) if isinstance(found, Plan) else ()
-        unsaid = [one.job for one in firsts if not probe.runs(one.job)]
+        firsts = (result.best, result.fastest) if isinstance(result, Plan) else ()
+        unsaid = [candidate.job for candidate in firsts if not probe.runs(candidate.job)]
         if not unsaid:
             break
         request = replace(request, constraints=without(request.constraints, unsaid[0], way))
-        found = plan(request)
-    return _as_run(found, way) if isinstance(found, Plan) else found
+        result = plan(request)
+    return _as_run(result, way) if isinstance(result, Plan) else result
 
 
-def _as_run(found: Plan, way: Way) -> Plan:
+def _as_run(plan: Plan, way: Way) -> Plan:
     """The candidates that the framework can express, priced as it runs them."""
-    one, probe, kept = target(way.name), Probe(found.request.job, way), []
-    for known in found.request.deadline.until(found.candidates):
+    framework, probe, kept = target(way.name), Probe(plan.request.job, way), []
+    for known in plan.request.deadline.until(plan.candidates):
         if not probe.runs(known.job):
             continue
-        job = as_run_by(known.job, one)
+        job = as_run_by(known.job, framework)
         own = known if job is known.job else candidate(job)
-        if own.memory.total <= found.request.capacity_bytes:
+        if own.memory.total <= plan.request.capacity_bytes:
             kept.append(own)
     if not kept:
         problem = f"what would be best does not fit as {way.name} runs it, or it has no words for it"
         raise DoesNotFit("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
-    return found.of(kept)
+    return plan.of(kept)

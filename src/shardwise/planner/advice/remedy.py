@@ -33,16 +33,16 @@ _MOST_TIMES = 1024  # as many devices are tried
 MOST_RISK = 0.5  # that a job may ask for
 
 
-def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
+def what_is_missing(result: Search, request: Request) -> tuple[str, str]:
     """Why there is no plan, and what would make one."""
-    if found.was_stopped:
+    if result.was_stopped:
         problem = f"nothing that fits was found within the time limit of {request.seconds:g} s"
         return problem, "give it longer (--time-limit 10min), or bound it: --tp 8, --pp 1..16"
-    if not found.wanted:
+    if not result.wanted:
         return _no_layout(request)
-    least = found.least_memory
+    least = result.least_memory
     if least is None:
-        return f"this project's engine runs none of the strategies that divide{_first_lack(found, request)}", (
+        return f"this project's engine runs none of the strategies that divide{_first_lack(result, request)}", (
             "use --any for what is only priced"
         )
     strategy = least.strategy()
@@ -85,27 +85,27 @@ def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
     yield f"use devices with {math.ceil(whole / 2**30):,} GiB"
 
 
-def _first_lack(found: Search, request: Request) -> str:
+def _first_lack(result: Search, request: Request) -> str:
     """Why the fastest priced-only strategy does not run."""
-    if found.best_not_run is None:
+    if result.best_not_run is None:
         return ""
-    job = job_with(request.job, found.best_not_run.strategy(), found.best_not_run.sequences)
-    return "".join(f" ({' with '.join(one.techniques)}: {one.reason})" for one in findings_of(job)[:1])
+    job = job_with(request.job, result.best_not_run.strategy(), result.best_not_run.sequences)
+    return "".join(f" ({' with '.join(finding.techniques)}: {finding.reason})" for finding in findings_of(job)[:1])
 
 
 def _no_layout(request: Request) -> tuple[str, str]:
     """Nothing divides: the constraints contradict each other or the batch is too small."""
     job, constraints = request.job, request.constraints
     fixed: dict[str, Any] = {"dp": None, "stage_layers": "balanced"}
-    for name, one in constraints.allowed.items():
-        if one.values is not None and len(one.values) == 1:
-            fixed[name] = one.values[0]
+    for name, values in constraints.allowed.items():
+        if values.values is not None and len(values.values) == 1:
+            fixed[name] = values.values[0]
     try:
         replace(job, strategy=replace(Strategy(), **fixed))
     except SpecError as error:
         return f"{error.field}: {error.problem}" if error.field else error.problem, error.remedy
     if constraints.allowed:
-        words = ", ".join(f"{name} {one}" for name, one in constraints.allowed.items())
+        words = ", ".join(f"{name} {values}" for name, values in constraints.allowed.items())
         return f"no layout of {job.cluster.devices:,} devices has {words} and a batch that divides", "relax one of them"
     return (
         f"the global batch {job.training.global_batch} does not divide over any layout of "
@@ -119,7 +119,7 @@ def _devices_that_fit(request: Request) -> int | None:
     cluster = request.job.cluster
     small = {"recompute": Allowed(("full",)), "recompute_layers": Allowed((None,)), "microbatch": Allowed((1,)),
              "schedule": Allowed((PLAIN,)), "shard_group": Allowed((None,))}  # fmt: skip
-    allowed = {name: one for name, one in small.items() if name not in request.constraints.allowed}
+    allowed = {name: values for name, values in small.items() if name not in request.constraints.allowed}
     times = 2
     while times <= _MOST_TIMES:
         try:
@@ -157,19 +157,19 @@ def what_would_fit(job: Job) -> str:
         any_priced=verdict(job).status != "runs",
         time_limit_seconds=SEARCH_SECONDS,
     ).started()
-    found = plan(replace(request, offload=False))
-    if isinstance(found, Plan):
-        return _nearest(job, found)
+    result = plan(replace(request, offload=False))
+    if isinstance(result, Plan):
+        return _nearest(job, result)
     offloaded = _with_offload(job)
     if offloaded is not None:
         return offloaded
     if request.offload is None:
-        found = plan(replace(request, offload=True))
-    if isinstance(found, Plan):
-        return _nearest(job, found)
-    if found.was_stopped:
+        result = plan(replace(request, offload=True))
+    if isinstance(result, Plan):
+        return _nearest(job, result)
+    if result.was_stopped:
         return f"nothing was found in {SEARCH_SECONDS:g} s; `shardwise plan` searches longer"
-    return "; ".join(what_is_missing(found, request))
+    return "; ".join(what_is_missing(result, request))
 
 
 def nearest_fit(job: Job) -> Job | None:
@@ -186,7 +186,7 @@ def _by_several_changes(job: Job) -> Job | None:
     while fit_of(job) != "fits":
         alike = [other for other in neighbours(job) if other.strategy.offload == job.strategy.offload]
         priced = [(peak_memory(other).total, other) for other in alike if verdict(other).status == status]
-        saved_bytes, job = min(priced, key=lambda one: one[0], default=(least_bytes, job))
+        saved_bytes, job = min(priced, key=lambda pair: pair[0], default=(least_bytes, job))
         if saved_bytes >= least_bytes:
             return None
         least_bytes = saved_bytes
@@ -197,13 +197,13 @@ def _by_several_changes(job: Job) -> Job | None:
     return job
 
 
-def _nearest(job: Job, found: Plan) -> str:
+def _nearest(job: Job, plan: Plan) -> str:
     """The strategy that differs in the fewest fields; the fastest of several."""
 
-    def changes(one: Strategy) -> int:
-        return sum(getattr(one, field.name) != getattr(job.strategy, field.name) for field in fields(Strategy))
+    def changes(strategy: Strategy) -> int:
+        return sum(getattr(strategy, field.name) != getattr(job.strategy, field.name) for field in fields(Strategy))
 
-    best = min(found.candidates, key=lambda one: (changes(one.job.strategy), one.step_seconds))
+    best = min(plan.candidates, key=lambda candidate: (changes(candidate.job.strategy), candidate.step_seconds))
     return f"nearest that fits: {strategy_words(best.job.strategy)} ({readable_bytes(best.memory.total)})"
 
 

@@ -117,41 +117,41 @@ class Size:
         return self.device_seconds_per_token / other.device_seconds_per_token
 
 
-def sizes(found: Plan, framework: str | None = None) -> tuple[Size, ...]:
+def sizes(base: Plan, framework: str | None = None) -> tuple[Size, ...]:
     """All devices, half of them, a quarter, ... while something fits; sizes that are not cheaper are left out."""
-    front = [Size(found.request.job.cluster.devices, found.fastest)]
-    for cluster in islice(_parts(found.request.job.cluster), _MOST_SIZES - 1):
-        best = _fastest_on(cluster, found, framework)
+    front = [Size(base.request.job.cluster.devices, base.fastest)]
+    for cluster in islice(_parts(base.request.job.cluster), _MOST_SIZES - 1):
+        best = _fastest_on(cluster, base, framework)
         if best is None:
             break
-        one = Size(cluster.devices, best)
-        if one.device_seconds_per_token < front[-1].device_seconds_per_token:
-            front.append(one)
+        size = Size(cluster.devices, best)
+        if size.device_seconds_per_token < front[-1].device_seconds_per_token:
+            front.append(size)
     return tuple(front)
 
 
-def faster_part(found: Plan, framework: str | None = None) -> Size | None:
+def faster_part(base: Plan, framework: str | None = None) -> Size | None:
     """The fastest on a part of the cluster, where that beats the whole by more than noise.
 
     At a fixed batch a slow network may cost more than the devices behind it gain.
     """
-    whole = best = found.fastest
-    device_seconds, limit = _least_device_seconds(whole.job), 1 + found.noise.share
+    whole = best = base.fastest
+    device_seconds, limit = _least_device_seconds(whole.job), 1 + base.noise.share
     for cluster in islice(_parts(whole.job.cluster), _MOST_SIZES):
         if device_seconds / cluster.devices * limit >= best.seconds_per_token:
             break
-        other = _fastest_on(cluster, found, framework)
+        other = _fastest_on(cluster, base, framework)
         if other is None:
             break
-        best = min(best, other, key=lambda one: one.seconds_per_token)
-    return Size(best.job.cluster.devices, best) if whole.loss_to(best) > found.noise.share else None
+        best = min(best, other, key=lambda candidate: candidate.seconds_per_token)
+    return Size(best.job.cluster.devices, best) if whole.loss_to(best) > base.noise.share else None
 
 
-def _fastest_on(cluster: Cluster, found: Plan, framework: str | None) -> Candidate | None:
+def _fastest_on(cluster: Cluster, base: Plan, framework: str | None) -> Candidate | None:
     """None if nothing fits, or there is no time left."""
-    if found.request.deadline.leaves_out():
+    if base.request.deadline.leaves_out():
         return None
-    request = found.request.on(cluster)
+    request = base.request.on(cluster)
     try:
         other = plan(request) if framework is None else searched_for(request, framework)[0]
     except SpecError:  # the framework can express nothing for it

@@ -11,7 +11,7 @@ from shardwise.planner.constraints import Allowed, has
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
-from shardwise.planner.search.search import Found, Search, search
+from shardwise.planner.search.search import PricedStrategy, Search, search
 from shardwise.planner.search.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import schedule_records
@@ -41,41 +41,42 @@ class Wish:
     words: str
     wanted: Mapping[str, Allowed]
     request: Request
-    found: Plan | Search | None
+    result: Plan | Search | None
     problem: str = ""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        return self.found.candidates if isinstance(self.found, Plan) else ()
+        return self.result.candidates if isinstance(self.result, Plan) else ()
 
 
-def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
+def wish(base: Plan, wanted: Mapping[str, Allowed]) -> Wish:
     """Searches strategies with the ``wanted`` values; what it simulates joins the plan (`Plan.joined`)."""
-    words = ", ".join(f"{name} {one}" for name, one in wanted.items())
-    request = found.request
+    words = ", ".join(f"{name} {values}" for name, values in wanted.items())
+    request = base.request
     try:
         constraints = request.constraints.with_allowed(wanted)
     except SpecError as error:
         return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
     # Offload only if the plan does: it should not rescue an alternative.
-    offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
+    offload = request.offload if request.offload is not None else base.best.job.strategy.offload.any
     restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
     return Wish(words, wanted, restricted, plan(restricted))
 
 
-def judged(found: Plan, asked: Wish) -> WhyNot:
+def judged(base: Plan, asked: Wish) -> WhyNot:
     """The answer to a wish whose strategies are among those of the plan."""
-    if isinstance(asked.found, Plan):
-        own, wanted = {one.job for one in asked.candidates}, asked.wanted.items()
+    if isinstance(asked.result, Plan):
+        own, wanted = {candidate.job for candidate in asked.candidates}, asked.wanted.items()
         best = next(
-            one
-            for one in found.candidates
-            if one.job in own or all(has(one.job.strategy, name, values, idle=False) for name, values in wanted)
+            candidate
+            for candidate in base.candidates
+            if candidate.job in own
+            or all(has(candidate.job.strategy, name, values, idle=False) for name, values in wanted)
         )
-        return _behind(asked.words, found, best)
-    if asked.found is None:
+        return _behind(asked.words, base, best)
+    if asked.result is None:
         return WhyNot(asked.words, "does not divide", asked.problem)
-    return _ruled_out(asked.words, asked.found, asked.request)
+    return _ruled_out(asked.words, asked.result, asked.request)
 
 
 def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
@@ -93,12 +94,12 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
     return WhyNot(words, "does not fit", reason)
 
 
-def _behind(words: str, found: Plan, other: Candidate) -> WhyNot:
-    first = found.best
+def _behind(words: str, base: Plan, other: Candidate) -> WhyNot:
+    first = base.best
     if other is first:
-        return WhyNot(words, "the plan itself", "that is what the plan does", other, found.loss_of(other))
+        return WhyNot(words, "the plan itself", "that is what the plan does", other, base.loss_of(other))
     against = f"against 1, {largest_differences(first, other)}"
-    return WhyNot(words, found.group_of(other), against, other, found.loss_of(other))
+    return WhyNot(words, base.group_of(other), against, other, base.loss_of(other))
 
 
 def largest_differences(first: Candidate, other: Candidate) -> str:
@@ -126,18 +127,18 @@ class NotRun:
     @property
     def lacks(self) -> str:
         """What is missing, in the words of the support matrix."""
-        return " and ".join(" with ".join(one.techniques) for one in self.findings)
+        return " and ".join(" with ".join(finding.techniques) for finding in self.findings)
 
 
-def not_run(found: Plan) -> NotRun | None:
+def not_run(base: Plan) -> NotRun | None:
     """The first that `--any` would list, if it gains more than noise."""
-    request = found.request
-    if request.offers_priced or request.deadline.leaves_out() or not _may_gain(found):
+    request = base.request
+    if request.offers_priced or request.deadline.leaves_out() or not _may_gain(base):
         return None
     other = plan(replace(request, any_priced=True))
     if not isinstance(other, Plan):
         return None
-    limit = found.fastest.seconds_per_token / (1 + found.noise.share)
+    limit = base.fastest.seconds_per_token / (1 + base.noise.share)
     for row in other.rows:
         findings = tuple(findings_of(row.best.job))
         if findings and row.best.seconds_per_token < limit:
@@ -145,22 +146,22 @@ def not_run(found: Plan) -> NotRun | None:
     return None
 
 
-def _may_gain(found: Plan) -> bool:
+def _may_gain(base: Plan) -> bool:
     """Whether the tables have a strategy that is not run and beats all that are by more than noise."""
-    fastest = min(one.seconds_per_sequence for one in found.search.best)
-    return any(one.seconds_per_sequence * (1 + found.noise.share) < fastest for one in _seen(found))
+    fastest = min(priced.seconds_per_sequence for priced in base.search.best)
+    return any(priced.seconds_per_sequence * (1 + base.noise.share) < fastest for priced in _seen(base))
 
 
-def _seen(found: Plan) -> Iterator[Found]:
-    if found.search.best_not_run is not None:
-        yield found.search.best_not_run
-    if found.request.job.model.moe:
-        yield from _with_hidden_exchange(found.request)
+def _seen(base: Plan) -> Iterator[PricedStrategy]:
+    if base.search.best_not_run is not None:
+        yield base.search.best_not_run
+    if base.request.job.model.moe:
+        yield from _with_hidden_exchange(base.request)
 
 
-def _with_hidden_exchange(request: Request) -> list[Found]:
+def _with_hidden_exchange(request: Request) -> list[PricedStrategy]:
     """The best with schedules that overlap the expert exchange with another microbatch, in an engine that can."""
-    hiding = tuple(one.name for one in schedule_records() if one.hides_exchange)
+    hiding = tuple(record.name for record in schedule_records() if record.hides_exchange)
     try:
         constraints = request.constraints.with_allowed({"schedule": Allowed(hiding)})
     except SpecError:

@@ -131,7 +131,7 @@ class MixedPlan:
 
     @property
     def best_alone(self) -> Candidate | None:
-        return max(filter(None, self.alone), key=lambda one: one.tokens_per_second, default=None)
+        return max(filter(None, self.alone), key=lambda candidate: candidate.tokens_per_second, default=None)
 
     @property
     def gain(self) -> float | None:
@@ -145,8 +145,8 @@ def plan_mixed(request: MixedRequest, *, alone: bool = True) -> MixedPlan:
     space.check()
     request = request.started()
     deadline = request.deadline
-    tried, found = _search(space, deadline.part())
-    equal = _ranked(found)
+    tried, simulated = _search(space, deadline.part())
+    equal = _ranked(simulated)
     polishing = deadline.part()
     better = [polished(request, step, polishing) for step in polishing.until(equal[:POLISHED])]
     others = unlike_steps(request, deadline.part())
@@ -159,33 +159,33 @@ def plan_mixed(request: MixedRequest, *, alone: bool = True) -> MixedPlan:
 
 
 def _fastest(request: Request) -> Candidate | None:
-    found = plan(request)
-    return found.fastest if isinstance(found, Plan) else None
+    result = plan(request)
+    return result.fastest if isinstance(result, Plan) else None
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
     """By time; the simplest of those that tie with the fastest comes first."""
     if not steps:
         return []
-    by_time = sorted(steps, key=lambda one: one.seconds_per_token)
-    tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
-    first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
-    return [first, *(one for one in by_time if one is not first)]
+    by_time = sorted(steps, key=lambda step: step.seconds_per_token)
+    tied = [step for step in by_time if step.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
+    first = min(tied, key=lambda step: (complexity(step.arrangement.strategy), step.seconds_per_token))
+    return [first, *(step for step in by_time if step is not first)]
 
 
 def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]]:
     """Simulates strategies by a lower bound of their time until no other can beat the best that fits."""
-    floors = sorted(deadline.part().until(estimated(space)), key=lambda one: one.seconds_per_token)
-    found: list[MixedStep] = []
+    floors = sorted(deadline.part().until(estimated(space)), key=lambda floor: floor.seconds_per_token)
+    fitting: list[MixedStep] = []
     fastest = float("inf")
-    for one in deadline.until(floors):
-        if len(found) >= MOST_SIMULATED or one.seconds_per_token > fastest * BEYOND:
+    for floor in deadline.until(floors):
+        if len(fitting) >= MOST_SIMULATED or floor.seconds_per_token > fastest * BEYOND:
             break
-        steps = [mixed_step(way) for way in divided(space.request, one.arrangement, one.pieces)]
+        steps = [mixed_step(way) for way in divided(space.request, floor.arrangement, floor.pieces)]
         if steps:
-            found.append(min(steps, key=lambda step: step.seconds_per_token))
-            fastest = min(fastest, found[-1].seconds_per_token)
-    return len(floors), found
+            fitting.append(min(steps, key=lambda step: step.seconds_per_token))
+            fastest = min(fastest, fitting[-1].seconds_per_token)
+    return len(floors), fitting
 
 
 def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:

@@ -102,7 +102,7 @@ class MixedSpace:
     def supported(self, arrangement: Arrangement) -> bool:
         """Whether our engine runs each part of it, and the user did not exclude the combination."""
         strategy, excluded = arrangement.strategy, self.request.constraints.excluded
-        if any(all(field_value(strategy, name) in values for name, values in one.items()) for one in excluded):
+        if any(all(field_value(strategy, name) in values for name, values in entry.items()) for entry in excluded):
             return False
         key = strategy.unchecked(microbatch=1)
         if key not in self._verdicts:
@@ -242,9 +242,9 @@ class _Known:
         strategy, prediction = alike.strategy, alike.job.model.mtp_layers
         # Prediction modules beside the head have layers; without them the ends know of no expert and no recompute.
         key = (strategy if prediction else strategy.unchecked(ep=1, recompute="none", overlap=None), kind)
-        found = pieces_of(alike.joined(kind), timed_ends=self.ends.get(key))
-        self.ends.setdefault(key, found)
-        return found
+        pieces = pieces_of(alike.joined(kind), timed_ends=self.ends.get(key))
+        self.ends.setdefault(key, pieces)
+        return pieces
 
 
 def _alike(arrangement: Arrangement, **changes: Any) -> Arrangement:

@@ -151,10 +151,10 @@ class MixedStep:
         job, place = self.price.job, self.arrangement.kinds.index(kind)
         across = across_kinds(self.arrangement.ordered, job.strategy)
         if across.dimension == "pp":
-            found = [memory_of_rank(job, rank) for rank in across.members(place)]
+            memories = [memory_of_rank(job, rank) for rank in across.members(place)]
         else:
-            found = [memory_of_rank(held_by(job, rank)[place], rank) for rank in range(job.strategy.pp)]
-        return max(found, key=lambda memory: memory.total)
+            memories = [memory_of_rank(held_by(job, rank)[place], rank) for rank in range(job.strategy.pp)]
+        return max(memories, key=lambda memory: memory.total)
 
     def _idle(self, place: int, ranks: range) -> float:
         """The share of the pipeline's time in which devices of a kind wait."""

@@ -35,15 +35,15 @@ _MOST_MOVES = 24  # single layers moved to better a division
 
 def unlike_steps(request: MixedRequest, deadline: Deadline) -> list[MixedStep]:
     """All that fit and run, of both kinds of ways."""
-    found: list[MixedStep] = []
+    steps: list[MixedStep] = []
     orders = list(permutations(range(len(request.mixed.kinds))))
     for order in orders:
         ways = _with_shares(request, order) if order == orders[0] else iter(())
         for arrangement in deadline.until((*ways, *_with_unlike_stages(request, order))):
             step = _priced(request, arrangement)
             if step is not None:
-                found.append(_polished(request, step) if step.arrangement.strategy.has_unlike_stages else step)
-    return found
+                steps.append(_polished(request, step) if step.arrangement.strategy.has_unlike_stages else step)
+    return steps
 
 
 def _priced(request: MixedRequest, arrangement: Arrangement) -> MixedStep | None:
@@ -59,7 +59,7 @@ def _priced(request: MixedRequest, arrangement: Arrangement) -> MixedStep | None
 
 def _is_excluded(request: MixedRequest, strategy: Strategy) -> bool:
     entries = request.constraints.excluded
-    return any(all(field_value(strategy, name) in values for name, values in one.items()) for one in entries)
+    return any(all(field_value(strategy, name) in values for name, values in entry.items()) for entry in entries)
 
 
 def _fits(request: MixedRequest, job: Job) -> bool:
@@ -113,7 +113,7 @@ def _shared(request: MixedRequest, order: Sequence[int], whole: Strategy) -> Ite
         counts for counts in _divided(total, replicas, seconds) if sum(n * m for n, m in zip(replicas, counts)) == total
     ]
     if ways:
-        counts = min(ways, key=lambda one: max(m * each for m, each in zip(one, seconds)))
+        counts = min(ways, key=lambda way: max(m * each for m, each in zip(way, seconds)))
         shares = tuple(m for n, m in zip(replicas, counts) for _ in range(n))
         common = math.gcd(*shares)
         unlike = None if len(set(shares)) == 1 else tuple(share // common for share in shares)
@@ -124,7 +124,7 @@ def _divided(total: int, replicas: Sequence[int], seconds: Sequence[float]) -> I
     """Microbatches of a replica of each kind: those of all kinds but the last near their share, the last the rest."""
     speed = sum(n / each for n, each in zip(replicas, seconds))
     ideal = [total / each / speed for each in seconds]
-    near = [range(max(1, math.floor(one) - 3), math.ceil(one) + 4) for one in ideal[:-1]]
+    near = [range(max(1, math.floor(share) - 3), math.ceil(share) + 4) for share in ideal[:-1]]
     for first in product(*near):
         left = total - sum(n * m for n, m in zip(replicas, first))
         if left >= replicas[-1] and left % replicas[-1] == 0:
@@ -175,8 +175,8 @@ def _arranged(
 
 def _schedules() -> tuple[str, ...]:
     """The plain one, and the simplest that splits the backward pass, with one stage per rank."""
-    split = (one for one in map(schedule_record, searched_schedules()) if one.splits_backward)
-    return (PLAIN, *[one.name for one in split if one.chunks_per_rank(2, 1) == 1][:1])
+    split = (record for record in map(schedule_record, searched_schedules()) if record.splits_backward)
+    return (PLAIN, *[record.name for record in split if record.chunks_per_rank(2, 1) == 1][:1])
 
 
 def _of_stages(numbers: Sequence[int], stages: Sequence[int]) -> tuple[int, ...] | None:
@@ -204,7 +204,7 @@ def _by_speed(arrangement: Arrangement) -> tuple[int, ...] | None:
     while sum(counts) != model.layers:
         step = 1 if sum(counts) < model.layers else -1
         movable = [rank for rank in range(pp) if counts[rank] + step >= 1]
-        rank = min(movable, key=lambda one: step * (counts[one] + step) / speeds[one])
+        rank = min(movable, key=lambda other: step * (counts[other] + step) / speeds[other])
         counts[rank] += step
     return tuple(counts)
 

@@ -30,7 +30,7 @@ TIGHT = 3  # layouts that are shown although they may run out of memory
 
 
 @dataclass(frozen=True)
-class Found:
+class PricedStrategy:
     """One strategy of the space as the tables price it."""
 
     seconds_per_sequence: float
@@ -66,12 +66,14 @@ class Search:
     too_large: int = 0
     seconds: float = 0.0
     was_stopped: bool = False
-    best: list[Found] = field(default_factory=list)
-    of_degrees: dict[Degrees, Found] = field(default_factory=dict)
-    front: list[Found] = field(default_factory=list)  # best time at every step of memory
-    best_not_run: Found | None = None  # the fastest that fits but is only priced
-    tight: dict[Degrees, Found] = field(default_factory=dict)  # faster than all that fit, but may run out of memory
-    least_memory: Found | None = None
+    best: list[PricedStrategy] = field(default_factory=list)
+    of_degrees: dict[Degrees, PricedStrategy] = field(default_factory=dict)
+    front: list[PricedStrategy] = field(default_factory=list)  # best time at every step of memory
+    best_not_run: PricedStrategy | None = None  # the fastest that fits but is only priced
+    tight: dict[Degrees, PricedStrategy] = field(
+        default_factory=dict
+    )  # faster than all that fit, but may run out of memory
+    least_memory: PricedStrategy | None = None
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
 
     @property
@@ -138,7 +140,7 @@ def _that_can_gain(beyond: Space, keeper: _Keeper) -> Iterator[Group]:
     for group in beyond.groups():
         too_large = keeper.too_large.get(degrees_of(group.base), float("inf"))
         if keeper.wanted is None or too_large < keeper.wanted.limit:
-            yield replace(group, offloads=tuple(one for one in group.offloads if one.any))
+            yield replace(group, offloads=tuple(offload for offload in group.offloads if offload.any))
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class _Keeper:
         self.wanted: _Gains | None = None
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
-        self.front: list[Found | None] = [None] * MEMORY_STEPS
+        self.front: list[PricedStrategy | None] = [None] * MEMORY_STEPS
         self.least = np.inf
 
     def take_not_run(self, piece: TablePiece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
@@ -255,9 +257,9 @@ class _Keeper:
         self._of_degrees(piece, score, layouts)
         self._front(piece, score)
 
-    def _found(self, piece: TablePiece, score: Array, flat: int) -> Found:
+    def _found(self, piece: TablePiece, score: Array, flat: int) -> PricedStrategy:
         column, row = divmod(int(flat), score.shape[1])
-        return Found(
+        return PricedStrategy(
             float(score[column, row]),
             float(piece.step_seconds[column, row]),
             float(piece.memory_bytes[column, row]),
@@ -299,11 +301,11 @@ class _Keeper:
         score = np.where((memory > self.capacity) & (memory <= self.tight), seconds, np.inf)
         flat = int(score.argmin())
         if score.flat[flat] < self.fastest:
-            found = self._found(piece, score, flat)
-            key = degrees_of(found.block.group.base)
+            tight = self._found(piece, score, flat)
+            key = degrees_of(tight.block.group.base)
             known = self.result.tight.get(key)
-            if known is None or found.seconds_per_sequence < known.seconds_per_sequence:
-                self.result.tight[key] = found
+            if known is None or tight.seconds_per_sequence < known.seconds_per_sequence:
+                self.result.tight[key] = tight
 
     def _best(self, piece: TablePiece, score: Array) -> None:
         import numpy as np
@@ -314,7 +316,7 @@ class _Keeper:
         if len(better) > self.kept:
             better = better[np.argpartition(score.flat[better], self.kept)[: self.kept]]
         best = [*self.result.best, *(self._found(piece, score, flat) for flat in better.tolist())]
-        best.sort(key=lambda one: one.seconds_per_sequence)
+        best.sort(key=lambda priced: priced.seconds_per_sequence)
         self.result.best = best[: self.kept]
         self.fastest = best[0].seconds_per_sequence
         if len(self.result.best) == self.kept:
@@ -344,18 +346,18 @@ class _Keeper:
             return
         order = flat[np.argsort(score.flat[flat], kind="stable")]
         for step, place in zip(*np.unique(steps.flat[order], return_index=True)):
-            found = self._found(piece, score, int(order[place]))
-            self.front[int(step)] = found
-            self.front_seconds[int(step)] = found.seconds_per_sequence
+            best = self._found(piece, score, int(order[place]))
+            self.front[int(step)] = best
+            self.front_seconds[int(step)] = best.seconds_per_sequence
 
     def finished(self) -> Search:
         """The result, with the front reduced to the Pareto-optimal strategies."""
-        points = sorted((one for one in self.front if one is not None), key=lambda one: one.memory_bytes)
-        front: list[Found] = []
-        for one in points:
-            if not front or one.seconds_per_sequence < front[-1].seconds_per_sequence:
-                front.append(one)
+        points = sorted((point for point in self.front if point is not None), key=lambda point: point.memory_bytes)
+        front: list[PricedStrategy] = []
+        for point in points:
+            if not front or point.seconds_per_sequence < front[-1].seconds_per_sequence:
+                front.append(point)
         self.result.front = front
         tight = sorted(self.result.tight.items(), key=lambda item: item[1].seconds_per_sequence)
-        self.result.tight = {key: one for key, one in tight[:TIGHT] if one.seconds_per_sequence < self.fastest}
+        self.result.tight = {key: priced for key, priced in tight[:TIGHT] if priced.seconds_per_sequence < self.fastest}
         return self.result

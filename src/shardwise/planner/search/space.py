@@ -101,16 +101,17 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
     if job.stack.usual_accumulation(2, base.pp) == "local" and not constraints.names("accumulate"):
         # As the stack does it, which is the price of ZeRO-1; our own engine can also do otherwise.
         also = (2, False, "local")
-        wanted = [one for one in wanted if job.stack.is_own or one != (2, False, "sharded")]
+        wanted = [sharding for sharding in wanted if job.stack.is_own or sharding != (2, False, "sharded")]
         wanted += [also] if 2 in stages and False in kept and 1 not in stages else []
     if job.stack.usual_accumulation(3, base.pp) == "local" and not job.stack.is_own:
         wanted = [
-            (zero, keeps, "local" if zero == 3 and "local" in accumulated else one) for zero, keeps, one in wanted
+            (zero, keeps, "local" if zero == 3 and "local" in accumulated else accumulate)
+            for zero, keeps, accumulate in wanted
         ]
     if group == 1:
         apart = any("zero" in entry and 0 in entry["zero"] for entry in constraints.excluded)
         more = (LEAVING if states_leave else ()) + (SHARDINGS[1:2] if apart else ())
-        wanted = [*wanted[:1], *(one for one in wanted[1:] if one in more)]
+        wanted = [*wanted[:1], *(sharding for sharding in wanted[1:] if sharding in more)]
     choices = [
         ShardChoice(zero, None if size == group else size, keeps, accumulate)
         for zero, keeps, accumulate in wanted
@@ -135,14 +136,14 @@ def _shardable(job: Job, base: Strategy, size: int | None, *, asked: bool) -> bo
         return False
     try:
         held = [dense_ranks(base, shards), *([expert_ranks(base, shards)] if job.model.moe else [])]
-        parts = [spanned(job.cluster, runs, "strategy") for one in held for runs in (one.sharded, one.replicas)]
+        parts = [spanned(job.cluster, runs, "strategy") for ranks in held for runs in (ranks.sharded, ranks.replicas)]
     except SpecError:
         return False
     return asked or shards == base.gradient_group or not _straddle(parts)
 
 
 def _straddle(networks: Iterable[Topology | None]) -> bool:
-    return any(one is not None and one.straddles for one in networks)
+    return any(network is not None and network.straddles for network in networks)
 
 
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
@@ -305,26 +306,26 @@ class Space:
 
     def _networks(self, base: Strategy) -> list[Topology | None]:
         """What every group spans of the network; raises SpecError if one cannot be placed."""
-        runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
-        runs += [dense_ranks(base, 1).replicas]
+        groups = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
+        groups += [dense_ranks(base, 1).replicas]
         if self.job.model.moe:
-            runs += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
-        return [spanned(self.job.cluster, one, "strategy") for one in runs]
+            groups += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
+        return [spanned(self.job.cluster, runs, "strategy") for runs in groups]
 
     def _shard_networks(self, base: Strategy) -> list[Topology | None]:
         """The same of the groups that states may be sharded over."""
-        found = []
+        networks = []
         for size in shard_groups(base)[1:]:
             with suppress(SpecError):  # the size cuts across cp and dp
-                found.append(spanned(self.job.cluster, dense_ranks(base, size or 1).sharded, "strategy"))
-        return found
+                networks.append(spanned(self.job.cluster, dense_ranks(base, size or 1).sharded, "strategy"))
+        return networks
 
     # -- axes ----------------------------------------------------------------------------------------
 
     def _groups_of(self, base: Strategy) -> Iterator[Group]:
         layers = self._layers(base)
         offloads = self._offloads
-        leaves = any(one.gradients or one.weights for one in offloads)
+        leaves = any(offload.gradients or offload.weights for offload in offloads)
         shards = shard_choices(self.job, self.constraints, base, states_leave=leaves)
         if not layers or not shards or not offloads:
             return
@@ -336,7 +337,7 @@ class Space:
             alike_by.setdefault((hides, shared, self._rank_kinds(base, choice)), []).append(choice)
         for (hides, shared, kinds), alike in alike_by.items():
             own = base.unchecked(schedule=shared, overlap=base.overlap.unchecked(ep=hides))
-            sequences = self._batches.sequences(base, [one.schedule for one in alike])
+            sequences = self._batches.sequences(base, [choice.schedule for choice in alike])
             batches = {layer: sequences[layer.microbatch] for layer in layers if any(sequences[layer.microbatch])}
             recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
             if batches and recomputes:
@@ -353,7 +354,7 @@ class Space:
             yield base, shards
             return
         for whole in (True, False):
-            if columns := tuple(one for one in shards if (one.zero == 0) == whole):
+            if columns := tuple(choice for choice in shards if (choice.zero == 0) == whole):
                 yield base.unchecked(zero=columns[0].zero), columns
 
     @property
@@ -402,7 +403,7 @@ class Space:
             ScheduleChoice(record.name, interleave, "even" if layers % stages == 0 else "balanced")
             for record, interleave, stages in schedule_choices(constraints, names, INTERLEAVES, pp, layers)
         ]
-        return [one for one in choices if one.stage_layers in splits]
+        return [choice for choice in choices if choice.stage_layers in splits]
 
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
         """The distinct kinds of ranks and their members; schedules with equal stages share them."""
@@ -439,4 +440,4 @@ class Space:
         usable = self.offload and self.job.cluster.host_link is not None
         usual = OFFLOADS.values() if usable else (OFFLOADS["none"],)
         allowed = self.constraints.candidates("offload", usual)
-        return tuple(one for one in allowed if usable or not one.any)
+        return tuple(offload for offload in allowed if usable or not offload.any)

@@ -59,7 +59,7 @@ class Pieces:
     def row(self) -> Layers:
         """For the partitioner; embedding and head are separate pieces, since an end stage may hold nothing else."""
         row = (self.embedding, *self.layers, self.head)
-        return layers_of(*zip(*(vars(one).values() for one in row)))
+        return layers_of(*zip(*(vars(piece).values() for piece in row)))
 
     def stage(self, counts: tuple[int, ...], stage: int) -> Piece:
         """What one stage of a division holds."""
@@ -109,8 +109,8 @@ def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
     )
     parameters = (count * (each.dense - each.norms), count * each.norms, count * each.experts)
     all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
-    one = _piece(job, all_of_them, timed) / count
-    return one if timed is None else replace(one, seconds=timed.seconds)
+    layer = _piece(job, all_of_them, timed) / count
+    return layer if timed is None else replace(layer, seconds=timed.seconds)
 
 
 def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
@@ -142,12 +142,12 @@ MOST_CELLS = 20_000_000  # of the partitioner's tables, layers²·stages: about 
 WORTH = 0.001  # gain that justifies uneven stages
 
 
-def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
+def with_best_stages(original: Candidate, capacity_bytes: float) -> Candidate:
     """The same strategy with uneven stages if its simulated step is faster and fits; else ``found`` itself."""
-    best = found
-    for job in _proposals(found.job, capacity_bytes):
+    best = original
+    for job in _proposals(original.job, capacity_bytes):
         other = candidate(job)
-        if other.step_seconds < best.step_seconds - WORTH * found.step_seconds and fits(job, capacity_bytes):
+        if other.step_seconds < best.step_seconds - WORTH * original.step_seconds and fits(job, capacity_bytes):
             best = other
     return best
 
@@ -156,7 +156,7 @@ def fits(job: Job, capacity_bytes: float) -> bool:
     """Whether every rank fits its device and its part of host memory."""
     memories = [memory_of_rank(job, rank) for rank in range(job.strategy.pp)]
     host_bytes = job.cluster.host_memory_per_device
-    return all(one.total <= capacity_bytes and one.host <= host_bytes for one in memories)
+    return all(memory.total <= capacity_bytes and memory.host <= host_bytes for memory in memories)
 
 
 def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
@@ -180,13 +180,13 @@ def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
 def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[int, ...]]:
     """Layers per stage, from one place per rank: by stage, and where a rank has several stages also by rank."""
     ways = (_by_stage, _by_rank) if job.strategy.chunks_per_rank > 1 else (_by_stage,)
-    found: list[tuple[int, ...]] = []
+    counts: list[tuple[int, ...]] = []
     for divide in ways:
         try:
-            found.append(divide(job, pieces, places))
+            counts.append(divide(job, pieces, places))
         except SpecError:
             continue  # fewer layers than stages, or nothing fits
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(counts))
 
 
 def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:

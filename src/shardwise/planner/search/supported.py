@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 _CHOICES = (LayerChoice, ScheduleChoice, RecomputeChoice, ShardChoice)
-_CHOSEN_FIELDS = frozenset(("offload", *(one.name for choice in _CHOICES for one in fields(choice))))
+_CHOSEN_FIELDS = frozenset(("offload", *(field.name for choice in _CHOICES for field in fields(choice))))
 
 
 def _variants(base: Strategy, choices: Sequence[Any]) -> list[Strategy]:
-    return [base.unchecked(**vars(one)) for one in choices]
+    return [base.unchecked(**vars(choice)) for choice in choices]
 
 
 class CellBook:
@@ -53,7 +53,7 @@ class CellBook:
 
         held = [self._of_block(block) for block in blocks]
         starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
-        return np.concatenate([one[0] for one in held]), np.stack([one[1] for one in held], axis=-1), starts
+        return np.concatenate([pair[0] for pair in held]), np.stack([pair[1] for pair in held], axis=-1), starts
 
 
 class Mask:
@@ -89,7 +89,10 @@ class Mask:
             asked = [name for name in vars(choices[0]) if name in self._entry]
             strategies = _variants(base, choices)
             return np.array(
-                [all(has(one, name, self._entry[name], idle=self._idle) for name in asked) for one in strategies]
+                [
+                    all(has(strategy, name, self._entry[name], idle=self._idle) for name in asked)
+                    for strategy in strategies
+                ]
             )
 
         rows = alike(group.layers)[index[:, 0]] & alike(group.schedules)[index[:, 1]]
@@ -110,7 +113,11 @@ _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 def not_built_here(job: Job) -> tuple[Finding, ...]:
     """What this project's engine lacks of the job's model, where the job is for that engine."""
-    return tuple(one for one in not_built(job.model) if one.status == "priced only") if job.stack.is_own else ()
+    return (
+        tuple(finding for finding in not_built(job.model) if finding.status == "priced only")
+        if job.stack.is_own
+        else ()
+    )
 
 
 def offers_priced(job: Job, any_priced: bool) -> bool:
@@ -124,20 +131,26 @@ def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
     What is priced only is about our engine: on another stack only what a search would choose of it is left out.
     """
     if offers_priced(job, any_priced):
-        return tuple(one for one in matrix() if one.status != "priced only")
+        return tuple(finding for finding in matrix() if finding.status != "priced only")
     if job.stack.is_own:
         return matrix()
     ours_alone = GIVEN | OF_STACK
-    return tuple(one for one in matrix() if one.status != "priced only" or not ours_alone.issuperset(one.techniques))
+    return tuple(
+        finding
+        for finding in matrix()
+        if finding.status != "priced only" or not ours_alone.issuperset(finding.techniques)
+    )
 
 
 def require_offered(job: Job, *, any_priced: bool = False) -> None:
     """Raises SpecError if every strategy is left out, because of what no search varies."""
     used = set(techniques_of(job))
-    for one in rows_against(job, any_priced=any_priced):
-        if GIVEN.issuperset(one.techniques) and used.issuperset(one.techniques):
-            priced = ", or --any for a price alone" if one.status == "priced only" else ""
-            raise SpecError(one.field, f"{' with '.join(one.techniques)}: {one.reason}", one.remedy + priced)
+    for finding in rows_against(job, any_priced=any_priced):
+        if GIVEN.issuperset(finding.techniques) and used.issuperset(finding.techniques):
+            priced = ", or --any for a price alone" if finding.status == "priced only" else ""
+            raise SpecError(
+                finding.field, f"{' with '.join(finding.techniques)}: {finding.reason}", finding.remedy + priced
+            )
 
 
 def model_note(job: Job) -> str | None:
@@ -145,7 +158,7 @@ def model_note(job: Job) -> str | None:
     lacking = not_built_here(job)
     if not lacking:
         return None
-    reasons = "; ".join(f"{one.reason} ({one.remedy} would run)" for one in lacking)
+    reasons = "; ".join(f"{finding.reason} ({finding.remedy} would run)" for finding in lacking)
     return f"this project's engine does not run {job.model.name}: {reasons}. These are prices for engines that do."
 
 
@@ -157,11 +170,11 @@ class Supported:
         self.job = job
         self._techniques = techniques()
         self._schedule_names = (*job_schedules(), *_SCHEDULE)
-        findings = [one for one in rows_against(job, any_priced=any_priced) if self._may_hold(one)]
-        named = dict.fromkeys(name for one in findings for name in one.techniques)
+        findings = [finding for finding in rows_against(job, any_priced=any_priced) if self._may_hold(finding)]
+        named = dict.fromkeys(name for finding in findings for name in finding.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
         assert len(self._bit) < 63, "more techniques than bits"
-        self._masks = [self._bits_of(one.techniques) for one in findings]
+        self._masks = [self._bits_of(finding.techniques) for finding in findings]
         self._book = CellBook(self._block_bits)
         self._of_offload: dict[Offload, int] = {}
         self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
@@ -225,7 +238,7 @@ class Supported:
     def _bits(self, strategies: list[Strategy], names: tuple[str, ...]) -> Array:
         import numpy as np
 
-        return np.array([self._used(one, names) for one in strategies], dtype=np.int64)
+        return np.array([self._used(strategy, names) for strategy in strategies], dtype=np.int64)
 
     def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
         job = self.job
@@ -244,4 +257,4 @@ class Supported:
 def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
     """What keeps one job from being offered, worst first."""
     rows = rows_against(job, any_priced=any_priced)
-    return [one for one in verdict(job).findings if one in rows]
+    return [finding for finding in verdict(job).findings if finding in rows]
