@@ -9,9 +9,8 @@ import pytest
 
 from planner.cases import job_of, within
 from shardwise.cost.memory.device import peak_memory
-from shardwise.planner.advice.remedy import what_is_missing
 from shardwise.planner.constraints import Allowed
-from shardwise.planner.plan import Plan, plan
+from shardwise.planner.plan import Plan, plan, what_is_missing
 from shardwise.planner.request import Request
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from

@@ -17,10 +17,9 @@ from shardwise.collectives.cost import (
     p2p_latency,
 )
 from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.placement import place
 from shardwise.collectives.schedule import Schedule, Transfer
 from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Switch, Tree
-from shardwise.collectives.topology import InNetwork, Level, Topology
+from shardwise.collectives.topology import InNetwork, Level, Topology, place
 from shardwise.collectives.work import CollectiveCost, LevelCost
 
 if TYPE_CHECKING:

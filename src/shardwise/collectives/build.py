@@ -7,17 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.collectives.algorithms.base import Algorithm
 from shardwise.collectives.algorithms.pairwise import direct_schedule
 from shardwise.collectives.algorithms.rings import ring_build
 from shardwise.collectives.arrays import checked_size
-from shardwise.collectives.cost import family, parse_composite, textbook_name, without_unit_levels
-from shardwise.collectives.hierarchy import hierarchical_cost, stages
+from shardwise.collectives.cost import (
+    family,
+    hierarchical_cost,
+    parse_composite,
+    stages,
+    textbook_name,
+    without_unit_levels,
+)
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer, embed, schedule_of, side_by_side
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import LEVELS_ROWS, choose, rows_for
 from shardwise.collectives.topology import Level, Topology
+from shardwise.collectives.work import Algorithm
 from shardwise.spec.errors import SpecError, shown
 
 # -- Schedules over several levels, made of the levels' own schedules --------------------------------

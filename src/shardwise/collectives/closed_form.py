@@ -10,14 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.collectives.algorithms.base import bits_below, log2_ceil, log2_floor
 from shardwise.collectives.algorithms.rings import BUCKET, DIMENSION_ORDERED
-from shardwise.collectives.cost import parse_composite
-from shardwise.collectives.hierarchy import direct_loads, ring_hops, stages
+from shardwise.collectives.cost import direct_loads, parse_composite, ring_hops, stages
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.shapes import Grid
 from shardwise.collectives.table import IN_NETWORK, Row, choose, rows_for
 from shardwise.collectives.topology import Level, Topology
+from shardwise.collectives.work import bits_below, log2_ceil, log2_floor
 
 SYMBOLS = {
     "n": "ranks", "m": "bytes", "a": "latency", "b": "seconds for a byte", "c": "b where the switch reduces",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.collectives.algorithms.base import NVLS, SHARP, Algorithm
 from shardwise.collectives.algorithms.pairwise import BRUCK, DIRECT, HALVING_DOUBLING, PAIRWISE, RECURSIVE_DOUBLING
 from shardwise.collectives.algorithms.rings import (
     BIDIRECTIONAL_RING,
@@ -23,6 +22,7 @@ from shardwise.collectives.algorithms.trees import (
 )
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.topology import Level
+from shardwise.collectives.work import NVLS, SHARP, Algorithm
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 P2P, BCAST, REDUCE = CollectiveKind.SEND_RECV, CollectiveKind.BROADCAST, CollectiveKind.REDUCE

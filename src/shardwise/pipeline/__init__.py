@@ -13,8 +13,14 @@ from shardwise.pipeline.forms import (
 )
 from shardwise.pipeline.partition import Layers, Partition, Place, layers_of, partition_over
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
-from shardwise.pipeline.simulator import simulate
-from shardwise.pipeline.timeline import Timeline, draw_timeline, live_activations, peak_activations, trace_events
+from shardwise.pipeline.timeline import (
+    Timeline,
+    draw_timeline,
+    live_activations,
+    peak_activations,
+    simulate,
+    trace_events,
+)
 from shardwise.pipeline.verifier import InvalidPipelineSchedule, verify
 
 __all__ = [

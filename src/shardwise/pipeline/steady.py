@@ -16,8 +16,7 @@ from functools import lru_cache
 
 from shardwise.pipeline.build import build
 from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, equal_stages
-from shardwise.pipeline.simulator import simulate
-from shardwise.pipeline.timeline import Timeline
+from shardwise.pipeline.timeline import Timeline, simulate
 from shardwise.spec.schedules import StepEnds, schedule_record
 
 _FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth extrapolating

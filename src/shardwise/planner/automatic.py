@@ -1,8 +1,8 @@
-"""What a job leaves open (`run.automatic`): the largest microbatch that fits, and the least offload that makes it fit.
+"""Chooses what a job leaves open (`run.automatic`): the largest microbatch that fits, and the least offload needed.
 
-The microbatch is searched first, with the offload that the job specifies; if not even the smallest fits, offload is
-added. Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and
-weights where ZeRO has sharded them, and activations.
+The microbatch is chosen first, with the offload that the job specifies; offload is added only if not even the smallest
+microbatch fits. Optimizer states are offloaded first, since they move once a step; then what moves with every
+microbatch: gradients and weights where ZeRO has sharded them, and activations.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KINDS = ("optimizer", "gradients", "weights", "activations")
 
 
 def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequence[str] = KINDS) -> Job:
-    """The job with the smallest shares of offload, of these ``kinds``, that fit a device or ``memory_bytes`` of it.
+    """The job with the smallest shares of these ``kinds`` offloaded that make it fit a device, or ``memory_bytes``.
 
-    It fits with the margin that plans leave free. The job's own offload is the minimum; raises SpecError if offloading
-    everything is not enough.
+    "Fit" includes the margin that plans leave free. The job's own offload is the minimum. Raises SpecError if
+    offloading everything is not enough.
     """
     limit = room_of(job, memory_bytes).planned_bytes
     for kind in (kind for kind in kinds if _may_go(job, kind)):
@@ -46,7 +46,7 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
 
 
 def _may_go(job: Job, kind: str) -> bool:
-    """Gradients and weights can be offloaded only under ZeRO."""
+    """Whether a kind can be offloaded: gradients and weights only under ZeRO."""
     if kind in ("optimizer", "activations"):
         return True
     with_optimizer = _with_share(job, "optimizer", 1.0)
@@ -64,9 +64,9 @@ def decided(job: Job) -> Job:
 
 
 def ways_to_fit(job: Job) -> list[Job]:
-    """Jobs that fit their devices, best first; each next one needs less memory.
+    """Jobs that fit their devices, best first; each needs less memory than the one before.
 
-    If nothing fits, the smallest job: the launcher reports why.
+    If nothing fits, the smallest job alone: the launcher reports why.
     """
     if not job.run.automatic:
         return [job]
@@ -97,7 +97,7 @@ def _microbatches(job: Job) -> list[Job]:
 
 
 def _with_target(job: Job) -> Offload:
-    """Unless the job says where: on a CPU, whose own memory is what is full, states go to disk."""
+    """The offload of the job with its target: unless the job says which, disk on a CPU, whose own memory is full."""
     offload = job.strategy.offload
     target: Literal["cpu", "nvme"] = "nvme" if job.run_device == "cpu" else "cpu"
     return offload if offload != Offload() else replace(offload, target=target)

@@ -1,4 +1,4 @@
-"""One strategy, priced by the simulator, with the figures that reports need."""
+"""A strategy priced by the simulator, with the figures that reports need."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def candidate(job: Job) -> Candidate:
 
 
 def job_with(job: Job, strategy: Strategy, sequences: int) -> Job:
-    """The job with ``strategy`` and a batch of ``sequences``, as the training wrote it if that is the same."""
+    """The job with ``strategy`` and a batch of ``sequences``; a batch written otherwise stays as written if equal."""
     training = job.training
     if training.global_batch is None or training.sequences(strategy.batch_multiple) != sequences:
         training = replace(training, global_batch=sequences)
@@ -96,7 +96,7 @@ def dimensions_used(degrees: Degrees) -> tuple[str, ...]:
 
 
 def complexity(strategy: Strategy) -> int:
-    """How complicated a strategy is: the dimensions in use, and their unusual settings."""
+    """How complicated a strategy is: points for each dimension in use and each unusual setting."""
     return (
         3 * len(dimensions_used(degrees_of(strategy)))
         + strategy.schedule_record.complexity * (strategy.pp > 1)

@@ -1,4 +1,4 @@
-"""What the user fixes, bounds or excludes: allowed values per field of the strategy."""
+"""What the user fixes, bounds or excludes: the values that each field of a strategy may take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}")
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values a field may take: those listed, or whole numbers between two bounds."""
+    """The values a field may take: those listed, or else whole numbers between two bounds."""
 
     values: tuple[Any, ...] | None = None
     low: int | None = None
@@ -50,7 +50,7 @@ class Allowed:
     def __contains__(self, value: Any) -> bool:
         if self.values is not None:
             return value in self.values
-        if value is None:  # all ranks, or all layers
+        if value is None:  # "all ranks" or "all layers" is no number
             return False
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
@@ -66,18 +66,21 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Constraints:
-    """``allowed`` per field; ``excluded``: strategies in which all fields of one entry have one of its values."""
+    """Which strategies a search may offer."""
 
     allowed: Mapping[str, Allowed] = field(default_factory=dict)
+    """The values of each field."""
     excluded: tuple[Mapping[str, Allowed], ...] = ()
+    """A strategy is excluded if it matches every field of some entry."""
 
     def candidates(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
+        """The values of a field to try: those allowed, or the ``usual`` ones, less those excluded by themselves."""
         values = self.allowed[name].candidates(usual) if name in self.allowed else tuple(usual)
         alone = [entry[name] for entry in self.excluded if set(entry) == {name}]
         return tuple(value for value in values if not any(value in excluded for excluded in alone))
 
     def names(self, name: str) -> bool:
-        """Whether the user said which values a field may take."""
+        """Whether the user restricts a field."""
         return name in self.allowed
 
     def with_allowed(self, more: Mapping[str, Allowed]) -> Constraints:
@@ -90,6 +93,7 @@ class Constraints:
 
 
 def _both(name: str, first: Allowed, second: Allowed) -> Allowed:
+    """The values that both allow."""
     for listed, other in ((first, second), (second, first)):
         if listed.values is not None:
             values = tuple(value for value in listed.values if value in other)
@@ -194,7 +198,7 @@ def field_value(strategy: Strategy, name: str) -> Any:
     return getattr(strategy, name)
 
 
-# Fields that have an effect only in some strategies, and in which.
+# Fields that have an effect only in some strategies, and a test for these strategies.
 ACTS: dict[str, Callable[[Strategy], bool]] = {
     "sequence_parallel": lambda strategy: strategy.tp > 1,
     "context_method": lambda strategy: strategy.cp > 1,
@@ -210,7 +214,7 @@ ACTS: dict[str, Callable[[Strategy], bool]] = {
 
 
 def has(strategy: Strategy, name: str, values: Allowed, *, idle: bool) -> bool:
-    """Whether a field has one of the values; ``idle`` if the field has no effect."""
+    """Whether a field has one of the values; ``idle`` is the answer for a field without effect."""
     if name in ACTS and not ACTS[name](strategy):
         return idle
     if name == "shard_group" and strategy.sharding_group in values:

@@ -1,4 +1,4 @@
-"""Strategies in words: strategies that behave differently have different words."""
+"""Strategies in words; those that behave differently have different words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.spec.units import readable_flops
 
 
 def strategy_words(strategy: Strategy) -> str:
-    """A strategy without its defaults: "tp 8 · pp 4 (interleaved 2) · dp 16 · ZeRO-1 · selective recompute"."""
+    """What a strategy sets: "tp 8 · pp 4 (interleaved 2) · dp 16 · ZeRO-1 · selective recompute"; no defaults."""
     words = []
     if strategy.tp > 1:
         words.append(degree_words(strategy, "tp") + ("" if strategy.sequence_parallel else " without SP"))
@@ -36,12 +36,10 @@ def change_words(before: Strategy, after: Strategy) -> str:
     for name in ("tp", "cp", "pp", "ep", "microbatch"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
-            dp = (
-                ""
-                if name in ("ep", "microbatch")
-                else f" and {_scaled('dp', before.data_parallel, after.data_parallel)}"
-            )
-            return _scaled("the microbatch" if name == "microbatch" else name, old, new) + dp
+            scaled = _scaled("the microbatch" if name == "microbatch" else name, old, new)
+            if name in ("ep", "microbatch"):
+                return scaled
+            return f"{scaled} and {_scaled('dp', before.data_parallel, after.data_parallel)}"
     for field in fields(Overlap):
         if getattr(before.overlap, field.name) != getattr(after.overlap, field.name):
             return f"overlap {field.name} communication"
@@ -55,7 +53,7 @@ def change_words(before: Strategy, after: Strategy) -> str:
         "offload": "offload the optimizer",
     }
     changed = (words for name, words in advice.items() if getattr(before, name) != getattr(after, name))
-    return next(changed, strategy_words(after))  # the same words, or a change that is not one of the above
+    return next(changed, strategy_words(after))  # any other change: the whole strategy
 
 
 def _scaled(what: str, before: int, after: int) -> str:
@@ -63,7 +61,7 @@ def _scaled(what: str, before: int, after: int) -> str:
 
 
 def schedule_words(strategy: Strategy) -> str:
-    """The schedule of a pipeline, with the layers of its stages where they were chosen: "zbv, layers 9-8×2-7"."""
+    """The schedule of a pipeline, with the layers of its stages if the strategy lists them: "zbv, layers 9-8×2-7"."""
     chunks = f" {strategy.interleave}" if strategy.schedule_record.chooses_chunks else ""
     layers = ""
     if isinstance(strategy.stage_layers, tuple):
@@ -72,14 +70,14 @@ def schedule_words(strategy: Strategy) -> str:
 
 
 def degree_words(strategy: Strategy, name: str) -> str:
-    """A degree; of unlike stages that of each, "tp 4-2×2"; of unlike replicas with their shares."""
+    """The degree of a dimension: "tp 8"; per stage if stages differ: "tp 4-2×2"; with shares if replicas differ."""
     of_stages = {"tp": strategy.stage_tp, "dp": strategy.stage_dp}.get(name)
     shares = f" in shares {_in_turn(strategy.dp_shares)}" if name == "dp" and strategy.dp_shares is not None else ""
     return f"{name} {strategy.degree(name) if of_stages is None else _in_turn(of_stages)}{shares}"
 
 
 def _in_turn(numbers: tuple[int, ...]) -> str:
-    """ "9-8×2-7": a number that repeats is written once."""
+    """The numbers with runs of equal ones written once: "9-8×2-7"."""
     runs = ((number, len(list(same))) for number, same in groupby(numbers))
     return "-".join(f"{number}×{times}" if times > 1 else str(number) for number, times in runs)
 
@@ -170,6 +168,6 @@ def _unusual(spec: Any, *mentioned: str) -> list[str]:
 
 
 def peak_words(job: Job) -> str:
-    """The peak that utilisation is measured against: that of the data type of the matmuls."""
+    """The peak that utilisation is measured against, which is that of the data type of the matmuls."""
     data_type = job.training.recipe.compute
     return f"the {data_type} peak, {readable_flops(job.cluster.device.peak_flops(data_type))}/s a device"

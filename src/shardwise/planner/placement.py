@@ -1,7 +1,7 @@
-"""Which node gets which ranks: the order of the nodes in which the step is predicted to be the fastest.
+"""Which node gets which ranks: the order of the nodes with the fastest predicted step.
 
-A dimension's groups wait for the slowest link that they use. So an order is judged by what each dimension sends, over
-the slowest link between neighbours of its groups; the best order found is then priced as any other job is.
+Groups of a dimension wait for the slowest link that they use. So an order is judged by what each dimension sends over
+the slowest link between neighbours of its groups; the best order is then priced like any other job.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import readable_change, readable_seconds
 from shardwise.spec.wiring import Wiring
 
-WORTHWHILE = 0.01  # of a step: less is within the noise of any run
-_ALL_ORDERS = 6  # nodes of which every order is tried: 720
-_MOST_LOOKS = 2_000_000  # at links, in the search for an order of many nodes
-_NEARNESS = 1e-3  # what all links together count, beside the slowest: of equal orders the nearer one
+WORTHWHILE = 0.01  # of a step: a smaller gain is within the noise of any run
+_ALL_ORDERS = 6  # up to this many nodes every order is tried: 720
+_MOST_LOOKS = 2_000_000  # looks at a link in the search for an order of many nodes
+_NEARNESS = 1e-3  # weight of all links together beside the slowest: of equal orders the nearer one wins
 
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """``job`` with its wiring in the order of the ranks; ``seconds`` of its step, and as the hosts were given."""
+    """The best order of the hosts, against the order they were given in."""
 
     job: Job
+    """The job with its wiring in the order of the ranks."""
     given: tuple[str, ...]
     hosts: tuple[str, ...]
     given_seconds: float
+    """Seconds of a step with the hosts as given."""
     seconds: float
+    """Seconds of a step in the best order."""
 
     @property
     def gain(self) -> float:
@@ -44,9 +47,9 @@ class NodePlacement:
 
 
 def place_nodes(job: Job, hosts: Sequence[str]) -> NodePlacement | None:
-    """The best order of ``hosts``, of which the job may need only some; None if its wiring does not know them all.
+    """The best order of ``hosts``, of which the job may need only some; None if the job's wiring lacks any of them.
 
-    The order stays as given where another is not predicted to be faster, nor its nodes to be nearer.
+    The order stays as given unless another is predicted to be faster, or as fast with nearer nodes.
     """
     wiring = None if job.cluster.wiring is None else job.cluster.wiring.of(hosts)
     nodes = job.cluster.nodes
@@ -70,7 +73,7 @@ def _wired(job: Job, wiring: Wiring) -> Job:
 
 
 def placement_words(placement: NodePlacement) -> str | None:
-    """What another order is worth; None if the nodes stay in theirs."""
+    """What the new order is worth; None if the nodes stay as given."""
     if placement.hosts == placement.given:
         return None
     if placement.gain < WORTHWHILE:
@@ -88,7 +91,7 @@ def _few(hosts: Sequence[str], most: int = 8) -> str:
 
 @dataclass(frozen=True)
 class _BetweenNodes:
-    """What one dimension sends between nodes in a step, at the planned links, and between which of them."""
+    """What one dimension sends between nodes in a step, priced at the planned links, and between which pairs."""
 
     bandwidth_seconds: float
     latency_seconds: float
@@ -96,7 +99,7 @@ class _BetweenNodes:
 
 
 class _Judged:
-    """Seconds of communication for an order of the nodes; ``job`` has them in the order that counts as the first."""
+    """Judges orders of the nodes by their seconds of communication; an order permutes the nodes as ``job`` has them."""
 
     def __init__(self, job: Job) -> None:
         plain = analyze(replace(job, cluster=replace(job.cluster, wiring=None)))
@@ -116,7 +119,7 @@ class _Judged:
                 slow.append(1 / link.share)
                 late.append(link.latency / (level.latency_per_step or 1e-9))
             for weight, figures in ((sent.bandwidth_seconds, slow), (sent.latency_seconds, late)):
-                # Exactly rounded: orders that use the same links are equal, whatever these are.
+                # fsum rounds exactly, so that orders which use the same links are equal.
                 total += weight * (max(figures) + _NEARNESS * math.fsum(figures) / len(figures))
         return total + _NEARNESS**2 * self._tiers(order)
 
@@ -127,13 +130,14 @@ class _Judged:
         return self._links[key]
 
     def _tiers(self, order: Sequence[int]) -> int:
-        """Switches between neighbours: where nothing has a price, nearer is better."""
+        """Switches between neighbouring nodes, summed: where links cost the same, nearer is better."""
         wiring = self._cluster.wiring
         assert wiring is not None
         return sum(wiring.tier(node, other) or 0 for node, other in zip(order, [*order[1:], order[0]]))
 
 
 def _sent(analysis: Analysis) -> Iterator[_BetweenNodes]:
+    """What each dimension sends over levels outside a node."""
     job = analysis.job
     node_devices, below, inner = job.cluster.node_devices, 1, set[str]()
     for level in job.cluster.levels:
@@ -156,7 +160,7 @@ def _sent(analysis: Analysis) -> Iterator[_BetweenNodes]:
 
 
 def _neighbours_in(job: Job, dimension: str, kind: CollectiveKind) -> Neighbours:
-    """As `cost` prices it."""
+    """Which members of a group exchange messages, as `cost` prices it."""
     if dimension == "pp":
         return "line" if job.strategy.chunks_per_rank == 1 else "ring"
     if dimension == "ep" or (dimension == "cp" and job.strategy.context_method == "ulysses"):
@@ -177,7 +181,8 @@ def _groups(job: Job, dimension: str) -> Iterable[Sequence[int]]:
 
 
 def _best_order(job: Job, hosts: int) -> tuple[int, ...]:
-    """All orders of few nodes; of more, swaps and reversals of the best of some first guesses, until none helps."""
+    """Few nodes: the best of all orders. More: the best of some guesses, improved by swaps and reversals until none
+    helps."""
     nodes, judged = job.cluster.nodes, _Judged(job)
     if hosts <= _ALL_ORDERS:
         return min(permutations(range(hosts), nodes), key=lambda order: (judged.seconds(order), order))
@@ -197,7 +202,7 @@ def _best_order(job: Job, hosts: int) -> tuple[int, ...]:
 
 
 def _guesses(job: Job, hosts: int) -> Iterator[list[int]]:
-    """As given; by switches, the outermost first; and chains that begin somewhere and go on to the best link."""
+    """The order as given; sorted by switches, outermost first; and chains that follow the best link from a node."""
     wiring = job.cluster.wiring
     assert wiring is not None
     yield list(range(hosts))
@@ -213,7 +218,7 @@ def _guesses(job: Job, hosts: int) -> Iterator[list[int]]:
 
 
 def _neighbours(order: Sequence[int], nodes: int) -> Iterator[list[int]]:
-    """One swap, also with a host that is not needed, or one reversed part away."""
+    """Orders one swap away, also with a host that the job does not need, or one reversed run away."""
     for first in range(nodes):
         for second in range(first + 1, len(order)):
             swapped = list(order)
@@ -227,9 +232,9 @@ def _neighbours(order: Sequence[int], nodes: int) -> Iterator[list[int]]:
 
 
 def device_order(distances: Sequence[Sequence[int]], group: int) -> tuple[int, ...]:
-    """The devices so that each ``group`` of neighbours is as near as can be: the farthest two, then all of them.
+    """The devices in an order that puts near ones side by side, ``group`` at a time (`spread` says how near).
 
-    Group by group, around the first device that is left: exact for the pairs and quads that a node is made of.
+    Greedy, each group around the first device left: exact for the pairs and quads that a node is made of.
     """
     left, order = list(range(len(distances))), list[int]()
     while left:
@@ -244,6 +249,6 @@ def device_order(distances: Sequence[Sequence[int]], group: int) -> tuple[int, .
 
 
 def spread(distances: Sequence[Sequence[int]], devices: Sequence[int]) -> tuple[int, int]:
-    """How far the farthest two of some devices are apart, and all of them together."""
+    """The distance of the farthest two of some devices, and the sum of all distances between them."""
     apart = [distances[first][second] for first, second in combinations(devices, 2)]
     return max(apart, default=0), sum(apart)

@@ -26,7 +26,10 @@ THOROUGH_SECONDS = 3600.0
 
 
 class Deadline:
-    """Starts when created; ``None`` never ends. ``was_hit``: something was left out because of it or a part of it."""
+    """A time limit that starts when created; without ``seconds`` it never ends.
+
+    ``was_hit``: something was left out because this limit, or a part of it, had passed.
+    """
 
     def __init__(self, seconds: float | None, parent: Deadline | None = None) -> None:
         self.seconds, self._parent = seconds, parent
@@ -58,7 +61,7 @@ class Deadline:
         return self.passed
 
     def until(self, several: Iterable[T]) -> Iterator[T]:
-        """As many items as there is time for; always the first."""
+        """As many items as there is time for, and always the first."""
         for number, item in enumerate(several):
             if number and self.passed:
                 self.hit()
@@ -66,28 +69,30 @@ class Deadline:
             yield item
 
 
-MOST_GROUPS = 1200  # of a space that is searched in seconds
+MOST_GROUPS = 1200  # a space of this many groups is searched in seconds
 
 
 @dataclass(frozen=True)
 class Request:
-    """``job`` has the model, cluster, training and stack, and the parts of the strategy that no search varies.
-
-    ``memory_bytes`` caps a device's memory, in place of the margin that a plan usually leaves free. ``offload``:
-    always (True), never (False), or where it gains (None). ``any_priced`` includes strategies that are priced
-    but not run. ``thorough`` searches the whole space. ``time_limit_seconds`` (default a minute, thorough an hour) ends
-    an answer with the best so far; plans from a request that has `started` share one limit.
-    """
+    """What to plan for, within which constraints, and how long to search."""
 
     job: Job
+    """Model, cluster, training and stack, and the parts of the strategy that no search varies."""
     constraints: Constraints = Constraints()
     minimum_batch: int | None = None
+    """Asks for the smallest batch of at least this many sequences that divides; None: the batch of the training."""
     memory_bytes: float | None = None
+    """Cap on a device's memory; None: a plan leaves its usual margin free."""
     offload: bool | None = None
+    """Always (True), never (False), or where it gains (None)."""
     any_priced: bool = False
+    """Includes strategies that are priced but not run."""
     thorough: bool = False
+    """Searches the whole space, however large."""
     time_limit_seconds: float | None = None
+    """After this an answer ends with the best so far; None: a minute, or an hour if ``thorough``."""
     running: Deadline | None = field(default=None, compare=False, repr=False)
+    """The limit that all plans from a request which has `started` share."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -120,11 +125,11 @@ class Request:
 
     @property
     def capacity_bytes(self) -> float:
-        """Device memory that a plan may use, as predicted."""
+        """Predicted device memory that a plan may use."""
         return self.room.planned_bytes
 
     def short_words(self, needed_bytes: float) -> str:
-        """Why a strategy that needs so many bytes is not planned."""
+        """Why a strategy that needs ``needed_bytes`` is not planned."""
         needs, there = readable_bytes(needed_bytes), readable_bytes(self.capacity_bytes)
         words = f"needs at least {needs} per device, a plan may use up to {there}"
         if needed_bytes > self.room.usable_bytes:
@@ -139,7 +144,7 @@ class Request:
         return space if self.thorough else space.within(MOST_GROUPS)
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether the constraints allow it; fields without effect may have any value."""
+        """Whether the constraints allow the strategy; fields without effect may have any value."""
         wanted, excluded = self.constraints.allowed, self.constraints.excluded
         return all(has(strategy, name, values, idle=True) for name, values in wanted.items()) and not any(
             all(has(strategy, name, values, idle=False) for name, values in entry.items()) for entry in excluded

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.algorithms.base import Algorithm, axes_of, bits_below, log2_ceil, rooted
 from shardwise.collectives.algorithms.pairwise import DIRECT
 from shardwise.collectives.algorithms.rings import RING
 from shardwise.collectives.arrays import best_chunks
@@ -14,7 +13,7 @@ from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer, compose, from_root, reverse, schedule_of
 from shardwise.collectives.shapes import Axis
 from shardwise.collectives.topology import Level
-from shardwise.collectives.work import Work
+from shardwise.collectives.work import Algorithm, Work, axes_of, bits_below, log2_ceil, rooted
 
 if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size

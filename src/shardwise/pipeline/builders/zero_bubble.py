@@ -21,7 +21,7 @@ from shardwise.pipeline.schedule import (
     loop_placement,
     one_copy,
 )
-from shardwise.pipeline.simulator import simulate
+from shardwise.pipeline.timeline import simulate
 from shardwise.spec.errors import SpecError, shown
 
 # -- Weight gradients scheduled where a rank would otherwise wait ------------------------------------

@@ -24,20 +24,23 @@ from shardwise.uncertainty.residuals import ErrorBar, error_bar, memory_quantile
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions about a plan; ``why_not`` has each alternative as text and as bounds."""
+    """Questions about a plan."""
 
     framework: str | None = None
     why_not: tuple[tuple[str, Mapping[str, Allowed]], ...] = ()
+    """Each alternative as the user wrote it, and as allowed values."""
     what_if: tuple[str, ...] = ()
     pareto: Literal["memory", "money"] | None = None
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """``plan`` includes what was simulated for an answer; ``notes`` say what was assumed or left out."""
+    """A plan and the answers to all questions about it."""
 
     plan: Plan
+    """Includes the strategies that were simulated for an answer."""
     notes: tuple[str, ...]
+    """What was assumed or left out."""
     framework: str | None
     explanation: PlanExplanation
     textbook: Candidate | None
@@ -66,7 +69,7 @@ def answer(
     plan: Plan, asked: Questions, notes: Sequence[str], campaign: Callable[[Candidate], Campaign | None]
 ) -> PlanAnswer:
     """Answers the questions; ``campaign`` prices the whole run of the best strategy."""
-    # A strategy simulated for a question may be the best of its kind: all tables include them.
+    # A strategy that is simulated for a question may be the best of its kind, so it joins the plan and all tables.
     deadline, left_out = plan.request.deadline, []
     wishes = []
     for text, wanted in asked.why_not:
@@ -111,7 +114,7 @@ def answer(
 
 
 def _part_notes(plan: Plan, part: Size | None) -> Iterator[str]:
-    """Advice to leave devices out."""
+    """Advice to use only a part of the devices."""
     if part is not None:
         whole, less = plan.best.job, part.best.job
         joined = zip(whole.cluster.levels, less.cluster.levels)

@@ -13,7 +13,6 @@ from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottlen
 from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.planner.advice.remedy import what_would_fit
-from shardwise.spec.job import Job
 from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
@@ -33,16 +32,15 @@ class StorageUse:
 
 @dataclass(frozen=True)
 class Assessment:
-    """``best_change`` is for a job that fits, ``what_would_fit`` for one that does not; the last five are on request.
-
-    ``predicted_seconds_low`` and ``high`` are the ends of the error bar.
-    """
+    """An analysis with what follows from it; the fields with defaults are computed on request."""
 
     analysis: Analysis
     error_bar: ErrorBar
     bottleneck: Bottleneck
     best_change: Change | None
+    """For a job that fits."""
     what_would_fit: str | None
+    """For a job that does not fit."""
     gradient_times: tuple[GradientTime, ...]
     storage: StorageUse
     campaign: Campaign | None = None
@@ -78,8 +76,13 @@ def assess(
     topologies: bool = False,
     advice: bool = True,
 ) -> Assessment:
-    """``advice`` searches for what to change, which takes most of the time."""
+    """Assesses an analysis; ``advice`` searches for what to change, which takes most of the time."""
     job = analysis.job
+    memory: MemoryOverTime | None = None
+    if over_time:
+        from shardwise.cost.memory.timeline import memory_over_time
+
+        memory = memory_over_time(job)
     return Assessment(
         analysis,
         error_bar(job),
@@ -91,12 +94,6 @@ def assess(
         campaign,
         {kind: scaling_table(job, kind) for kind in SCALING_KINDS} if scaling else None,
         rank_places(job) if ranks else None,
-        _memory_over_time(job) if over_time else None,
+        memory,
         compared_topologies(job) if topologies else None,
     )
-
-
-def _memory_over_time(job: Job) -> MemoryOverTime:
-    from shardwise.cost.memory.timeline import memory_over_time
-
-    return memory_over_time(job)

@@ -26,7 +26,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
 from shardwise.uncertainty.residuals import Noise
 
-_MOST = 16.0  # larger factors are unrealistic
+_MOST = 16.0  # the largest factor tried: beyond it machines and batches are unrealistic
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,19 @@ class Turning:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """The plan's first strategy against the next distinct one; ``within`` layouts are within noise of the fastest."""
+    """The plan's first strategy against the next one that is not a near-duplicate."""
 
     first: Candidate
     second: Candidate | None
     fastest: Candidate
     within: int
+    """Layouts within noise of the fastest."""
     noise: Noise
     group: Group
+    """Of the second strategy."""
     differences: str
-    turnings: tuple[Turning, ...] | None  # None if there was no time to search for them
+    turnings: tuple[Turning, ...] | None
+    """What would make the second win; None if there was no time to search for it."""
 
     @property
     def loss(self) -> float:
@@ -80,17 +83,14 @@ class PlanExplanation:
         if self.group == "within noise":
             more = self.second.margin_bytes - self.first.margin_bytes
             left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
-            return f"{text}{_takes(self.loss)} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
+            takes = "ties" if abs(self.loss) < TIE else f"takes {self.loss:+.1%} against 1"
+            return f"{text}{takes} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
         text += f"takes {self.loss:+.1%} against 1: {self.differences}"
         if self.turnings is None:
             return f"{text}."
         if not self.turnings:
             return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large would reverse that."
         return f"{text}; it would win with {' or '.join(str(turning) for turning in self.turnings)}."
-
-
-def _takes(loss: float) -> str:
-    return "ties" if abs(loss) < TIE else f"takes {loss:+.1%} against 1"
 
 
 def explain(plan: Plan) -> PlanExplanation:
@@ -122,6 +122,8 @@ Change = Callable[[Job, float], Job]
 def _turning(
     first: Candidate, second: Candidate, what: str, change: Change, *, whole: bool = False
 ) -> Iterator[Turning]:
+    """The change by the smallest factor, up or down, with which the second strategy wins, if there is one."""
+
     def ahead(factor: float) -> bool:
         """Whether the second is at least as fast with the change."""
         try:
@@ -132,7 +134,7 @@ def _turning(
         return after <= before
 
     if ahead(1.0):
-        return  # the closed form ranks them the other way round: no turning point
+        return  # the closed form, unlike the simulation, ranks the second first: there is no turning point
     for direction in (1,) if whole else (1, -1):
         factor = 1.0
         while factor < _MOST:
@@ -143,7 +145,7 @@ def _turning(
 
 
 def _refined(ahead: Callable[[float], bool], factor: float, direction: int) -> float:
-    """The smallest factor between half of this one and itself, to a few percent."""
+    """The smallest sufficient factor between ``factor / 2`` and ``factor``, to a few percent."""
     low, high = factor / 2, factor
     for _ in range(5):
         middle = (low * high) ** 0.5
@@ -174,7 +176,7 @@ _RECOMPUTES = ("none", "selective", "full")
 
 
 def textbook(request: Request) -> Candidate | None:
-    """The better of the pipeline and the ZeRO-3 variant; None if neither fits."""
+    """What a textbook would choose: the better of its pipeline and its ZeRO-3 variant; None if neither fits."""
     inner = _inside_the_node(request.job)
     ways = (_by_pipeline(request, inner), _by_zero3(request, inner))
     fitting = [_first_that_fits(request, options) for options in ways]
@@ -210,6 +212,7 @@ def _by_pipeline(request: Request, inner: Strategy) -> Iterator[Strategy]:
 
 
 def _by_zero3(request: Request, inner: Strategy) -> Iterator[Strategy]:
+    """ZeRO-3 over all devices, with no, selective and full recompute."""
     if request.job.cluster.devices == inner.tp:
         return
     for recompute in _RECOMPUTES:

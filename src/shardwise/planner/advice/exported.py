@@ -14,11 +14,13 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class PricedExport:
-    """A job as priced here, and as the framework runs its export (None if that is not a valid job)."""
+    """A job as priced here, and as a framework runs its export."""
 
     here: Candidate
     there: Candidate | None
+    """None if what the framework would run is not a valid job."""
     differs: tuple[str, ...] = ()
+    """What the framework does differently, in a few words."""
 
     @property
     def changed(self) -> bool:

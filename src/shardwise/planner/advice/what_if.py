@@ -83,7 +83,7 @@ def _level(cluster: Cluster, name: str) -> int:
 
 
 def _with_domain(cluster: Cluster, index: int, value: str) -> Cluster:
-    """A level with another number of members, the next one with as many as keep the devices the same."""
+    """A level with ``value`` members; the next level out gets as many as keep the number of devices."""
     if index + 1 >= len(cluster.levels):
         raise SpecError("--what-if", f"{cluster.levels[index].name} is the outermost level", "give --cluster a size")
     level, above = cluster.levels[index], cluster.levels[index + 1]
@@ -118,7 +118,7 @@ class Size:
 
 
 def sizes(base: Plan, framework: str | None = None) -> tuple[Size, ...]:
-    """All devices, half of them, a quarter, ... while something fits; sizes that are not cheaper are left out."""
+    """The plan on all devices, half of them, a quarter, ... while something fits; only sizes that get cheaper."""
     front = [Size(base.request.job.cluster.devices, base.fastest)]
     for cluster in islice(_parts(base.request.job.cluster), _MOST_SIZES - 1):
         best = _fastest_on(cluster, base, framework)
@@ -131,7 +131,7 @@ def sizes(base: Plan, framework: str | None = None) -> tuple[Size, ...]:
 
 
 def faster_part(base: Plan, framework: str | None = None) -> Size | None:
-    """The fastest on a part of the cluster, where that beats the whole by more than noise.
+    """The fastest part of the cluster, if it beats the whole by more than noise; else None.
 
     At a fixed batch a slow network may cost more than the devices behind it gain.
     """
@@ -148,7 +148,7 @@ def faster_part(base: Plan, framework: str | None = None) -> Size | None:
 
 
 def _fastest_on(cluster: Cluster, base: Plan, framework: str | None) -> Candidate | None:
-    """None if nothing fits, or there is no time left."""
+    """The fastest strategy on ``cluster``; None if nothing fits, or no time is left."""
     if base.request.deadline.leaves_out():
         return None
     request = base.request.on(cluster)
@@ -160,7 +160,7 @@ def _fastest_on(cluster: Cluster, base: Plan, framework: str | None) -> Candidat
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Half of the cluster, a quarter, ...: first without what only the slowest network reaches."""
+    """Half of the cluster, a quarter, ...: cut at the outermost network level first."""
     for index in reversed(range(len(cluster.levels))):
         while (level := cluster.levels[index]).width > 1:
             if level.shape:  # half of a torus is another shape
@@ -170,7 +170,7 @@ def _parts(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _least_device_seconds(job: Job) -> float:
-    """Device time that the arithmetic of a token needs in any split: whole matrices, all tokens at once."""
+    """A lower bound on the device time of a token, however it is split: whole matrices, all tokens at once."""
     alone = replace(plain_strategy(job), dp=1, microbatch=job.sequences)
     compute = predict(job.unchecked(strategy=alone)).slowest.compute
     return float(compute.forward + compute.backward) / job.tokens_per_step

@@ -1,15 +1,14 @@
-"""Why not another strategy: what rules it out, or by how much it loses; and what a missing feature costs."""
+"""Why not another strategy: what rules it out, or by how much it loses; and what a feature we lack costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.planner.advice.remedy import what_is_missing
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.constraints import Allowed, has
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import Plan, plan
+from shardwise.planner.plan import Plan, plan, what_is_missing
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import PricedStrategy, Search, search
 from shardwise.planner.search.supported import findings_of
@@ -17,31 +16,32 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import schedule_records
 from shardwise.spec.support import Finding
 
-TIE = 0.0005  # what prints as 0.0%
+TIE = 0.0005  # a smaller share prints as 0.0%
 
 
 @dataclass(frozen=True)
 class WhyNot:
-    """``verdict``: "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself".
-
-    ``best`` is the best strategy with these values that could be priced at all.
-    """
+    """The answer to one "why not"."""
 
     wanted: str
     verdict: str
+    """ "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself"."""
     reason: str
     best: Candidate | None = None
-    loss: float | None = None  # in time per token against the fastest, as a share
+    """The best strategy with the wanted values, if any could be priced."""
+    loss: float | None = None
+    """Extra time per token against the fastest, as a share."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Strategies with certain values: what a search found, or why nothing can be."""
+    """A request for strategies with certain values, and what the search for them found."""
 
     words: str
     wanted: Mapping[str, Allowed]
     request: Request
     result: Plan | Search | None
+    """None if the request itself rules the values out; ``problem`` says why."""
     problem: str = ""
 
     @property
@@ -50,21 +50,21 @@ class Wish:
 
 
 def wish(base: Plan, wanted: Mapping[str, Allowed]) -> Wish:
-    """Searches strategies with the ``wanted`` values; what it simulates joins the plan (`Plan.joined`)."""
+    """Searches strategies with the ``wanted`` values; the caller adds those simulated to the plan (`Plan.joined`)."""
     words = ", ".join(f"{name} {values}" for name, values in wanted.items())
     request = base.request
     try:
         constraints = request.constraints.with_allowed(wanted)
     except SpecError as error:
         return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
-    # Offload only if the plan does: it should not rescue an alternative.
+    # Offload only if the plan offloads: it should not rescue an alternative.
     offload = request.offload if request.offload is not None else base.best.job.strategy.offload.any
     restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
     return Wish(words, wanted, restricted, plan(restricted))
 
 
 def judged(base: Plan, asked: Wish) -> WhyNot:
-    """The answer to a wish whose strategies are among those of the plan."""
+    """The answer to a wish; the strategies simulated for it are among those of the plan."""
     if isinstance(asked.result, Plan):
         own, wanted = {candidate.job for candidate in asked.candidates}, asked.wanted.items()
         best = next(
@@ -103,7 +103,7 @@ def _behind(words: str, base: Plan, other: Candidate) -> WhyNot:
 
 
 def largest_differences(first: Candidate, other: Candidate) -> str:
-    """The parts of the step in which the other loses and gains, per token, as shares of the first's step."""
+    """The parts of the step in which ``other`` loses or gains most, per token, as shares of the step of ``first``."""
     scale = first.job.tokens_per_step / other.job.tokens_per_step
     whole = first.step_seconds
     deltas = {part: (other.parts[part] * scale - first.parts[part]) / whole for part in PARTS}
@@ -113,13 +113,13 @@ def largest_differences(first: Candidate, other: Candidate) -> str:
 
 
 def difference_words(loss: float) -> str:
-    """The difference in time: "+1.3%", or "ties" for what would print as 0.0%."""
+    """A difference in time: "+1.3%", or "ties" if it would print as 0.0%."""
     return "ties" if abs(loss) < TIE else f"{loss:+.1%}"
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A strategy that our engine does not run and that beats all it runs by more than noise."""
+    """A strategy that our engine does not run, but that beats all it runs by more than noise."""
 
     best: Candidate
     findings: tuple[Finding, ...]
@@ -131,7 +131,7 @@ class NotRun:
 
 
 def not_run(base: Plan) -> NotRun | None:
-    """The first that `--any` would list, if it gains more than noise."""
+    """The first strategy that only `--any` would list, if it gains more than noise."""
     request = base.request
     if request.offers_priced or request.deadline.leaves_out() or not _may_gain(base):
         return None
@@ -147,7 +147,7 @@ def not_run(base: Plan) -> NotRun | None:
 
 
 def _may_gain(base: Plan) -> bool:
-    """Whether the tables have a strategy that is not run and beats all that are by more than noise."""
+    """Whether the price tables have a strategy that our engine does not run and that gains more than noise."""
     fastest = min(priced.seconds_per_sequence for priced in base.search.best)
     return any(priced.seconds_per_sequence * (1 + base.noise.share) < fastest for priced in _seen(base))
 
@@ -160,7 +160,7 @@ def _seen(base: Plan) -> Iterator[PricedStrategy]:
 
 
 def _with_hidden_exchange(request: Request) -> list[PricedStrategy]:
-    """The best with schedules that overlap the expert exchange with another microbatch, in an engine that can."""
+    """The best strategy whose schedule hides the expert exchange under another microbatch, in an engine that can."""
     hiding = tuple(record.name for record in schedule_records() if record.hides_exchange)
     try:
         constraints = request.constraints.with_allowed({"schedule": Allowed(hiding)})

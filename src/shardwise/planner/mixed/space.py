@@ -36,9 +36,9 @@ from shardwise.spec.strategy import DIMENSIONS, Strategy
 INTERLEAVES = (2, 3, 4, 6)
 MICROBATCHES = (1, 2, 4, 8)
 FEWEST_CONTEXT_TOKENS = 8192  # a context-parallel rank keeps at least this much of a sequence
-# The least sharding that fits is taken: a pipeline pays for more in every microbatch.
+# Least sharding first, since a pipeline pays for more in every microbatch.
 SHARDINGS = ((0, False), (1, False), (2, False), (3, True), (3, False))
-# What this search does not vary, and the one value that it has.
+# Fields that this search does not vary, and their values.
 FIXED: dict[str, Any] = {
     "shard_group": None,
     "accumulate": "sharded",
@@ -56,20 +56,25 @@ class MixedRequest(Request):
 
     @cached_property
     def capacities(self) -> tuple[float, ...]:
-        """What the predicted memory of a plan may take of a device of each kind."""
+        """Predicted device memory that a plan may use, of each kind."""
         return tuple(self.on(kind).capacity_bytes for kind in self.mixed.kinds)
+
+    def excludes(self, strategy: Strategy) -> bool:
+        """Whether the user excluded a combination of values that the strategy has."""
+        entries = self.constraints.excluded
+        return any(all(field_value(strategy, name) in values for name, values in entry.items()) for entry in entries)
 
 
 @dataclass(frozen=True)
 class MixedSpace:
-    """The strategies of a request; how states are divided and layers placed is decided for each."""
+    """The strategies of a request, before it is decided for each how to shard states and where to place layers."""
 
     request: MixedRequest
     _verdicts: dict[Strategy, bool] = field(default_factory=dict, init=False, compare=False)
     _divides: dict[Any, bool] = field(default_factory=dict, init=False, compare=False)
 
     def check(self) -> None:
-        """Raises SpecError for a constraint on something that is not varied."""
+        """Raises SpecError if a field that is not varied is constrained to another value."""
         constraints = self.request.constraints
         for name, value in FIXED.items():
             if value not in constraints.candidates(name, (value,)):
@@ -78,7 +83,7 @@ class MixedSpace:
             raise SpecError("stage_layers", "follow from the kinds on a mixed cluster", "leave it out")
 
     def arrangements(self) -> Iterator[Arrangement]:
-        """Every strategy that divides and is supported, on every order of the kinds."""
+        """Every strategy that divides, on every order of the kinds."""
         mixed = self.request.mixed
         distinct = dict.fromkeys(permutations(range(len(mixed.kinds))))
         orders = [order for order in distinct if not self._repeats(order)]
@@ -93,18 +98,17 @@ class MixedSpace:
         return any(first > second and kinds[first] == kinds[second] for first, second in pairwise(order))
 
     def shardings(self, strategy: Strategy) -> list[tuple[int, bool]]:
-        """Ways to divide the states, least divided first: ZeRO stage, and whether gathered parameters are kept."""
+        """Ways to shard the states, least sharded first: ZeRO stage, and whether gathered parameters are kept."""
         allowed = self.request.constraints.candidates
         zeros = allowed("zero", (1, 2, 3) if strategy.gradient_group > 1 else (0,))
         kept = allowed("keep_parameters", (False, True))
         return [(zero, keep) for zero, keep in SHARDINGS if zero in zeros and keep in kept]
 
     def supported(self, arrangement: Arrangement) -> bool:
-        """Whether our engine runs each part of it, and the user did not exclude the combination."""
-        strategy, excluded = arrangement.strategy, self.request.constraints.excluded
-        if any(all(field_value(strategy, name) in values for name, values in entry.items()) for entry in excluded):
+        """Whether our engine runs the arrangement, and the user did not exclude it."""
+        if self.request.excludes(arrangement.strategy):
             return False
-        key = strategy.unchecked(microbatch=1)
+        key = arrangement.strategy.unchecked(microbatch=1)
         if key not in self._verdicts:
             self._verdicts[key] = not findings_of(arrangement.job, any_priced=self.request.any_priced)
         return self._verdicts[key]
@@ -132,7 +136,7 @@ class MixedSpace:
                 )
 
     def _degrees(self) -> Iterator[dict[str, Any]]:
-        """tp·cp·dp devices make a stage of every kind, so they divide the devices of each."""
+        """Degrees whose stages, of tp·cp·dp devices, divide the devices of every kind."""
         mixed, job = self.request.mixed, self.request.job
         allowed = self.request.constraints.candidates
         inner = min(kind.levels[0].width for kind in mixed.kinds)
@@ -151,7 +155,8 @@ class MixedSpace:
 
     def _schedules(self, pp: int) -> list[tuple[str, int]]:
         constraints, layers = self.request.constraints, self.request.job.model.layers
-        # A second copy of a stage would be on a rank of another kind; all activations at once are too many.
+        # Left out: two copies, since the second of a stage would be on another kind; and all forwards first, which
+        # holds too many activations.
         return [
             (record.name, interleave)
             for record, interleave, _ in schedule_choices(constraints, searched_schedules(), INTERLEAVES, pp, layers)
@@ -183,7 +188,7 @@ class MixedSpace:
         return self._divides[key]
 
 
-_BETTER = 0.99  # more sharding has to shorten the bound to this share
+_BETTER = 0.99  # more sharding has to reduce the bound to less than this share
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ class Estimated:
 
 
 def estimated(space: MixedSpace) -> Iterator[Estimated]:
-    """Every arrangement with as little sharding as its memory allows; what cannot fit is left out."""
+    """Every arrangement that may fit, with the least sharding, and with more where that lowers the bound."""
     known = _Known()
     for arrangement in space.arrangements():
         best = float("inf")
@@ -214,7 +219,7 @@ def estimated(space: MixedSpace) -> Iterator[Estimated]:
 
 @dataclass
 class _Known:
-    """Pieces that many arrangements share: bytes whatever the schedule, seconds whatever the sharding."""
+    """Caches pieces: their bytes do not depend on the schedule, nor their seconds on the sharding."""
 
     bytes: dict[Strategy, Pieces] = field(default_factory=dict)
     seconds: dict[Strategy, dict[int, Pieces]] = field(default_factory=dict)
@@ -240,7 +245,7 @@ class _Known:
 
     def _timed(self, alike: Arrangement, kind: int) -> Pieces:
         strategy, prediction = alike.strategy, alike.job.model.mtp_layers
-        # Prediction modules beside the head have layers; without them the ends know of no expert and no recompute.
+        # Without prediction modules beside the head, which have layers, the ends have no experts and no recompute.
         key = (strategy if prediction else strategy.unchecked(ep=1, recompute="none", overlap=None), kind)
         pieces = pieces_of(alike.joined(kind), timed_ends=self.ends.get(key))
         self.ends.setdefault(key, pieces)
@@ -252,7 +257,7 @@ def _alike(arrangement: Arrangement, **changes: Any) -> Arrangement:
 
 
 def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) -> dict[int, float]:
-    """Layers that each kind has room for if nothing but them, the ends and the allowance fills its memory."""
+    """Layers that each kind has room for, beside nothing but the ends of the model and the framework's allowance."""
     layer, most = pieces.mean_layer, {}
     for kind in arrangement.kinds:
         ranks = arrangement.ranks_of(kind)
@@ -264,7 +269,10 @@ def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) ->
 
 
 def _floor_seconds(arrangement: Arrangement, pieces: dict[int, Pieces], most: dict[int, float]) -> float:
-    """All microbatches through a stage of the best balance, with layers divisible, and the schedule's idle time."""
+    """A lower bound of a step: all microbatches through a perfectly balanced stage, and the schedule's idle time.
+
+    Layers count as divisible.
+    """
     job, strategy = arrangement.job, arrangement.strategy
     layer = {kind: own.mean_layer.seconds for kind, own in pieces.items()}
     ranks = {kind: len(arrangement.ranks_of(kind)) for kind in pieces}

@@ -1,4 +1,4 @@
-"""A strategy on several kinds of nodes, and its step: every rank as its own kind runs it, all simulated together."""
+"""A strategy on several kinds of nodes, and its step: each rank priced on its own kind, all simulated together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from shardwise.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One strategy over all kinds: pipeline ranks go over the kinds in the order ``kinds``, other dimensions inside.
-
-    ``job`` has the strategy of the whole pipeline; its cluster is not used.
-    """
+    """A strategy over all kinds: the pipeline runs across them, every other dimension inside one kind."""
 
     mixed: MixedCluster
     kinds: tuple[int, ...]
+    """The kinds in the order of the pipeline ranks."""
     job: Job
+    """Has the strategy of the whole pipeline; its cluster is not used."""
 
     @property
     def strategy(self) -> Strategy:
@@ -47,15 +46,15 @@ class Arrangement:
 
     @property
     def head_rank(self) -> int:
-        """The rank with the last stage: folded schedules end where they began."""
+        """The rank with the last stage; folded schedules end on the first rank."""
         return 0 if self.strategy.schedule_record.ends_meet else self.strategy.pp - 1
 
     def on(self, kind: int) -> Job:
-        """The whole pipeline as if all devices were of one kind, for the memory of a rank."""
+        """The whole pipeline as if all devices were of ``kind``, for the memory of a rank."""
         return self.job.unchecked(cluster=self.mixed.kinds[kind])
 
     def joined(self, kind: int) -> Job:
-        """The stages of one kind and as many beyond the network between kinds, for the time of a rank."""
+        """The stages of ``kind``, and as many beyond the network between kinds, for the time of a rank."""
         strategy = self.strategy.unchecked(pp=2 * self._ranks(kind))
         return self.job.unchecked(cluster=self.mixed.joined[kind], strategy=strategy)
 
@@ -65,11 +64,11 @@ class Arrangement:
         return replace(self.mixed, kinds=tuple(self.mixed.kinds[kind] for kind in self.kinds))
 
     def whole_job(self) -> Job:
-        """The job to run, checked: a job file has it."""
+        """The job to run, checked, as a job file holds it."""
         return replace(self.unchecked_job(), strategy=replace(self.strategy))
 
     def unchecked_job(self) -> Job:
-        """The same for a price alone."""
+        """The same job without checks, to be priced only."""
         return self.job.unchecked(cluster=self.ordered.as_one)
 
     def with_strategy(self, **changes: object) -> Arrangement:
@@ -78,16 +77,21 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class KindPart:
-    """One kind's part of a step: its strategy, its pipeline ranks, its fullest device."""
+    """One kind's part of a step."""
 
     kind: int
     cluster: Cluster
     strategy: Strategy
     ranks: range
-    layers: tuple[int, ...]  # of each of its ranks
+    """Its pipeline ranks."""
+    layers: tuple[int, ...]
+    """Of each of its ranks."""
     memory: DeviceMemory
-    idle_share: float  # of the pipeline's time
-    batch_share: float = 1.0  # of the sequences that it sees
+    """Of its fullest device."""
+    idle_share: float
+    """Of the pipeline's time."""
+    batch_share: float = 1.0
+    """Of the sequences that it sees."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,12 @@ class MixedStep:
 
     @property
     def job(self) -> Job:
-        """To run, checked."""
+        """The job to run, checked."""
         return self.arrangement.whole_job()
 
     @property
     def ranks(self) -> tuple[RankPrediction, ...]:
-        """All pipeline ranks, each priced on its kind; of data parallelism across kinds, those of the slowest."""
+        """All pipeline ranks, each priced on its kind; if replicas are of different kinds, those of the slowest."""
         return tuple(rank_predictions(self.price.prediction))
 
     @property

@@ -1,4 +1,4 @@
-"""The search: every strategy of a space priced, the best kept."""
+"""The search: prices every strategy of a space and keeps the best."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     Layouts = tuple[Array, list[Degrees]]
 
 KEPT = 100
-MEMORY_STEPS = 64  # of the front of time against memory
+MEMORY_STEPS = 64  # the front of time against memory has a point for each
 GROUPS_AT_ONCE = 512
-TIGHT = 3  # layouts that are shown although they may run out of memory
+TIGHT = 3  # layouts that are kept although they may run out of memory
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,32 @@ class PricedStrategy:
 
 @dataclass
 class Search:
-    """What a search found among ``priced`` strategies.
-
-    ``excluded`` were ruled out by the user, ``unsupported`` do not run, ``too_large`` do not fit; the others are
-    ``fitting``. ``was_stopped``: part of the space was not searched.
-    """
+    """The result of a search: how many strategies it priced, and the best of them."""
 
     priced: int = 0
     excluded: int = 0
+    """Ruled out by the user."""
     unsupported: int = 0
+    """Not run by our engine."""
     too_large: int = 0
+    """Too large for a device."""
     seconds: float = 0.0
     was_stopped: bool = False
+    """Whether part of the space was not searched."""
     best: list[PricedStrategy] = field(default_factory=list)
+    """Strategies that run and fit, fastest first."""
     of_degrees: dict[Degrees, PricedStrategy] = field(default_factory=dict)
-    front: list[PricedStrategy] = field(default_factory=list)  # best time at every step of memory
-    best_not_run: PricedStrategy | None = None  # the fastest that fits but is only priced
-    tight: dict[Degrees, PricedStrategy] = field(
-        default_factory=dict
-    )  # faster than all that fit, but may run out of memory
+    """The best of every layout."""
+    front: list[PricedStrategy] = field(default_factory=list)
+    """The best at every step of memory, as far as more memory gains time."""
+    best_not_run: PricedStrategy | None = None
+    """The fastest that fits, but is priced only."""
+    tight: dict[Degrees, PricedStrategy] = field(default_factory=dict)
+    """Faster than all that fit, but they may run out of memory."""
     least_memory: PricedStrategy | None = None
-    least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
+    """The strategy that runs and needs the least memory."""
+    least_of_degrees: dict[Degrees, float] = field(default_factory=dict)
+    """The least bytes that any strategy of a layout needs."""
 
     @property
     def wanted(self) -> int:
@@ -98,9 +103,9 @@ def search(
 ) -> Search:
     """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
 
-    Of those that need more, but no more than ``tight_bytes``, it keeps some that are faster. At the ``deadline`` it
-    stops with what it has. ``beyond`` is the same space with ways to offload: of these only layouts are priced that are
-    too large without, but would be faster by more than noise than all that fit.
+    It also keeps a few faster ones that fit only in ``tight_bytes``. At the ``deadline`` it stops with what it has.
+    ``beyond`` is the same space with ways to offload. It is searched last, and only in layouts that are too large
+    without offload but would then be faster, by more than noise, than everything that fits.
     """
     deadline = deadline or Deadline(None)
     cluster = space.job.cluster
@@ -122,7 +127,7 @@ def search(
 
 
 def _batches(deadline: Deadline, space: Space, beyond: Space | None, keeper: _Keeper) -> Iterator[list[Group]]:
-    """The groups of a space, then those ``beyond`` it that can gain: all of them if nothing fits so far."""
+    """The groups of a space, then those ``beyond`` it that can gain, which are all of them if nothing fits so far."""
     every = deadline.until(space.groups())
     while groups := list(islice(every, GROUPS_AT_ONCE)):
         yield groups
@@ -145,11 +150,14 @@ def _that_can_gain(beyond: Space, keeper: _Keeper) -> Iterator[Group]:
 
 @dataclass(frozen=True)
 class _Gains:
-    """What fits, is ``noise`` times faster than the ``first`` and as fast, within noise, as the fastest since."""
+    """What offload has to achieve: fit, beat the search without it by more than noise, and be within noise of the
+    fastest so far."""
 
     keeper: _Keeper
-    first: float  # seconds of a sequence
+    first: float
+    """Seconds of a sequence: the fastest without offload."""
     noise: float
+    """A factor, such as 1.02."""
 
     @property
     def limit(self) -> float:
@@ -191,8 +199,8 @@ class _Keeper:
 
         self.result, self.capacity, self.tight, self.host, self.kept = result, capacity, tight, host, kept
         self.fastest = np.inf  # of those that fit
-        self.leads_on = leads_on  # whether `too_large` is asked for
-        self.too_large: dict[Degrees, float] = {}  # seconds of a sequence: the fastest that does not fit
+        self.leads_on = leads_on  # whether a search with offload follows, which reads `too_large`
+        self.too_large: dict[Degrees, float] = {}  # seconds of a sequence: the fastest of each layout that does not fit
         self.wanted: _Gains | None = None
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
@@ -222,6 +230,7 @@ class _Keeper:
         return fits
 
     def take(self, piece: TablePiece, allowed: Array | None, excluded: Array | None) -> None:
+        """Counts the cells of a piece and keeps the best; None for ``allowed`` and ``excluded`` is all and none."""
         import numpy as np
 
         result = self.result
@@ -295,7 +304,7 @@ class _Keeper:
                 self.too_large[key] = seconds
 
     def _tight(self, piece: TablePiece, memory: Array, seconds: Array) -> None:
-        """Keeps the fastest cell that fits as predicted, but not with the margin."""
+        """Keeps the fastest cell that fits without the margin only."""
         import numpy as np
 
         score = np.where((memory > self.capacity) & (memory <= self.tight), seconds, np.inf)
@@ -323,7 +332,7 @@ class _Keeper:
             self.threshold = self.result.best[-1].seconds_per_sequence
 
     def _of_degrees(self, piece: TablePiece, score: Array, layouts: Layouts) -> None:
-        """The best of every layout."""
+        """Keeps the best cell of every layout."""
         import numpy as np
 
         starts, degrees = layouts
@@ -337,7 +346,7 @@ class _Keeper:
                 self.result.of_degrees[key] = self._found(piece, score, flat)
 
     def _front(self, piece: TablePiece, score: Array) -> None:
-        """The best at every step of memory."""
+        """Keeps the best cell at every step of memory."""
         import numpy as np
 
         steps = np.minimum(piece.memory_bytes * (MEMORY_STEPS / self.capacity), MEMORY_STEPS - 1).astype(np.uint8)

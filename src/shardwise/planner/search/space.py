@@ -28,17 +28,18 @@ from shardwise.spec.training import Training
 
 MOST_MICROBATCH = 16
 MOST_MICROBATCH_TOKENS = 65_536
-BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
-MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: larger ones always look better, but train differently
+BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded by at most this share to one that divides over a layout
+MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: larger batches always look better, but train differently
 
 
 @dataclass(frozen=True)
 class Batches:
-    """``minimum`` asks for the smallest batch of at least that size that divides; without it the training's is used."""
+    """The batches and microbatches to try."""
 
     training: Training
     constraints: Constraints
     minimum: int | None
+    """Asks for the smallest batch of at least this many sequences that divides; None: the batch of the training."""
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
@@ -49,14 +50,14 @@ class Batches:
         return self.constraints.candidates("microbatch", usual)
 
     def sequences(self, base: Strategy, schedules: list[str]) -> dict[int, tuple[int, ...]]:
-        """By microbatch size: sequences of a step under each schedule, or 0 if the batch does not divide."""
+        """By microbatch size: the sequences of a step under each schedule, or 0 if the batch does not divide."""
         rounds = [schedule_record(name).rounds(base.pp) for name in schedules]
         sizes = {size: base.data_parallel * size for size in self.microbatches}
         return {size: tuple(self.batch(each * times) for times in rounds) for size, each in sizes.items()}
 
     @cached_property
     def batch(self) -> Callable[[int], int]:
-        """The batch that is a multiple of so many sequences and near what was asked for, or 0."""
+        """By multiple: the batch that is a multiple of so many sequences and near what was asked for, or 0."""
         return cache(self._rounded)
 
     def _rounded(self, multiple: int) -> int:
@@ -72,18 +73,18 @@ class Batches:
 
 
 SHARD_GROUPS = 5  # sizes of a hybrid shard group to try besides all ranks
-# ZeRO stage, parameters kept, gradients accumulated.
+# ZeRO stage, whether gathered parameters are kept, how gradients are accumulated.
 SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
              (3, True, "sharded"), (3, True, "local"))  # fmt: skip
-LEAVING = ((2, False, "sharded"), (3, False, "sharded"))
+LEAVING = ((2, False, "sharded"), (3, False, "sharded"))  # let gradients and weights be offloaded
 LOCAL = ((2, False, "local"), (3, False, "local"))  # only on request
 
 
 def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_leave: bool) -> tuple[ShardChoice, ...]:
     """Every way to shard the states of the layout ``base``.
 
-    On one rank they are all the same, except that ZeRO-2 and 3 allow gradients and weights to be offloaded
-    (``states_leave``), and ZeRO-1 what the constraints exclude without.
+    On a single rank they are all the same, with two exceptions: ZeRO-2 and 3 allow gradients and weights to be
+    offloaded (``states_leave``), and ZeRO-1 is tried where the constraints exclude ZeRO-0.
     """
     group = base.gradient_group
     sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
@@ -99,7 +100,7 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
         if zero in stages and keeps in kept and accumulate in accumulated
     ]
     if job.stack.usual_accumulation(2, base.pp) == "local" and not constraints.names("accumulate"):
-        # As the stack does it, which is the price of ZeRO-1; our own engine can also do otherwise.
+        # The stack accumulates locally, which costs the same as ZeRO-1; our own engine can also shard.
         also = (2, False, "local")
         wanted = [sharding for sharding in wanted if job.stack.is_own or sharding != (2, False, "sharded")]
         wanted += [also] if 2 in stages and False in kept and 1 not in stages else []
@@ -121,7 +122,7 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
 
 
 def shard_groups(base: Strategy) -> tuple[int | None, ...]:
-    """All ranks that hold the same parameters (None), and sizes spread evenly over the possible ones."""
+    """Sizes to try: all ranks that hold the same parameters (None), and some spread evenly over the divisors."""
     group = base.gradient_group
     sizes = [size for size in divisors(group) if 1 < size < group]
     if len(sizes) >= SHARD_GROUPS:
@@ -130,7 +131,7 @@ def shard_groups(base: Strategy) -> tuple[int | None, ...]:
 
 
 def _shardable(job: Job, base: Strategy, size: int | None, *, asked: bool) -> bool:
-    """Whether to shard over a group of this size: one that straddles a level of the network only if ``asked`` for."""
+    """Whether to shard over a group of this size; one that straddles a network level only if ``asked`` for."""
     shards = size or base.gradient_group
     if base.gradient_group % shards:
         return False
@@ -150,8 +151,8 @@ FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much
 MOST_TENSOR = 64
 ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 INTERLEAVES = (2, 3, 4, 6, 8)
-RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
-# How a space that is too large is narrowed, step by step.
+RECOMPUTED_PARTS = 6  # full recompute covers a sixth of a stage's layers, two sixths, ...
+# The steps by which a space that is too large is narrowed.
 NARROWINGS = (
     "rank order tp-cp-dp-pp only",
     "sequence parallelism wherever tp is, and whole experts (expert_tp 1)",
@@ -163,7 +164,7 @@ NARROWINGS = (
 def schedule_choices(
     constraints: Constraints, names: Iterable[str], interleaves: Iterable[int], pp: int, layers: int
 ) -> Iterator[tuple[ScheduleRecord, int, int]]:
-    """Schedules with their chunks per rank and their stages, as many as the ``layers`` are divided over."""
+    """Schedules with their interleave and their number of stages, no more than the ``layers`` divide over."""
     for name in constraints.candidates("schedule", names):
         record = schedule_record(name)
         for interleave in constraints.candidates("interleave", interleaves if record.chooses_chunks else (1,)):
@@ -175,7 +176,7 @@ def schedule_choices(
 def expert_choices(
     model: Model, constraints: Constraints, splits: Iterable[int], ranks: int
 ) -> list[tuple[int, int | None]]:
-    """ep and expert_tp over the ranks of a stage; without experts there is nothing to choose."""
+    """Pairs of ep and expert_tp over the ranks of a stage; a dense model has one."""
     moe = model.moe
     if moe is None:
         return [(ep, None) for ep in constraints.candidates("ep", (1,)) if ep == 1]
@@ -197,8 +198,8 @@ def model_divides(job: Job, strategy: Strategy) -> bool:
 
 
 def plain_strategy(job: Job) -> Strategy:
-    """What all strategies of a search share: the stack's overlap (that of tp: the job's) and dispatch, and what no
-    search varies."""
+    """What all strategies of a search share: the dispatch and the overlap of the stack (except tp's, which is the
+    job's), and the fields that no search varies."""
     return Strategy(
         stage_layers="balanced",
         overlap=replace(job.stack.overlap, ep=False, tp=job.strategy.overlap.tp),
@@ -213,20 +214,20 @@ def plain_strategy(job: Job) -> Strategy:
 
 @dataclass(frozen=True)
 class Space:
-    """The strategies for a job within constraints.
-
-    ``minimum_batch`` asks for the smallest batch of at least so many sequences that divides; without it the batch is
-    the training's. ``any_priced`` adds strategies that are priced but not run. ``straddling`` has the layouts in which
-    a group straddles a level of the network, and only those; without it there are all others.
-    """
+    """The strategies for a job within constraints."""
 
     job: Job
     constraints: Constraints = Constraints()
     minimum_batch: int | None = None
+    """As in `Batches`."""
     offload: bool = True
+    """Whether strategies may offload."""
     any_priced: bool = False
+    """Adds strategies that are priced but not run."""
     narrowed: int = 0
+    """How many of the `NARROWINGS` apply."""
     straddling: bool = False
+    """Has only the layouts in which some group straddles a network level; otherwise it has only the others."""
 
     @property
     def narrowing(self) -> tuple[str, ...]:
@@ -243,11 +244,11 @@ class Space:
 
     @property
     def estimated_groups(self) -> int:
-        """About how many groups there are: layouts, times kinds of schedules with different stages."""
+        """About how many groups there are: one for each layout, three for each with a pipeline."""
         return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
 
     def groups(self) -> Iterator[Group]:
-        """All groups, innermost dimensions last."""
+        """All groups of the space."""
         for degrees in self._degrees():
             for base in self._placed(**degrees):
                 yield from self._groups_of(base)
@@ -282,14 +283,14 @@ class Space:
         return [degree for degree in self.constraints.candidates(name, usual) if devices % degree == 0]
 
     def _orders(self, **degrees: Any) -> list[tuple[Any, ...]]:
-        """Rank orders that differ in the dimensions that are used."""
+        """Rank orders, of which no two order the dimensions in use alike."""
         distinct: dict[tuple[str, ...], tuple[Any, ...]] = {}
         for order in self.constraints.candidates("order", ORDERS[:1] if self.narrowed else ORDERS):
             distinct.setdefault(tuple(name for name in order if degrees[name] > 1), order)
         return list(distinct.values())
 
     def _placed(self, **degrees: Any) -> Iterator[Strategy]:
-        """The degrees in every rank order that places some group differently on the network."""
+        """A strategy for every rank order of these degrees that places some group differently on the network."""
         seen = []
         for order in self._orders(**degrees):
             base = self._plain.unchecked(order=order, **degrees)
@@ -305,7 +306,7 @@ class Space:
                 yield base
 
     def _networks(self, base: Strategy) -> list[Topology | None]:
-        """What every group spans of the network; raises SpecError if one cannot be placed."""
+        """The part of the network that the groups of each dimension span; raises SpecError if one has no place."""
         groups = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
         groups += [dense_ranks(base, 1).replicas]
         if self.job.model.moe:
@@ -313,7 +314,7 @@ class Space:
         return [spanned(self.job.cluster, runs, "strategy") for runs in groups]
 
     def _shard_networks(self, base: Strategy) -> list[Topology | None]:
-        """The same of the groups that states may be sharded over."""
+        """The same for the groups that states may be sharded over."""
         networks = []
         for size in shard_groups(base)[1:]:
             with suppress(SpecError):  # the size cuts across cp and dp
@@ -349,7 +350,7 @@ class Space:
     def _columns(
         self, base: Strategy, shards: tuple[ShardChoice, ...]
     ) -> Iterator[tuple[Strategy, tuple[ShardChoice, ...]]]:
-        """Columns under which passes hold the same: under autocast those without ZeRO hold more (`Job.autocasts`)."""
+        """The columns, divided where passes hold different bytes: under autocast more without ZeRO."""
         if not self.job.stack.autocast:
             yield base, shards
             return
@@ -359,7 +360,7 @@ class Space:
 
     @property
     def _hides_exchange(self) -> bool:
-        """DualPipe hides the exchange of expert tokens under another microbatch, but not in this project's engine."""
+        """Whether DualPipe hides the exchange of expert tokens under another microbatch: not in our own engine."""
         return self.any_priced or not self.job.stack.is_own
 
     def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
@@ -406,7 +407,7 @@ class Space:
         return [choice for choice in choices if choice.stage_layers in splits]
 
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
-        """The distinct kinds of ranks and their members; schedules with equal stages share them."""
+        """The distinct kinds of ranks and their members, computed once for all schedules with the same stages."""
         strategy = base.unchecked(**vars(choice))
         placed = strategy.schedule_record.placement
         key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)

@@ -1,4 +1,4 @@
-"""Stages by cost: the pieces of a model (embedding, layers, head) divided by time and memory."""
+"""Divides the pieces of a model (embedding, layers, head) into stages by their time and memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from shardwise.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Piece:
-    """Seconds per microbatch (all passes, exposed communication included), bytes held for the whole step, and bytes
-    per microbatch in flight."""
+    """What a part of the model costs the rank that holds it."""
 
     seconds: float
+    """Per microbatch: all passes, exposed communication included."""
     bytes: float
+    """Held during the whole step."""
     activation_bytes: float
+    """Per microbatch in flight."""
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*map(add, vars(self).values(), vars(other).values()))
@@ -57,7 +59,8 @@ class Pieces:
 
     @property
     def row(self) -> Layers:
-        """For the partitioner; embedding and head are separate pieces, since an end stage may hold nothing else."""
+        """All pieces in a row, for the partitioner; embedding and head are pieces too, since an end stage may hold
+        nothing else."""
         row = (self.embedding, *self.layers, self.head)
         return layers_of(*zip(*(vars(piece).values() for piece in row)))
 
@@ -69,7 +72,7 @@ class Pieces:
         return held + self.head if stage == len(counts) - 1 else held
 
     def of_rank(self, job: Job, rank: int) -> Piece:
-        """What a rank holds of a job that says how many layers each stage has."""
+        """What a rank holds, given the stages of the job."""
         counts = stage_layer_counts(job.model, job.strategy)
         return sum((self.stage(counts, stage) for stage in stages_of_rank(job, rank)), NOTHING)
 
@@ -77,8 +80,8 @@ class Pieces:
 def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None = None) -> Pieces:
     """The pieces of a job with a pipeline, as its device and network run them.
 
-    ``timed``: pieces of the same job with other sharding, whose seconds are reused; ``timed_ends``: the same for
-    embedding and head alone.
+    ``timed`` are pieces of the same job with other sharding, whose seconds are reused; ``timed_ends`` are the same,
+    used for embedding and head only.
     """
     model, ends = job.model, timed or timed_ends
     apart = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
@@ -98,7 +101,7 @@ def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
 
 
 def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
-    """The mean layer of a rank, since recompute may cover only some of them."""
+    """The mean layer of a rank: recompute may cover only some of its layers."""
     strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
     each = layer_parameters(
         job.model,
@@ -125,25 +128,25 @@ def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
 
 
 def _seconds(job: Job, contents: RankContents) -> float:
-    """Without the fixed cost of a rank's calls (`stage_seconds`)."""
+    """Seconds per microbatch, without the fixed cost of calling a stage (`stage_call_seconds`)."""
     calls = 2 * job.strategy.chunks_per_rank * job.cluster.device.efficiency.stage_call_seconds
     contents = replace(contents, rank=min(contents.rank, job.strategy.pp - 1))
     return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
 
 
 def room_for_pieces(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> float:
-    """Memory left for the pieces of a rank: the device without what every rank holds."""
+    """Memory left for the pieces of a rank: that of the device, less what every rank holds besides."""
     held = pieces.of_rank(job, rank)
     own = held.bytes + microbatches_in_flight(job, rank) * held.activation_bytes
     return capacity_bytes - (memory_of_rank(job, rank).total - own)
 
 
-MOST_CELLS = 20_000_000  # of the partitioner's tables, layers²·stages: about a second; deeper models keep even stages
-WORTH = 0.001  # gain that justifies uneven stages
+MOST_CELLS = 20_000_000  # layers²·stages of the partitioner's tables, about a second; larger models keep even stages
+WORTH = 0.001  # least gain for which uneven stages are taken
 
 
 def with_best_stages(original: Candidate, capacity_bytes: float) -> Candidate:
-    """The same strategy with uneven stages if its simulated step is faster and fits; else ``found`` itself."""
+    """The strategy with uneven stages if its simulated step then fits and is faster; else ``original`` itself."""
     best = original
     for job in _proposals(original.job, capacity_bytes):
         other = candidate(job)
@@ -178,7 +181,7 @@ def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
 
 
 def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """Layers per stage, from one place per rank: by stage, and where a rank has several stages also by rank."""
+    """Layers per stage, divided by stage and, if ranks have several stages, also by rank; ``places`` is per rank."""
     ways = (_by_stage, _by_rank) if job.strategy.chunks_per_rank > 1 else (_by_stage,)
     counts: list[tuple[int, ...]] = []
     for divide in ways:
@@ -190,7 +193,7 @@ def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[i
 
 
 def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
-    """Minimises the slowest stage; memory is ignored if a rank has several stages, which share it."""
+    """Minimises the slowest stage; memory is ignored if a rank has several stages, since they share it."""
     if job.strategy.chunks_per_rank > 1:
         speeds = {stage: place.speed for rank, place in enumerate(places) for stage in stages_of_rank(job, rank)}
         places = [Place(speeds[stage]) for stage in range(len(speeds))]
@@ -199,7 +202,7 @@ def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, .
 
 
 def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
-    """Minimises the slowest rank over all of its stages; layers that differ count as their mean."""
+    """Minimises the slowest rank over all of its stages; every layer counts as the mean layer."""
     layer, count = pieces.mean_layer, len(pieces.layers)
     folded = job.strategy.schedule_record.ends_meet  # the first rank has the last stage too
     first, last = (pieces.embedding + pieces.head, NOTHING) if folded else (pieces.embedding, pieces.head)
@@ -216,7 +219,7 @@ def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ..
 
 
 def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Divides the layers of every rank over its stages, so that these take about equally long."""
+    """Divides the layers of every rank over its stages, such that these take about equally long."""
     counts = [0] * job.strategy.stages
     ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
     for rank, layers in enumerate(of_ranks):

@@ -1,6 +1,6 @@
-"""What a search leaves out: the support matrix (`spec.support`) as rows, and as bits for the cells of a table.
+"""What a search leaves out: the support matrix (`spec.support`), applied to jobs and to the cells of a price table.
 
-Which cells have certain values in certain fields is read off the axes of a table, without making their strategies.
+The values of a cell's fields are read off the axes of the table, without making the strategies of all cells.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ def _variants(base: Strategy, choices: Sequence[Any]) -> list[Strategy]:
 
 
 class CellBook:
-    """What ``of_block`` returns for the rows and columns of each block, kept for the pieces that share blocks."""
+    """Caches what ``of_block`` returns for the rows and columns of each block; successive pieces share blocks."""
 
     def __init__(self, of_block: Callable[[TableBlock], tuple[Array, Array]]) -> None:
         self._of_block = of_block
         self._last: tuple[Sequence[TableBlock], tuple[Array, Array, Array]] | None = None
 
     def of(self, piece: TablePiece) -> tuple[Array, Array]:
-        """By row of the piece, and by column × block (`TablePiece.block_of_row`)."""
-        if self._last is None or self._last[0] is not piece.blocks:  # blocks come many pieces in a row
+        """The values by row of the piece, and by column × block (`TablePiece.block_of_row`)."""
+        if self._last is None or self._last[0] is not piece.blocks:
             self._last = (piece.blocks, self._of_blocks(piece.blocks))
         rows, columns, starts = self._last[1]
         return rows[starts[piece.block_of_row] + piece.row_numbers], columns
 
     def _of_blocks(self, blocks: Sequence[TableBlock]) -> tuple[Array, Array, Array]:
-        """All rows, column × block, and where each block's rows start."""
+        """The values of all rows, by column × block, and where each block's rows start."""
         import numpy as np
 
-        held = [self._of_block(block) for block in blocks]
+        rows, columns = zip(*(self._of_block(block) for block in blocks))
         starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
-        return np.concatenate([pair[0] for pair in held]), np.stack([pair[1] for pair in held], axis=-1), starts
+        return np.concatenate(rows), np.stack(columns, axis=-1), starts
 
 
 class Mask:
     """The cells that have an allowed value in every field of ``entry``.
 
-    ``idle``: whether a field without effect matches, such as a context method without context parallelism.
+    ``idle`` says whether a field without effect matches, such as a context method without context parallelism.
     """
 
     def __init__(self, entry: Mapping[str, Allowed], *, idle: bool) -> None:
@@ -67,7 +67,7 @@ class Mask:
         self._book = CellBook(self._of_block)
 
     def cells(self, piece: TablePiece) -> Array | None:
-        """Column × row; None if no cell is among them."""
+        """Whether each cell matches, by column × row; None if none does."""
         if "offload" in self._entry and piece.offload not in self._entry["offload"]:
             return None
         rows, columns = self._book.of(piece)
@@ -99,7 +99,7 @@ class Mask:
         return rows & alike(group.recomputes)[index[:, 2]] & here, alike(group.shards)[block.columns.numbers]
 
 
-# Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
+# The techniques that each choice of a table decides; all others follow from the degrees, the model or the training.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks", "ragged-widths",
           "ragged-blocks")  # fmt: skip
 _SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
@@ -112,7 +112,7 @@ _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 
 def not_built_here(job: Job) -> tuple[Finding, ...]:
-    """What this project's engine lacks of the job's model, where the job is for that engine."""
+    """What our engine lacks of the job's model, if the job is for our engine."""
     return (
         tuple(finding for finding in not_built(job.model) if finding.status == "priced only")
         if job.stack.is_own
@@ -121,14 +121,14 @@ def not_built_here(job: Job) -> tuple[Finding, ...]:
 
 
 def offers_priced(job: Job, any_priced: bool) -> bool:
-    """Whether a search also offers what is priced only: where that is asked for, or no strategy of the model runs."""
+    """Whether a search also offers what is priced only: if asked to, or if no strategy of the model runs."""
     return any_priced or bool(not_built_here(job))
 
 
 def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
     """The rows of the matrix by which a search leaves strategies of a job out.
 
-    What is priced only is about our engine: on another stack only what a search would choose of it is left out.
+    "Priced only" is about our engine: on another stack such a row counts only if it names a choice of the search.
     """
     if offers_priced(job, any_priced):
         return tuple(finding for finding in matrix() if finding.status != "priced only")
@@ -143,7 +143,7 @@ def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
 
 
 def require_offered(job: Job, *, any_priced: bool = False) -> None:
-    """Raises SpecError if every strategy is left out, because of what no search varies."""
+    """Raises SpecError if every strategy is left out because of something that no search varies."""
     used = set(techniques_of(job))
     for finding in rows_against(job, any_priced=any_priced):
         if GIVEN.issuperset(finding.techniques) and used.issuperset(finding.techniques):
@@ -154,7 +154,7 @@ def require_offered(job: Job, *, any_priced: bool = False) -> None:
 
 
 def model_note(job: Job) -> str | None:
-    """What to know where no strategy of a model runs on our engine, so that all are only priced."""
+    """A note for a model of which our engine runs no strategy, so that all are priced only."""
     lacking = not_built_here(job)
     if not lacking:
         return None
@@ -163,10 +163,9 @@ def model_note(job: Job) -> str | None:
 
 
 class Supported:
-    """Which cells of a piece run."""
+    """Tells which cells of a piece run; ``any_priced`` also lets through what is priced only."""
 
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
-        """``any_priced`` also lets through what is priced only."""
         self.job = job
         self._techniques = techniques()
         self._schedule_names = (*job_schedules(), *_SCHEDULE)
@@ -181,12 +180,12 @@ class Supported:
         self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
 
     def _may_hold(self, finding: Finding) -> bool:
-        """Not where it is about another model or training: no search changes these."""
+        """Whether a row is about the model and training of the job, which no search changes."""
         fixed = (name for name in finding.techniques if name in GIVEN)
         return all(self._techniques[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
     def allowed(self, piece: TablePiece) -> Array | None:
-        """Column × row: whether a cell runs; None if all do."""
+        """Whether each cell runs, by column × row; None if all do."""
         import numpy as np
 
         rows, columns = self._book.of(piece)
@@ -210,7 +209,7 @@ class Supported:
         return rows, self._shard_bits(block.group)[block.columns.numbers]
 
     def _group_bits(self, group: Group) -> tuple[Any, ...]:
-        """Of what a group's strategies share, and of its layer choices, schedules and recompute choices."""
+        """Bits of what all strategies of a group share, of its layer choices, schedules and recompute choices."""
         known = self._of_group.get(id(group))
         if known is None or known[0] is not group:
             known = self._of_group[id(group)] = (group, self._new_group_bits(group))
@@ -228,7 +227,7 @@ class Supported:
         )
 
     def _shard_bits(self, group: Group) -> Array:
-        """Groups of one layout that differ in their schedules have the same ``shards``, which are many."""
+        """Bits of the shard choices, cached: groups that differ in schedules only share their many ``shards``."""
         known = self._of_shards.get(id(group.shards))
         if known is None or known[0] is not group.shards:
             strategies = _variants(group.base, group.shards)
@@ -255,6 +254,6 @@ class Supported:
 
 
 def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
-    """What keeps one job from being offered, worst first."""
+    """What keeps a job from being offered, worst first."""
     rows = rows_against(job, any_priced=any_priced)
     return [finding for finding in verdict(job).findings if finding in rows]
