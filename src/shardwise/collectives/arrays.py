@@ -1,4 +1,4 @@
-"""Arithmetic that takes one size or a numpy array of sizes; numpy is imported only for arrays."""
+"""Arithmetic on a single size or a numpy array of sizes; numpy is imported only for arrays."""
 
 from __future__ import annotations
 

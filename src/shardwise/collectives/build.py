@@ -27,8 +27,8 @@ from shardwise.collectives.work import Algorithm
 from shardwise.spec.errors import SpecError, shown
 
 # -- Schedules over several levels, made of the levels' own schedules --------------------------------
-# Rank r of a level with ``below`` devices per member and ``size`` members is member r // below % size of the group
-# (above, rail) = (r // (below*size), r % below). While a level has its turn all its groups run at once.
+# On a level with ``below`` devices per member and ``size`` members, rank r is member r // below % size of the group
+# (above, rail) = (r // (below*size), r % below). While a level has its turn, all its groups run at once.
 
 BuildLevel = Callable[[int, CollectiveKind], Schedule]
 Rounds = list[list[Transfer]]
@@ -46,7 +46,7 @@ class _Place:
         return [rail + self.below * (member + self.size * above) for member in range(self.size)]
 
     def held(self, member: int, rail: int, split: int) -> list[int]:
-        """Chunks a member holds before its level's turn: those of its rail, all levels above included."""
+        """Chunks that a member holds before its level's turn: those of its rail, over all levels above."""
         ranks = (rail + self.below * (member + self.size * above) for above in range(self.above))
         return [rank * split + part for rank in ranks for part in range(split)]
 
@@ -76,7 +76,7 @@ def nest(kind: CollectiveKind, topology: Topology, build: BuildLevel, name: str)
 
 
 def _blockwise(kind: CollectiveKind, topology: Topology, build: BuildLevel, name: str) -> Schedule:
-    """Gathering kinds go outermost level first, scattering kinds innermost first; rooted ones in the root's groups."""
+    """Gathers go outermost level first, scatters innermost first; with a root only its groups take part."""
     places = _places(topology)
     parts = [build(index, kind) for index in range(len(places))]
     split = math.lcm(*(part.chunk_count // part.n for part in parts))
@@ -157,7 +157,7 @@ def _exchange(topology: Topology, build: BuildLevel, name: str) -> Schedule:
 
 
 def _exchanged(place: _Place, above: int, rail: int, n: int) -> dict[int, tuple[int, ...]]:
-    """Blocks in each pair's message: below this level they are already in place."""
+    """The blocks in each pair's message; on the levels below they are already in place."""
     blocks = {}
     for i in range(place.size):
         sources = [low + place.below * (i + place.size * above) for low in range(place.below)]
@@ -168,7 +168,7 @@ def _exchanged(place: _Place, above: int, rail: int, n: int) -> dict[int, tuple[
 
 
 def pipelined(schedule: Schedule, pieces: int) -> Schedule:
-    """Every chunk cut into ``pieces``; piece p runs p rounds after piece 0, so that levels overlap."""
+    """The schedule with every chunk cut into ``pieces``; piece p runs p rounds after piece 0, to overlap levels."""
     if pieces == 1:
         return schedule
 
@@ -275,8 +275,8 @@ def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, c
 
 
 def _pieces(kind: CollectiveKind, topology: Topology, per_level: list[str], size: Any) -> int:
-    """Pieces of a pipeline over the levels: with k pieces the exposed time shrinks to 1/k, and each adds the latency of
-    a round."""
+    """The best number of pieces of a pipeline over the levels: k pieces divide the exposed time by k, and each adds the
+    latency of a round."""
     if size is None:
         return DEFAULT_CHUNKS
     in_turn = hierarchical_cost(kind, size, topology, per_level)

@@ -1,6 +1,7 @@
 """The closed form of an algorithm on a network, written out for people, with the numbers that its symbols stand for.
 
-It is the time over links without startup and ramp; prices come from `cost`, and a test evaluates what is written here.
+It gives the time over links without startup and ramp. Prices come from `cost`; a test checks these formulas against
+them.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """``text`` in symbols; ``values`` of those that are not the network's own (n, m, a, b)."""
+    """A formula in symbols."""
 
     text: str
     values: dict[str, float]
+    """Of all symbols but those of the network (n, m, a, b)."""
 
     def __str__(self) -> str:
         return ", ".join((self.text, *(f"{name} = {value:.15g}" for name, value in self.values.items())))
 
 
 def closed_form(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> ClosedForm:
-    """Of an algorithm by name; levels with a single member are left out before."""
+    """The closed form of an algorithm by name; the topology has no level with a single member."""
     levels = topology.levels
     if not levels:
         return ClosedForm("0", {})
@@ -68,7 +70,7 @@ def closed_form(kind: CollectiveKind, size_bytes: float, topology: Topology, alg
 
 
 def symbolic(row: Row) -> str:
-    """Of an algorithm on any network that it is for."""
+    """The closed form of an algorithm on any network that it is for."""
     return f"{_times(row.hops, 'a')} + {_times(row.moved, rate_symbol(row.name))}"
 
 

@@ -30,154 +30,6 @@ if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size
 
 
-_FROM_LEADERS = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
-_TO_OR_FROM_ROOT = (CollectiveKind.GATHER, CollectiveKind.SCATTER)
-_WHOLE_BUFFER = (*_FROM_LEADERS, CollectiveKind.ALL_TO_ALL)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One level's turn. ``level`` has the bandwidth one device gets while the others use their share.
-
-    ``size_fraction`` of the collective's size is each group's buffer; ``groups`` groups work at once;
-    ``sharing`` devices are on the busiest port.
-    """
-
-    index: int
-    level: Level
-    row: Row
-    size_fraction: float
-    groups: int
-    sharing: int
-
-    def work(self, kind: CollectiveKind, size: Size) -> Work:
-        work = self.row.algorithm.work(kind, self.level, size * self.size_fraction)
-        return replace(work, bytes=work.bytes * self.sharing, total_bytes=work.total_bytes * self.groups)
-
-
-def stages(kind: CollectiveKind, topology: Topology, names: Sequence[str] = ()) -> list[Stage]:
-    """The turns of all levels, innermost first, with the named algorithms or the textbook's."""
-    levels = topology.levels
-    if names and len(names) != len(levels):
-        raise SpecError("algorithm", f"{len(names)} algorithms for {len(levels)} levels", "name one per level")
-    made = []
-    for index, level in enumerate(levels):
-        outermost = index == len(levels) - 1
-        if names:
-            rows = rows_for_level_of_hierarchy(kind, level, outermost)
-            row = choose(rows, names[index], kind, f"{level.shape.name} level of a hierarchy")
-        else:
-            row = default_row(kind, level, outermost)
-        made.append(stage(kind, topology, index, row))
-    return made
-
-
-def stage(kind: CollectiveKind, topology: Topology, index: int, row: Row) -> Stage:
-    level, below = topology.levels[index], topology.below(index)
-    above = topology.size // (below * level.size)
-    sharing = 1 if kind in _FROM_LEADERS else topology.sharing(index)
-    groups = above if kind in _FROM_LEADERS else below if kind in _TO_OR_FROM_ROOT else above * below
-    fraction = 1.0 if kind in _WHOLE_BUFFER else 1 / below
-    own = replace(level, bandwidth=level.bandwidth / sharing, ports=None) if sharing > 1 else level
-    return Stage(index, own, row, fraction, groups, sharing)
-
-
-def hierarchical_cost(
-    kind: CollectiveKind, size: Size, topology: Topology, names: Sequence[str] = (), overlapped: bool = False
-) -> CollectiveCost:
-    """The sum over the levels; ``overlapped``: the slowest level's bandwidth hides the others' (a lower bound)."""
-    turns = stages(kind, topology, names)
-    used = {turn.index: turn.work(kind, size) for turn in turns}
-    volume = Work()
-    for work in used.values():
-        volume = _then(kind, volume, work)
-    name = "hierarchical_pipelined" if overlapped else "hierarchical"
-    if names:
-        name += f"({','.join(names)})"
-    exact = not overlapped and all(turn.row.bound == EXACT for turn in turns)
-    return settle(topology, used, volume, name, exact, overlapped)
-
-
-def _then(kind: CollectiveKind, first: Work, second: Work) -> Work:
-    """Volumes of two levels' turns. The root is busiest on every level, but on its side of the traffic only."""
-    both = first + second
-    if kind in (CollectiveKind.BROADCAST, CollectiveKind.SCATTER):
-        return replace(both, received_bytes=maximum(first.received_bytes, second.received_bytes))
-    if kind in (CollectiveKind.REDUCE, CollectiveKind.GATHER):
-        return replace(both, sent_bytes=maximum(first.sent_bytes, second.sent_bytes))
-    return both
-
-
-def flat_ring_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
-    """One ring through all devices in rank order: (n-1)(max a + m/n max b), all-reduce twice."""
-    n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
-    rounds = passes * (n - 1)
-    loads = [level.shape.next_load for level in topology.levels]
-    sent = rounds * size / n
-    volume = Work(steps=rounds, sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
-    used = _slowest(topology, ring_hops(topology), loads, rounds, size / n)
-    return settle(topology, used, volume, "flat_ring", exact=True)
-
-
-def ring_hops(topology: Topology) -> list[int]:
-    """Of a step to the next rank, on every level; the ring closes on the outermost."""
-    *inner, last = (level.shape for level in topology.levels)
-    return [*(shape.next_hops for shape in inner), max(last.next_hops, last.closing_hops)]
-
-
-def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
-    """As many rings through all devices as a node has, each leaving it by another device, as NCCL builds them.
-
-    A chunk still passes every device, one after the other (the latencies of n-1 hops), but each network port carries
-    1/g of the bytes; the rings keep all levels busy at once.
-    """
-    n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
-    sent = passes * (n - 1) / n * size
-    used: dict[int, Work] = {}
-    inside = 1  # devices below one member of the level
-    for index, level in enumerate(topology.levels):
-        outside = n // (inside * level.size)
-        crossings = outside * (level.size - 1) if index < len(topology.levels) - 1 else level.size - 1
-        share = (level.size - 1) / level.size if index < len(topology.levels) - 1 else 1.0
-        hops = passes * crossings * level.shape.step_hops
-        carried = sent / inside * share * topology.sharing(index) * level.shape.step_load / level.shape.disjoint_rings
-        used[index] = Work(hops=hops, bytes=carried)
-        inside *= level.size
-    volume = Work(steps=passes * (n - 1), sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
-    return settle(topology, used, volume, "parallel_rings", exact=False, overlapped=True)
-
-
-def flat_direct_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
-    """Everything in one round over every level's links at once: send_recv to the next rank, or all-to-all."""
-    n = topology.size
-    alone = kind is CollectiveKind.SEND_RECV
-    sent = size if alone else (n - 1) / n * size
-    volume = Work(steps=1, sent_bytes=sent, received_bytes=sent, total_bytes=(n - 1) * size)
-    used = _slowest(topology, *direct_loads(kind, topology), 1, size if alone else size / n)
-    return settle(topology, used, volume, "direct", exact=True)
-
-
-def direct_loads(kind: CollectiveKind, topology: Topology) -> tuple[list[int], list[int]]:
-    """Hops of the longest route and blocks over the busiest link, on every level."""
-    shapes = [level.shape for level in topology.levels]
-    if kind is CollectiveKind.SEND_RECV:
-        return [s.next_hops for s in shapes], [s.next_load for s in shapes]
-    loads = [s.exchange_load * topology.below(i) * topology.sharing(i) for i, s in enumerate(shapes)]
-    return [s.farthest_hops for s in shapes], loads
-
-
-def _slowest(topology: Topology, hops: list[int], loads: list[int], rounds: int, block: Size) -> dict[int, Work]:
-    """Every level is used, but rounds wait for the longest latency and the slowest link only (outermost of equals)."""
-    levels = topology.levels
-    late = max(range(len(levels)), key=lambda i: (hops[i] * levels[i].latency, i))
-    slow = max(range(len(levels)), key=lambda i: (loads[i] / levels[i].rate, i))
-    moved = [rounds * load * block for load in loads]
-    return {
-        i: Work(rounds * hops[i] if i == late else 0, moved[i] if i == slow else 0, beside=0 if i == slow else moved[i])
-        for i in range(len(levels))
-    }
-
-
 _COMPOSITE = re.compile(r"(hierarchical|hierarchical_pipelined)(?:\(([\w, ]+)\))?")
 
 
@@ -205,7 +57,7 @@ def collective_cost(
 
 
 def without_unit_levels(topology: Topology) -> tuple[Topology, list[int]]:
-    """The topology less the levels with a single member, and the indices of those that stay."""
+    """The topology without levels that have a single member, and the indices of those that stay."""
     kept = [i for i, level in enumerate(topology.levels) if level.size > 1]
     if len(kept) == len(topology.levels):
         return topology, kept
@@ -278,12 +130,12 @@ def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> Collectiv
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
-    """Names that include the cheapest for every size; lower bounds only where the user says they hold."""
+    """Names of algorithms that include the cheapest for every size; lower bounds only if ``pipelined_levels``."""
     return [name for name, _ in _options(kind, size, topology)]
 
 
 def _options(kind: CollectiveKind, size: Size, topology: Topology) -> list[tuple[str, Any]]:
-    """The candidates, each with the sizes of an array that it is one for: an element is priced as if it were alone."""
+    """The candidates, each with a mask of the sizes that it is one for, so that each size is priced as if alone."""
     names = algorithm_names(kind, topology)
     if len(topology.levels) < 2 or kind is CollectiveKind.SEND_RECV:
         return [(name, True) for name in offered(topology.library, kind, names, str)]
@@ -322,7 +174,7 @@ def _best_on_level(kind: CollectiveKind, size: Size, topology: Topology, index: 
 
 
 def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """The distinct choices of one algorithm per level, and which elements of an array made each."""
+    """The distinct choices of one algorithm per level, each with a mask of the sizes that made it."""
     if isinstance(best[0], str):
         return [(tuple(best), True)]
     import numpy as np
@@ -332,7 +184,7 @@ def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
-    """The cheapest for each element; ``algorithm`` joins the names that were chosen anywhere."""
+    """The cheapest for each size of an array; ``algorithm`` joins the names of all that were chosen."""
     import numpy as np
 
     seconds = np.stack([np.where(where, cost.seconds, np.inf) for cost, where in zip(costs, wheres)])
@@ -367,11 +219,13 @@ class Volume:
 
 @dataclass(frozen=True)
 class LatencyAndVolume:
-    """``latency`` is the whole time in seconds, ``steps`` the rounds one after the other."""
+    """The time and traffic of a collective."""
 
     latency: Size
+    """The whole time in seconds, bandwidth included."""
     volume: Volume
     steps: Size
+    """Rounds one after the other."""
     algorithm: str
 
 
@@ -385,7 +239,7 @@ def collective_latency_and_volume(
 
 
 def p2p_latency(size_bytes: Any, link: Level | Link) -> LatencyAndVolume:
-    """latency + size/bandwidth reached by one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
+    """latency + size / reached bandwidth of one message over ``link`` (from the catalogue, or a Level)."""
     size = checked_size(size_bytes)
     level = (
         link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency, efficiency=link.efficiency)
@@ -404,7 +258,7 @@ def crossovers(
 ) -> list[tuple[float, str, str]]:
     """(size_bytes, from, to) wherever the cheapest of ``algorithms`` (default: all that "auto" considers) changes.
 
-    NCCL's tuner finds the same (src/graph/tuning.cc). Of algorithms that cost the same, the one named first is kept.
+    As NCCL's tuner finds them (src/graph/tuning.cc). Of algorithms that cost the same the first is taken.
     """
     kind = CollectiveKind.parse(kind)
     slim, _ = without_unit_levels(topology)
@@ -440,3 +294,157 @@ def crossovers(
     for low, first, high, last in zip(_SCAN, winners, _SCAN[1:], winners[1:]):
         search(low, first, high, last)
     return changes
+
+
+# -- several levels: one after the other, or flat across all of them ---------------------------------
+# All-gather goes outermost level first, each device with its own share, so that the fast inner level carries what the
+# slow outer one did not have to; reduce-scatter is the mirror image and all-reduce is both. Broadcast goes from leaders
+# down; gather runs along the rails (devices of equal index) before it enters the root's group; all-to-all exchanges
+# along every level in turn. Levels here all have at least two members.
+
+_FROM_LEADERS = (CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+_TO_OR_FROM_ROOT = (CollectiveKind.GATHER, CollectiveKind.SCATTER)
+_WHOLE_BUFFER = (*_FROM_LEADERS, CollectiveKind.ALL_TO_ALL)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One level's turn in a hierarchical collective."""
+
+    index: int
+    level: Level
+    """With the bandwidth that a device gets while others use their share of its port."""
+    row: Row
+    size_fraction: float
+    """The buffer of a group, as a share of the collective's size."""
+    groups: int
+    """That work at once."""
+    sharing: int
+    """Devices on the busiest port."""
+
+    def work(self, kind: CollectiveKind, size: Size) -> Work:
+        work = self.row.algorithm.work(kind, self.level, size * self.size_fraction)
+        return replace(work, bytes=work.bytes * self.sharing, total_bytes=work.total_bytes * self.groups)
+
+
+def stages(kind: CollectiveKind, topology: Topology, names: Sequence[str] = ()) -> list[Stage]:
+    """The turns of all levels, innermost first, with the algorithms ``names`` or those of the textbook."""
+    levels = topology.levels
+    if names and len(names) != len(levels):
+        raise SpecError("algorithm", f"{len(names)} algorithms for {len(levels)} levels", "name one per level")
+    made = []
+    for index, level in enumerate(levels):
+        outermost = index == len(levels) - 1
+        if names:
+            rows = rows_for_level_of_hierarchy(kind, level, outermost)
+            row = choose(rows, names[index], kind, f"{level.shape.name} level of a hierarchy")
+        else:
+            row = default_row(kind, level, outermost)
+        made.append(stage(kind, topology, index, row))
+    return made
+
+
+def stage(kind: CollectiveKind, topology: Topology, index: int, row: Row) -> Stage:
+    level, below = topology.levels[index], topology.below(index)
+    above = topology.size // (below * level.size)
+    sharing = 1 if kind in _FROM_LEADERS else topology.sharing(index)
+    groups = above if kind in _FROM_LEADERS else below if kind in _TO_OR_FROM_ROOT else above * below
+    fraction = 1.0 if kind in _WHOLE_BUFFER else 1 / below
+    own = replace(level, bandwidth=level.bandwidth / sharing, ports=None) if sharing > 1 else level
+    return Stage(index, own, row, fraction, groups, sharing)
+
+
+def hierarchical_cost(
+    kind: CollectiveKind, size: Size, topology: Topology, names: Sequence[str] = (), overlapped: bool = False
+) -> CollectiveCost:
+    """The sum over the levels; with ``overlapped``, a lower bound, only the bandwidth of the slowest level counts."""
+    turns = stages(kind, topology, names)
+    used = {turn.index: turn.work(kind, size) for turn in turns}
+    volume = Work()
+    for work in used.values():
+        volume = _then(kind, volume, work)
+    name = "hierarchical_pipelined" if overlapped else "hierarchical"
+    if names:
+        name += f"({','.join(names)})"
+    exact = not overlapped and all(turn.row.bound == EXACT for turn in turns)
+    return settle(topology, used, volume, name, exact, overlapped)
+
+
+def _then(kind: CollectiveKind, first: Work, second: Work) -> Work:
+    """The volume of two turns. A root is the busiest rank on every level, but only in the direction it leads."""
+    both = first + second
+    if kind in (CollectiveKind.BROADCAST, CollectiveKind.SCATTER):
+        return replace(both, received_bytes=maximum(first.received_bytes, second.received_bytes))
+    if kind in (CollectiveKind.REDUCE, CollectiveKind.GATHER):
+        return replace(both, sent_bytes=maximum(first.sent_bytes, second.sent_bytes))
+    return both
+
+
+def flat_ring_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
+    """One ring through all devices in rank order: (n-1)(max a + m/n max b), all-reduce twice."""
+    n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
+    rounds = passes * (n - 1)
+    loads = [level.shape.next_load for level in topology.levels]
+    sent = rounds * size / n
+    volume = Work(steps=rounds, sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
+    used = _slowest(topology, ring_hops(topology), loads, rounds, size / n)
+    return settle(topology, used, volume, "flat_ring", exact=True)
+
+
+def ring_hops(topology: Topology) -> list[int]:
+    """Hops of a step to the next rank, on every level; on the outermost the ring also closes."""
+    *inner, last = (level.shape for level in topology.levels)
+    return [*(shape.next_hops for shape in inner), max(last.next_hops, last.closing_hops)]
+
+
+def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
+    """As many rings through all devices as a node has devices, each leaving the node by another one, as in NCCL.
+
+    A chunk still passes every device in turn, with the latencies of n-1 hops; but each network port carries only its
+    share of the bytes, and the rings keep all levels busy at once.
+    """
+    n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
+    sent = passes * (n - 1) / n * size
+    used: dict[int, Work] = {}
+    inside = 1  # devices below one member of the level
+    for index, level in enumerate(topology.levels):
+        outside = n // (inside * level.size)
+        crossings = outside * (level.size - 1) if index < len(topology.levels) - 1 else level.size - 1
+        share = (level.size - 1) / level.size if index < len(topology.levels) - 1 else 1.0
+        hops = passes * crossings * level.shape.step_hops
+        carried = sent / inside * share * topology.sharing(index) * level.shape.step_load / level.shape.disjoint_rings
+        used[index] = Work(hops=hops, bytes=carried)
+        inside *= level.size
+    volume = Work(steps=passes * (n - 1), sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
+    return settle(topology, used, volume, "parallel_rings", exact=False, overlapped=True)
+
+
+def flat_direct_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
+    """Everything in one round over every level's links at once: send_recv to the next rank, or all-to-all."""
+    n = topology.size
+    alone = kind is CollectiveKind.SEND_RECV
+    sent = size if alone else (n - 1) / n * size
+    volume = Work(steps=1, sent_bytes=sent, received_bytes=sent, total_bytes=(n - 1) * size)
+    used = _slowest(topology, *direct_loads(kind, topology), 1, size if alone else size / n)
+    return settle(topology, used, volume, "direct", exact=True)
+
+
+def direct_loads(kind: CollectiveKind, topology: Topology) -> tuple[list[int], list[int]]:
+    """Hops of the longest route and blocks over the busiest link, on every level."""
+    shapes = [level.shape for level in topology.levels]
+    if kind is CollectiveKind.SEND_RECV:
+        return [s.next_hops for s in shapes], [s.next_load for s in shapes]
+    loads = [s.exchange_load * topology.below(i) * topology.sharing(i) for i, s in enumerate(shapes)]
+    return [s.farthest_hops for s in shapes], loads
+
+
+def _slowest(topology: Topology, hops: list[int], loads: list[int], rounds: int, block: Size) -> dict[int, Work]:
+    """The work of every level: rounds wait only for the longest latency and the slowest link (outermost of equals)."""
+    levels = topology.levels
+    late = max(range(len(levels)), key=lambda i: (hops[i] * levels[i].latency, i))
+    slow = max(range(len(levels)), key=lambda i: (loads[i] / levels[i].rate, i))
+    moved = [rounds * load * block for load in loads]
+    return {
+        i: Work(rounds * hops[i] if i == late else 0, moved[i] if i == slow else 0, beside=0 if i == slow else moved[i])
+        for i in range(len(levels))
+    }

@@ -1,22 +1,22 @@
-"""A matmul cut into as many parts as there are ranks, beside the ring that brings its input or takes its result.
+"""A matmul cut into one part per rank, which overlaps the ring that brings its input or takes its result.
 
 Wang et al. 2023 (ASPLOS, doi 10.1145/3567955.3567959): while a part is multiplied, the next one is on its way. The
-price and the engine read the same order.
+price and the engine use the same order.
 """
 
 from __future__ import annotations
 
 
 def gathered_parts(rank: int, ranks: int) -> tuple[int, ...]:
-    """The parts of an all-gather in the order in which a rank has them: its own first, then from the rank before."""
+    """The parts of an all-gather in the order in which a rank has them: its own first, then what its neighbour sends."""
     return tuple((rank - step) % ranks for step in range(ranks))
 
 
 def scattered_parts(rank: int, ranks: int) -> tuple[int, ...]:
-    """The parts of a reduce-scatter in the order in which a rank adds to them: its own, then complete, last."""
+    """The parts of a reduce-scatter in the order in which a rank adds to them: its own last, which is then complete."""
     return tuple((rank - 1 - step) % ranks for step in range(ranks))
 
 
 def share_beside_products(ranks: int) -> float:
-    """Share of the parts that are sent while another is multiplied: each but one."""
+    """The share of the parts that are sent while another is multiplied: all but one."""
     return 1 - 1 / ranks

@@ -12,7 +12,7 @@ from shardwise.collectives.table import IN_NETWORK, LEVELS_ROWS, ROWS, LevelsRow
 from shardwise.collectives.topology import Topology
 
 TOPOLOGIES = ("line", "ring", "tree", "switch", "fully_connected", "mesh", "torus2d", "torus3d", "hierarchical")
-_TWO_SWITCHES = Topology.hierarchical([2, 2], [1, 1], [0, 0])  # whose formulas stand for those of any hierarchy
+_TWO_SWITCHES = Topology.hierarchical([2, 2], [1, 1], [0, 0])  # its formulas stand for those of any hierarchy
 _POINT_TO_POINT = ("line", "ring", "mesh", "torus2d", "torus3d")
 
 _MIDDLE = "distances of n/2 put n/2 messages on the middle links at once"
@@ -34,19 +34,18 @@ WHY_NOT: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class Pair:
-    """One algorithm for one collective on one network; the textbook's choice is marked.
-
-    ``bound`` is "exact" (equal to the priced schedule), "upper bound", "lower bound" or "model" (no schedule).
-    Symbols of ``formula``: see `closed_form.SYMBOLS`.
-    """
+    """An algorithm for a collective on a network."""
 
     kind: CollectiveKind
     topology: str
     algorithm: str
     textbook: bool
+    """Whether the textbook chooses this algorithm."""
     bound: str
+    """ "exact" (equal to the priced schedule), "upper bound", "lower bound" or "model" (no schedule)."""
     has_schedule: bool
     formula: str
+    """In the symbols of `closed_form.SYMBOLS`."""
     source: str
 
 

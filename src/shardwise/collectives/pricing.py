@@ -27,10 +27,10 @@ class Route:
 
 
 def expand(topology: Topology) -> tuple[Topology, list[list[int]]]:
-    """The network in which no axis is strided, and the rank lists of all the groups that share it.
+    """The network without strided axes, and the rank lists of all groups that share it.
 
-    A stride of s on an axis stands for s interleaved groups; here they are written out. Only the first axis
-    with more than one member is strided in what place() makes; shared ports are divided accordingly.
+    A stride of s on an axis stands for s interleaved groups; here they are written out. In a network made by `place`
+    only the first axis with more than one member is strided; shared ports are divided accordingly.
     """
     levels, rails = [], 1
     groups = [[0]]
@@ -63,7 +63,7 @@ class Router:
         return self._known[src, dst]
 
     def _find(self, src: int, dst: int) -> Route:
-        """The lowest common level's links only; a device's rail is its index below, modulo the ports."""
+        """A route over the lowest common level only; a device's rail is its index below, modulo the ports."""
         for index in reversed(range(len(self._below))):
             level, below = self.topology.levels[index], self._below[index]
             here, there = src // below % level.size, dst // below % level.size
@@ -78,7 +78,7 @@ class Router:
 
 
 def _path(shape: Shape, src: int, dst: int, rails: tuple[int, int]) -> tuple[int, list[Link]]:
-    """Hops and links from member ``src`` to ``dst``; a rail has a network of its own."""
+    """Hops and links from member ``src`` to ``dst``; every rail has a network of its own."""
     match shape:
         case Switch():
             return 1, [("out", src, rails[0]), ("in", dst, rails[1])]
@@ -154,7 +154,7 @@ def price_schedule(
 
 
 def _demands(transfers: Round, router: Router, groups: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Of every level in use: hops of the longest route, and chunks on the busiest link."""
+    """For every level in use: hops of the longest route, and chunks on the busiest link."""
     farthest: dict[int, int] = defaultdict(int)
     loads: dict[tuple[int, Link], int] = defaultdict(int)
     for ranks in groups:
@@ -183,14 +183,14 @@ def volume_of(schedule: Schedule, size: Any) -> Work:
 
 # -- message by message ------------------------------------------------------------------------------
 # `price_schedule` lets every round wait for its slowest message, as the closed forms do. A rank of the executor waits
-# only for what it needs: a chunk passes the fast and slow links of a ring in turn, and the fast ones do not cost a slow
-# one's latency.
+# only for what it needs: a chunk passes the fast and slow links of a ring in turn, and a fast link costs only its own
+# latency.
 
 
 def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -> float:
-    """Seconds until the last message has arrived; links pass one message after the other, in the order of the rounds.
+    """Seconds until the last message has arrived; links carry one message at a time, in the order of the rounds.
 
-    What a level costs once, its startup and its ramp, is added as in `price_schedule`.
+    The startup and the ramp of each level are added once, as in `price_schedule`.
     """
     size = float(checked_size(size_bytes))
     wide, interleaved = expand(topology)
@@ -214,7 +214,7 @@ def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float)
         route = router.route(ranks[transfer.src], ranks[transfer.dst])
         level = topology.levels[route.level]
         on_link = len(transfer.chunks) * chunk_bytes / level.rate
-        for link in route.links:  # streams share a port: a message that waits for one link does not hold another
+        for link in route.links:  # a message that waits for one link does not block another
             free[link] = max(ready, free[link]) + on_link
         arrived = max(free[link] for link in route.links) + route.hops * level.latency
         last = max(last, arrived)
@@ -226,7 +226,7 @@ def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float)
 def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[list[int]]]:
     """All transfers in the order of their rounds, and which later ones wait for the arrival of each.
 
-    A message waits for the newest arrivals of its chunks at its sender: of a sum, for all that were added.
+    A message waits for the newest arrival of each of its chunks at its sender; for a sum, for all that were added.
     """
     transfers: list[Transfer] = []
     unlocks: list[list[int]] = []

@@ -23,18 +23,20 @@ Round = tuple[Transfer, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds of transfers; all transfers of a round read the state from the beginning of the round.
+    """Rounds of transfers of equal chunks.
 
-    Chunks are ``chunk_fraction`` of the collective's size. Gather, scatter, all-gather and reduce-scatter
-    number them block by block (rank r owns chunks r*c .. r*c+c-1 with c = chunk_count/n), all-to-all by
-    (src*n + dst)*c, send_recv by source rank.
+    Gather, scatter, all-gather and reduce-scatter number chunks block by block (rank r owns r*c to r*c+c-1 with
+    c = chunk_count/n), all-to-all by (src*n + dst)*c, send_recv by source rank.
     """
 
     kind: CollectiveKind
     n: int
+    """Ranks."""
     chunk_count: int
     chunk_fraction: float
+    """The size of a chunk as a share of the collective's size."""
     rounds: tuple[Round, ...]
+    """All transfers of a round read the state from the beginning of the round."""
     algorithm: str
 
     def __str__(self) -> str:
@@ -68,7 +70,7 @@ _REVERSED = {
 
 
 def reverse(schedule: Schedule) -> Schedule:
-    """The same rounds backwards in time: all-gather becomes reduce-scatter, broadcast reduce, scatter gather.
+    """The same rounds backwards: all-gather becomes reduce-scatter, broadcast becomes reduce, scatter becomes gather.
 
     Where a chunk fanned out, contributions now meet (Chan et al. 2007).
     """

@@ -8,7 +8,7 @@ Every shape has the same properties for a group of ``size`` members, numbered in
 - ``exchange_load``, ``gather_load``, ``scatter_load``: blocks on the busiest link, in one direction,
   when all members send one block to all others, all to member 0, member 0 to all.
 
-A ``stride`` of s stands for s interleaved groups which communicate at once: hops and loads count theirs.
+A ``stride`` of s stands for s interleaved groups that communicate at once; hops and loads count those of all groups.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Grid:
 
 
 def _dimension_ordered_load(axes: tuple[Axis, ...]) -> int:
-    """Blocks towards the root: those of earlier axes have already been funnelled into one line."""
+    """Blocks on the busiest link towards the root: those of earlier axes are already funnelled into one line."""
     load, funnelled = 0, 1
     for axis in axes:
         load = max(load, axis.root_load * funnelled)
@@ -160,7 +160,7 @@ def _dimension_ordered_load(axes: tuple[Axis, ...]) -> int:
 
 
 class _OneHop:
-    """What shapes share whose latency is per message, whatever the route."""
+    """What the shapes share whose latency is per message, whatever the route."""
 
     size: int
     stride = 1
@@ -239,7 +239,8 @@ class FullyConnected(_OneHop):
 
     @property
     def disjoint_rings(self) -> int:  # type: ignore[override]  # here it depends on the size
-        """Rings through all members that share no link: each is in one, but for 4 and 6 members (Tillson 1980)."""
+        """Rings through all members that share no link: every link is in one, except for 4 and 6 members (Tillson
+        1980)."""
         return max(1, self.size - (2 if self.size in (4, 6) else 1))
 
     def expanded(self) -> FullyConnected:

@@ -45,20 +45,21 @@ LINKS = "busiest link of the routed schedule"
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm for some collectives on some networks, with its closed form and where it comes from.
-
-    ``hops`` (one after the other) and ``moved`` (bytes over the busiest link) are what its work computes, for people to
-    read: in the symbols of `closed_form.SYMBOLS`. ``nests`` says that it may run on one level of a hierarchy.
-    """
+    """An algorithm for some collectives on some networks, with its closed form in the symbols of `closed_form`."""
 
     algorithm: Algorithm
     kinds: tuple[CollectiveKind, ...]
     families: tuple[str, ...]
+    """The networks, by `Shape.family`."""
     hops: str
+    """Hops one after the other."""
     moved: str
+    """Bytes over the busiest link."""
     source: str
     bound: str = EXACT
+    """How the closed form relates to the price of the schedule."""
     nests: bool = True
+    """Whether it may run on one level of a hierarchy."""
 
     @property
     def name(self) -> str:
@@ -165,7 +166,7 @@ LEVELS_ROWS: tuple[LevelsRow, ...] = (
     LevelsRow("hierarchical_pipelined", (BCAST, REDUCE, GATHER, SCATTER, A2A), TUNING, LOWER, built=False),
 )
 
-# What runs on a level of a hierarchy by default: the first that the level's shape has.
+# What runs on a level of a hierarchy by default: the first of these that the level's shape offers.
 LEVEL_DEFAULTS: dict[CollectiveKind, tuple[str, ...]] = {
     **dict.fromkeys((AR, AG, RS), ("ring", "line", "bucket")),
     **dict.fromkeys((BCAST, REDUCE), ("binomial", "direct", "chain", "spanning_tree")),
@@ -186,7 +187,10 @@ def rows_for(kind: CollectiveKind, level: Level) -> list[Row]:
 
 
 def rows_for_level_of_hierarchy(kind: CollectiveKind, level: Level, outermost: bool) -> list[Row]:
-    """The algorithms that may run on one level; inside, an all-reduce must be a reduce-scatter + all-gather."""
+    """The algorithms that may run on one of several levels.
+
+    On all but the outermost an all-reduce must consist of a reduce-scatter and an all-gather.
+    """
     rows = [row for row in rows_for(kind, level) if row.nests]
     if kind is AR and not outermost:
         splitting = {row.name for row in rows_for(AG, level)}

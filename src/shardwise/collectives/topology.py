@@ -52,7 +52,7 @@ def _parse_quantities(target: InNetwork | Level, path: str) -> None:
 class InNetwork:
     """Switches that reduce and multicast: NVLink SHARP ("nvls") or InfiniBand SHARP ("sharp").
 
-    ``efficiency``, ``ramp_bytes`` and ``startup`` take the place of the level's own while it is used.
+    While they are used, ``efficiency``, ``ramp_bytes`` and ``startup`` replace those of the level.
     """
 
     kind: str
@@ -68,22 +68,21 @@ class InNetwork:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a network.
-
-    ``bandwidth`` is bytes/s in one direction: of one link (grids, fully connected) or of one device's
-    port (switch, tree). ``latency`` is seconds per message, on grids per hop. ``ports`` is how many ports
-    all devices below one member of this level share (None: each device has its own). ``startup`` is
-    paid once per collective that uses the level. Large messages reach ``efficiency`` of the bandwidth;
-    V bytes cost as much as V + sqrt(ramp_bytes * V).
-    """
+    """One level of a network."""
 
     shape: Shape
     bandwidth: float
+    """Bytes/s in one direction: of a link (grids, fully connected) or of a device's port (switch, tree)."""
     latency: float = 0.0
+    """Seconds per message; on grids per hop."""
     ports: int | None = None
+    """Ports that all devices below one member of this level share; None: each device has its own."""
     startup: float = 0.0
+    """Seconds, once per collective that uses the level."""
     efficiency: float = 1.0
+    """The share of the bandwidth that large messages reach."""
     ramp_bytes: float = 0.0
+    """V bytes cost as much as V + sqrt(ramp_bytes * V) at full rate."""
     in_network: InNetwork | None = None
     name: str = ""
 
@@ -106,18 +105,17 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels, innermost first; device ranks count through the innermost level fastest.
-
-    ``pipelined_levels`` says that the library overlaps the levels of a hierarchical collective, as NCCL
-    does: "auto" then prices the levels' bandwidth as the maximum instead of the sum. ``library`` names the
-    communication library whose algorithms "auto" may choose from ("any": all of them). ``straddles``: the groups
-    whose network this is have unequal parts on its levels, and it is that of the worst (`place`).
-    """
+    """A network of one or more levels."""
 
     levels: tuple[Level, ...]
+    """Innermost first; device ranks count through the innermost level fastest."""
     pipelined_levels: bool = field(default=False, kw_only=True)
+    """Whether the library overlaps the levels of a hierarchical collective, as NCCL does: "auto" then prices the
+    bandwidth of the levels as their maximum, not their sum."""
     library: str = field(default="any", kw_only=True)
+    """The communication library whose algorithms "auto" may choose from; "any": all algorithms."""
     straddles: bool = field(default=False, kw_only=True)
+    """Whether the groups on this network have unequal parts on its levels; it is then that of the worst (`place`)."""
 
     def __post_init__(self) -> None:
         if self.library not in LIBRARIES:
@@ -125,7 +123,7 @@ class Topology:
             raise SpecError("topology.library", f"{shown(self.library)} is unknown", remedy)
 
     def __hash__(self) -> int:
-        """Of what distinguishes networks, not of every field: a search looks one up thousands of times."""
+        """A quick hash of what mostly distinguishes networks: a search looks one up thousands of times."""
         return hash(tuple((level.name, level.size) for level in self.levels))
 
     @property
@@ -197,9 +195,9 @@ def _level(shape: Shape, bandwidth: Quantity, latency: Quantity) -> Level:
     return Level(shape, bandwidth, latency)  # type: ignore[arg-type]  # text is parsed by Level
 
 
-# The algorithms of a communication library: "auto" on a real machine chooses among these only. "any" is our own
-# executor, which runs every schedule. A library that offers nothing for a network (a grid, say) is assumed to run
-# whatever is cheapest there. Both libraries run gather, scatter and all-to-all as messages all at once.
+# The algorithms of each communication library: "auto" on a real machine chooses among these only. "any" is our own
+# executor, which runs every schedule. A library that offers nothing for a network (such as a grid) is assumed to run
+# whatever is cheapest there. NCCL and gloo run gather, scatter and all-to-all as messages all at once.
 _AT_ONCE = dict.fromkeys(
     (CollectiveKind.SEND_RECV, CollectiveKind.GATHER, CollectiveKind.SCATTER, CollectiveKind.ALL_TO_ALL), ("direct",)
 )
@@ -247,7 +245,7 @@ def runs_levels_in_turn(library: str, kind: CollectiveKind) -> bool:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Of one axis: every ``step``-th member, ``count`` of them."""
+    """A part of an axis: every ``step``-th member, ``count`` of them."""
 
     step: int
     count: int
@@ -256,11 +254,13 @@ class _Cut:
 def place(topology: Topology, stride: int, degree: int) -> Topology:
     """The network of a group of ranks base + i*stride, i < degree, while all such groups communicate at once.
 
-    Ranks count through the innermost level fastest; on a grid the factors of a degree that the first axis lacks are
-    taken from the next, as JAX splits the physical axes of a TPU (mesh_utils). A group that covers a whole wrapped axis
-    keeps the ring; a part of it is a line; members ``o`` apart share their links with the o - 1 groups in between.
-    Shared ports are divided among those groups; where they do not divide evenly every device is given the share of the
-    busiest port, an upper bound. Levels with one member are dropped. A group that straddles a level: see `_straddled`.
+    - Ranks count through the innermost level fastest. On a grid the factors of a degree that the first axis lacks are
+      taken from the next, as JAX splits the physical axes of a TPU (mesh_utils).
+    - A group that covers a whole wrapped axis keeps the ring; a part of the axis is a line. Members ``o`` apart share
+      their links with the o - 1 groups in between.
+    - Shared ports are divided among those groups. If they do not divide evenly, every device is given the share of the
+      busiest port, an upper bound.
+    - Levels with one member are dropped. For groups that straddle a level see `_straddled`.
     """
     for name, value in (("stride", stride), ("degree", degree)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -294,7 +294,7 @@ def _cut(topology: Topology, stride: int, degree: int) -> list[list[_Cut]]:
 
 
 def _over_axes(sizes: list[int], step: int, count: int) -> list[_Cut]:
-    """What a step and a count over a level are on each of its axes: all the factors that the axis has."""
+    """A step and a count over a level, divided over its axes: each takes the factors that it has."""
     cuts = []
     for size in sizes:
         own_step = math.gcd(step, size)
@@ -322,9 +322,9 @@ def _part(level: Level, cuts: list[_Cut], skipped: int, below: int) -> Level:
 
 
 def _own_ports(ports: int | None, skipped: int, below: int) -> tuple[int | None, int]:
-    """The ports left to one of ``skipped`` groups (None: one per device), and how many groups share each.
+    """The ports left to one of ``skipped`` groups (None: one per device), and how many groups share each port.
 
-    Device i of a member uses port i mod ports, so evenly divided ports stay with their group.
+    Device i of a member uses port i mod ports, so that ports which divide evenly belong to one group each.
     """
     if ports is None or ports >= below:
         return None, 1
@@ -354,11 +354,11 @@ def _part_of_shape(shape: Shape, cuts: list[_Cut]) -> Shape:
 def _straddled(topology: Topology, stride: int, degree: int, cuts: list[list[_Cut]]) -> list[Level]:
     """What the groups see of the levels from the first that they straddle: equal parts, as small as the smallest.
 
-    Some groups cross a domain's border where others do not, and have more members on one side than on the other; all
-    are waited for. Where q of a group's n members are in a domain, their q ports carry all that enters and leaves
-    it: (n-q)/n of what a ring passes on. So every domain is given as many members as the poorest one of any group has,
-    rounded down to a divisor of what is left of the group, and the rest is further domains: never fewer crossings than
-    there are. Switches do not reduce for groups in unequal parts.
+    Some groups cross the border of a domain where others do not, with more members on one side than on the other; the
+    slowest group counts. If q of a group's n members are in a domain, their q ports carry all that enters and leaves
+    it: (n-q)/n of what a ring passes on. So every domain is given the fewest members that any group has in one,
+    rounded down to a divisor of what is left of the group; the rest of the group is in further domains. That is never
+    fewer crossings than there are. Switches do not reduce for groups in unequal parts.
     """
     inside = math.prod(cut.count for own in cuts for cut in own)
     levels = []
@@ -373,10 +373,10 @@ def _straddled(topology: Topology, stride: int, degree: int, cuts: list[list[_Cu
 
 
 def _fewest_inside(domain: int, world: int, stride: int, degree: int) -> int:
-    """The fewest members that a group has in a domain (consecutive ranks of a network) in which it has any.
+    """The fewest members that any group has in a domain (``domain`` consecutive ranks) in which it has some.
 
-    The groups of ``stride`` neighbours fill a block of ranks; x of its ranks in a domain hold at least x // stride
-    members of each group that is there at all.
+    ``stride`` neighbouring groups fill a block of ranks. If x ranks of a block are in a domain, each group that has
+    members there has at least x // stride.
     """
     if domain == world:
         return degree
@@ -394,7 +394,7 @@ def _joined(level: Level, count: int, apart: int, below: int) -> Level:
     apart = -(-apart // below)
     shape: Shape = Switch(count)
     if isinstance(level.shape, Grid):
-        # A line in rank order: steps there and back pass each link at most so often, along any axis.
+        # A line in rank order; the stride bounds how often steps there and back pass a link, along any axis.
         shape = Grid((Axis(count, False, min(2 * apart, max(axis.size for axis in level.shape.axes))),))
     elif isinstance(level.shape, Tree):
         shape = Tree(count, apart)

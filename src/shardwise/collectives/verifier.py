@@ -89,7 +89,7 @@ def starts(schedule: Schedule) -> State:
 
 
 def goals(schedule: Schedule) -> State:
-    """What each rank must hold after the last round; shorter than the ranks where only the root gets anything."""
+    """What each rank must hold after the last round; only the first entry where only the root gets anything."""
     n, chunks = schedule.n, range(schedule.chunk_count)
     everyone = (1 << n) - 1
     per_rank = schedule.chunk_count // n

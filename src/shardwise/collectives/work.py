@@ -1,4 +1,4 @@
-"""What a collective does to a network (Work per level), what that costs (CollectiveCost), and what an algorithm is."""
+"""What an algorithm demands of a network (`Work` per level), and what that costs (`CollectiveCost`)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """An algorithm's demands on one level: hops one after the other, bytes over the busiest link.
-
-    ``beside`` are bytes that pass it while the round waits for a slower level. ``sent_bytes`` and ``received_bytes``
-    are those of the busiest rank, ``total_bytes`` of all ranks.
-    """
+    """An algorithm's demands on one level."""
 
     hops: Size = 0
+    """One after the other."""
     bytes: Size = 0
+    """Over the busiest link."""
     steps: Size = 0
     sent_bytes: Size = 0
+    """By the busiest rank."""
     received_bytes: Size = 0
+    """By the busiest rank."""
     total_bytes: Size = 0
+    """By all ranks."""
     in_network: bool = False
     beside: Size = 0
+    """Bytes over the busiest link while the round waits for a slower level."""
 
     def __add__(self, other: Work) -> Work:
-        """One after the other, by ranks that are equally busy in both."""
+        """Both, one after the other, if the same ranks are the busiest in both."""
         return Work(
             self.hops + other.hops,
             self.bytes + other.bytes,
@@ -54,36 +56,35 @@ class Work:
 
 @dataclass(frozen=True)
 class LevelCost:
-    """One level's part: ``hops`` latencies in a row and ``bytes`` over its busiest link.
-
-    The link is busy for ``busy_seconds``, also while a round waits for another level.
-    """
+    """One level's part of a collective's cost."""
 
     level_name: str
     level_index: int
     hops: Size
     bytes: Size
+    """Over the busiest link."""
     latency_seconds: Size
     bandwidth_seconds: Size
     busy_seconds: Size
+    """How long the busiest link is busy, including while a round waits for another level."""
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The time and traffic of a collective; every number is an array if the size was one.
-
-    ``sent_bytes`` and ``received_bytes`` are those of the busiest rank, ``total_bytes`` of all ranks.
-    ``exact`` says that the closed form equals the price of the algorithm's schedule.
-    """
+    """The time and traffic of a collective; every number is an array if the size was one."""
 
     latency_seconds: Size
     bandwidth_seconds: Size
     steps: Size
     sent_bytes: Size
+    """By the busiest rank."""
     received_bytes: Size
+    """By the busiest rank."""
     total_bytes: Size
+    """By all ranks."""
     algorithm: str
     exact: bool
+    """Whether the closed form equals the price of the algorithm's schedule."""
     levels: tuple[LevelCost, ...] = ()
 
     @property
@@ -95,7 +96,7 @@ COST_FIGURES = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "
 
 
 def link_figures(level: Level, in_network: bool) -> tuple[float, float, float]:
-    """Rate, ramp and startup of a level's links, or of its switches that reduce."""
+    """Rate, ramp and startup of a level's links, or with ``in_network`` of its switches that reduce."""
     helped = level.in_network if in_network else None
     if helped is None:
         return level.rate, level.ramp_bytes, level.startup
@@ -124,9 +125,9 @@ def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
 def settle(
     topology: Topology, used: Mapping[int, Work], volume: Work, algorithm: str, exact: bool, overlapped: bool = False
 ) -> CollectiveCost:
-    """The cost of ``used`` levels; ``volume`` carries steps and bytes per rank.
+    """The cost of the ``used`` levels, and of ``volume``, which carries steps and bytes per rank.
 
-    With ``overlapped`` the slowest level's bandwidth hides that of the others.
+    With ``overlapped`` the bandwidth time is that of the slowest level, not the sum.
     """
     levels = tuple(level_cost(i, level, used.get(i)) for i, level in enumerate(topology.levels))
     latency: Size = 0.0
@@ -141,16 +142,15 @@ def settle(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to run some collectives on one level.
-
-    ``work(kind, level, size_bytes)`` is the closed form. ``build(kind, level, chunks)`` makes the schedule;
-    ``chunks`` is the pipeline's depth, which ``chunks(kind, level, size_bytes)`` chooses (None: not pipelined).
-    """
+    """A way to run some collectives on one level."""
 
     name: str
     work: Callable[[CollectiveKind, Level, Size], Work]
+    """The closed form, for a size in bytes."""
     build: Callable[[CollectiveKind, Level, int], Schedule] | None = None
+    """Makes the schedule, with so many chunks; None if it runs inside the switch."""
     chunks: Callable[[CollectiveKind, Level, Size], Size] | None = None
+    """The best number of chunks for a size in bytes; None if the algorithm is not pipelined."""
 
 
 def gathering(kind: CollectiveKind, all_gather: Work) -> Work:
@@ -168,7 +168,7 @@ def rooted(kind: CollectiveKind, outward: Work) -> Work:
 
 
 def even(level: Level, rounds: int, sent: Size) -> Work:
-    """Rounds of one step to a neighbour, in which every rank sends and receives ``sent`` bytes in all."""
+    """``rounds`` steps to a neighbour, in which every rank sends and receives ``sent`` bytes in all."""
     shape = level.shape
     return Work(rounds * shape.step_hops, sent * shape.step_load, rounds, sent, sent, level.size * sent)
 
@@ -188,13 +188,13 @@ def log2_floor(n: int) -> int:
 
 
 def bits_below(n: int) -> int:
-    """One-bits in all the numbers 0 .. n-1: how often the chunks of a binomial scatter travel."""
+    """One-bits in all the numbers 0 to n-1, which is how often the chunks of a binomial scatter travel."""
     return sum(n // 2 ** (j + 1) * 2**j + max(0, n % 2 ** (j + 1) - 2**j) for j in range(n.bit_length()))
 
 
 def _in_network(written_back: bool, kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """All-reduce: 2a + mb, up the tree of switches and down again (SHARP: Bloch et al. 2017), or 2a + m(1+1/n)b where
-    a device writes back its 1/n of the sum, to be multicast (NVLS: NCCL src/graph/tuning.cc). Others: a + mb."""
+    """All-reduce: 2a + mb, up the tree of switches and down again (SHARP: Bloch et al. 2017), or 2a + m(1+1/n)b if
+    each device writes its 1/n of the sum back to be multicast (NVLS: NCCL src/graph/tuning.cc). Others: a + mb."""
     n = level.size
     if kind is not CollectiveKind.ALL_REDUCE:
         return rooted(kind, Work(1, size, 1, size, size, (n - 1) * size, in_network=True))

@@ -26,11 +26,14 @@ def build(
 ) -> PipelineSchedule:
     """The schedule ``name`` over ``ranks`` pipeline ranks.
 
-    ``chunks`` (stages per rank) is a choice for interleaved only. ``times`` and ``comm_seconds`` decide where zbv,
-    zb-1p, zb-2p and zb-auto run weight gradients (default: all passes equal). ``memory_limit``, in microbatch
-    activations, is for zb-auto; ``released_by_input_grad`` is the share of an activation that zb-1p, zb-2p and zb-auto
-    count as free after its input gradient. ``ahead`` are forward passes more before the first backward one, of
-    schedules with a record of them (`ScheduleRecord.ahead_of_exchange`).
+    - ``chunks``, stages per rank, is a choice for interleaved only.
+    - ``times`` and ``comm_seconds`` decide where zbv, zb-1p, zb-2p and zb-auto run weight gradients (default: all
+      passes equal).
+    - ``memory_limit``, in microbatch activations, is for zb-auto.
+    - ``released_by_input_grad`` is the share of an activation that zb-1p, zb-2p and zb-auto count as free after its
+      input gradient.
+    - ``ahead`` is the number of additional forward passes before the first backward pass, for schedules that
+      have them (`ScheduleRecord.ahead_of_exchange`).
     """
     _check_count("ranks", ranks)
     _check_count("microbatches", microbatches)

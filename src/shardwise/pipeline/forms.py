@@ -20,20 +20,24 @@ from shardwise.spec.schedules import ScheduleRecord, StepEnds, imported, schedul
 
 
 class EqualStages(NamedTuple):
-    """A pipeline of equal stages: p ranks, m microbatches, v chunks per rank, and the seconds of one stage.
-
-    F, I and W are its forward pass and its input and weight gradients, c a message between two stages. ``released`` is
-    the share of an activation that the input gradient frees. All but ``released`` may be numpy arrays.
-    """
+    """A pipeline of equal stages; all but ``released`` may be numpy arrays."""
 
     p: Any
+    """Ranks."""
     m: Any
+    """Microbatches."""
     v: Any
+    """Chunks (stages) per rank."""
     F: Any
+    """Seconds of a stage's forward pass."""
     I: Any  # noqa: E741
+    """Seconds of its input gradient."""
     W: Any
+    """Seconds of its weight gradient."""
     c: Any
+    """Seconds of a message between two stages."""
     released: float = 0.0
+    """The share of an activation that the input gradient frees."""
 
     @property
     def work(self) -> Any:
@@ -48,35 +52,36 @@ class EqualStages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedForms:
-    """The formulas of one schedule. "Exact" means equal to the simulator.
-
-    ``bubble`` is the idle time of the longest rank if passes set the pace, ``pace`` its time if messages do (by default
-    `paced_by_messages`). Unless the bubble is right for messages of any length, the longer of the two counts.
-    ``last_end`` is the idle time from the first start of all ranks to the last end, of schedules in which one rank
-    starts first and another ends last: what ranks that end a step together wait, unless the bubble is longer.
-    ``text`` is the bubble for people to read, as a share of the busy time where all passes take equally long and
-    messages none; divides(d, p) is 1 where d divides p.
-    """
+    """The formulas of one schedule."""
 
     bubble: Callable[[EqualStages], Any]
-    in_flight: Callable[[int, int, int, int], int]  # of p, m, v and the rank
+    """Idle seconds of the longest rank if passes set the pace."""
+    in_flight: Callable[[int, int, int, int], int]
+    """Chunk activations that a rank holds at its peak, from p, m, v and the rank."""
     is_exact: Callable[[EqualStages], bool] = lambda case: False
-    any_messages: bool = False  # ``bubble`` is right for short messages and for long ones
+    """Whether ``bubble`` equals the simulator."""
+    any_messages: bool = False
+    """Whether ``bubble`` is right for messages of any length; otherwise ``pace`` counts if it is longer."""
     pace: Callable[[EqualStages], Any] | None = None
+    """Seconds of the longest rank if messages set the pace; None: `paced_by_messages`."""
     last_end: Callable[[EqualStages], Any] | None = None
+    """Idle seconds from the first start of any rank to the last end, for schedules in which one rank starts first and
+    another ends last. Ranks that end a step together wait so long, unless the bubble is longer."""
     text: str = ""
+    """The bubble for people to read, as a share of the busy time if all passes take equally long and messages no
+    time; divides(d, p) is 1 if d divides p."""
 
 
 # -- Steps paced by messages, for equal stages -------------------------------------------------------
 # A link leads from one rank to another and carries one message at a time. Once the first microbatch has made its round
-# trip, every other one adds at least its time on the busiest link; or, where the number in flight is limited, its share
-# of a round trip. All arguments but names may be numpy arrays.
+# trip, every other microbatch adds at least its time on the busiest link; or, if the number in flight is limited, its
+# share of a round trip. All arguments but names may be numpy arrays.
 
 
 def messages_per_link(name: str, ranks: Any, chunks: Any) -> Any:
     """Messages of one microbatch over the busiest link, in one direction.
 
-    Two interleaving ranks send each other both activations and gradients, as neighbours in a V do.
+    If only two ranks interleave, each sends the other both activations and gradients, as neighbours in a V do.
     """
     if schedule_record(name).ends_meet:
         return chunks
@@ -86,8 +91,8 @@ def messages_per_link(name: str, ranks: Any, chunks: Any) -> Any:
 def paced_by_messages(case: EqualStages, record: ScheduleRecord, by_round_trips: Any = 0.0) -> Any:
     """Seconds of the longest rank if it always waits for messages and never for passes.
 
-    ``by_round_trips`` (`in_round_trips`) is the time added by microbatches that enter only when another has returned;
-    needed only where that limits a schedule more than its links and passes do.
+    ``by_round_trips`` (`in_round_trips`) is the time added by microbatches that may enter only when another has
+    returned. It is needed only if that limits a schedule more than its links and passes do.
     """
     p, m, v, c = case.p, case.m, case.v, case.c
     first_round_trip = p * v * (case.F + case.I) + case.W + 2 * (p - 1) * v * c
@@ -104,8 +109,9 @@ def in_round_trips(case: EqualStages, in_flight: Any, held: Any) -> Any:
 def one_f_one_b_wait(p: Any, m: Any, there_and_back: Any, c: Any) -> Any:
     """Seconds that 1F1B waits for messages: the first round trip, then (p-1)/p of one for every further microbatch.
 
-    Exact for any m (the form 2(p-1)m/p + 2(p-2) only if p divides m). Of the microbatches that enter together, the
-    second is the first to queue behind a message, unless a stage takes longer ``there_and_back``.
+    Exact for any m; the known form 2(p-1)m/p + 2(p-2) is so only if p divides m. Of the microbatches that enter
+    together, the second is the first to queue behind a message, unless the passes of a stage (``there_and_back``)
+    take longer than the message.
     """
     messages = 2 * (p - 1) + 2 * ((m - 1) * (p - 1) // p)
     return messages * c + ((m - 1) % p == 1) * maximum(0.0, c - there_and_back)
@@ -143,7 +149,7 @@ def bubble_seconds(
 
 
 def bubble_formula(record: ScheduleRecord) -> str:
-    """The bubble of a schedule in words of p, m and v; empty where it is simulated."""
+    """The bubble of a schedule as text in p, m and v; empty if it is simulated."""
     forms = _forms(record)
     return forms.text if forms is not None else ""
 
@@ -163,7 +169,7 @@ def bubble_is_exact(
     if ranks == 1 or forms is None:
         return True
     if ends == "together" and forms.last_end is not None and microbatches < 2 * ranks - 1:
-        return False  # the pipeline never fills, so that any rank may end last
+        return False  # the pipeline never fills, and any rank may end last
     case = EqualStages(ranks, microbatches, chunks_per_rank(name), forward, input_grad, weight_grad, comm_seconds)
     return bool(forms.is_exact(case))
 
@@ -173,8 +179,8 @@ def peak_chunks_in_flight(
 ) -> int:
     """Activations of one chunk (stage) and microbatch that ``rank`` holds at its peak.
 
-    Equal to the peak of the built schedule; with times given, zbv, zb-1p and zb-2p may hold less, never more.
-    Divide by the chunks per rank for microbatches of the whole rank. ``ahead`` as in `build`.
+    Equal to the peak of the built schedule; built with times, zbv, zb-1p and zb-2p may hold less, but never more.
+    Divide by the chunks per rank for microbatches of the whole rank. ``ahead`` is as in `build`.
     """
     if not 0 <= rank < ranks:
         raise SpecError("rank", f"{rank} is not one of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")
@@ -186,6 +192,7 @@ def peak_chunks_in_flight(
 
 
 def _forms(record: ScheduleRecord) -> ClosedForms | None:
+    """The closed forms of a schedule; None if it has none."""
     forms: ClosedForms | None = imported(record.closed_forms)
     return forms
 
@@ -215,6 +222,7 @@ def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int, ahead:
 
 @lru_cache(maxsize=64)
 def _built(name: str, ranks: int, microbatches: int, chunks: int, ahead: int = 0) -> PipelineSchedule:
-    """Rounded up to whole rounds: a search also prices batches that do not divide into rounds, and drops them later."""
+    """The schedule with microbatches rounded up to whole rounds: a search also prices batches that do not divide into
+    rounds, and drops them later."""
     rounds = schedule_record(name).rounds(ranks)
     return build(name, ranks, -(-max(1, microbatches) // rounds) * rounds, chunks, ahead=ahead)

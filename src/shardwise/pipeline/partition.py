@@ -1,7 +1,7 @@
 """Divides layers into contiguous stages such that the slowest stage is as fast as possible and every stage fits.
 
-Exact, by dynamic programming over (stage, layers placed); of several optima the one with the least memory on its
-fullest stage.
+Exact, by dynamic programming over (stage, layers placed). Of several optima it takes the one whose fullest stage needs
+the least memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _ROUNDING = 1 + 1e-12
 class Layers:
     """The layers to be placed, in model order: one entry per layer.
 
-    ``bytes`` are held during the whole step (weights, gradients, optimizer), ``activation_bytes`` per microbatch in
-    flight. The four extras are the embedding of the first and the loss of the last stage.
+    The extras are for the embedding on the first stage and the loss on the last.
     """
 
     seconds: tuple[float, ...]
     bytes: tuple[float, ...]
+    """Held during the whole step: weights, gradients, optimizer states."""
     activation_bytes: tuple[float, ...]
+    """Per microbatch in flight."""
     first_extra_seconds: float = 0.0
     last_extra_seconds: float = 0.0
     first_extra_bytes: float = 0.0
@@ -39,16 +40,18 @@ class Layers:
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's device: ``speed`` relative to the device of the layer times, memory, and microbatches in flight."""
+    """The device of a stage."""
 
     speed: float = 1.0
+    """Relative to the device on which the layers take their ``seconds``."""
     memory_bytes: float = float("inf")
     in_flight: float = 1.0
+    """Microbatches in flight."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage s holds ``layer_counts[s]`` layers, after those of the stages before it."""
+    """The stages: stage s holds the next ``layer_counts[s]`` layers after those of the stages before it."""
 
     layer_counts: tuple[int, ...]
     stage_seconds: tuple[float, ...]

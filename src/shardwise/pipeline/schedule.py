@@ -1,4 +1,4 @@
-"""A pipeline schedule as plain data: the actions of each rank in order, and how long the passes of a stage take."""
+"""A pipeline schedule as plain data: the actions of each rank in order, and the seconds of each stage's passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.spec.errors import SpecError, shown
 
 
 class ActionKind(StrEnum):
-    """What a rank does with one microbatch on one stage; a backward pass is B, or I and later W."""
+    """What a rank does with one microbatch on one stage; a backward pass is either B, or I and later W."""
 
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients together
@@ -37,17 +37,19 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """``actions[rank]`` in order; stage s of the model is on rank ``placements[copy][s]``.
+    """What each rank does, in which order.
 
-    Nearly every schedule has one copy of the parameters. DualPipe has two, run from both ends: its first
-    m/2 microbatches use copy 0, the others copy 1.
+    Nearly every schedule has one copy of the parameters. DualPipe has two, run from both ends: the first half of its
+    microbatches uses copy 0, the other half copy 1.
     """
 
     name: str
     stages: int
     microbatches: int
     placements: tuple[tuple[int, ...], ...]
+    """Of every copy of the parameters: the rank of each stage."""
     actions: tuple[tuple[Action, ...], ...]
+    """Of every rank, in order."""
 
     @property
     def ranks(self) -> int:
@@ -88,7 +90,7 @@ def one_copy(
 
 
 def keep_microbatches(schedule: PipelineSchedule, kept: Sequence[int]) -> PipelineSchedule:
-    """The schedule with only some of its microbatches, renumbered; their order is unchanged."""
+    """The schedule with only the microbatches ``kept``, renumbered, in the same order."""
     number = {old: new for new, old in enumerate(kept)}
     actions = tuple(
         tuple(Action(a.kind, a.stage, number[a.microbatch]) for a in actions if a.microbatch in number)
@@ -102,7 +104,7 @@ def keep_microbatches(schedule: PipelineSchedule, kept: Sequence[int]) -> Pipeli
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one microbatch on every stage; ``backward`` is for a full backward pass, which may be faster fused."""
+    """Seconds of one microbatch on every stage; a full ``backward`` may be faster than its two gradients apart."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -127,7 +129,7 @@ def stage_times(
     weight_grad: Sequence[float],
     backward: Sequence[float] | None = None,
 ) -> StageTimes:
-    """Times of stages that differ, checked; by default a full backward takes as long as both of its gradients."""
+    """Checked times of stages that differ; by default a full backward takes as long as both of its gradients."""
     if backward is None:
         backward = [i + w for i, w in zip(input_grad, weight_grad)]
     columns = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "backward": backward}
@@ -137,7 +139,7 @@ def stage_times(
 
 
 def durations(field: str, given: float | Sequence[float], count: int, item: str) -> tuple[float, ...]:
-    """Seconds of each of ``count`` items: one number for all, or one each. SpecError unless finite and 0 or more."""
+    """Seconds of each of ``count`` items, from one number for all or one each; SpecError unless finite and >= 0."""
     values = [given] * count if isinstance(given, (int, float)) else list(given)
     if len(values) != count:
         raise SpecError(field, f"{len(values)} values, but {count} are needed", f"give one per {item}")

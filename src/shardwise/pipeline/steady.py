@@ -1,11 +1,12 @@
 """Times many microbatches by simulating few of them: a full pipeline repeats itself.
 
-Each action starts when the one before it on its rank has ended and the message it needs has arrived, each message when
-it is sent and the one before it on its link has arrived; that one was sent by an earlier action of the same rank. Let
-no action lag more than ``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes
-that leads back from a later microbatch passes through any ``depth`` successive ones. If all their actions and messages
-recur ``period`` microbatches on, all of them later by the same ``shift``, so does everything that follows (by induction
-along the chains), the draining of the pipeline included: T(m + period) = T(m) + shift, for every such m.
+Why this is exact: an action starts when the action before it on its rank has ended and the message it needs has
+arrived. A message starts when it is sent and the message before it on its link, sent by an earlier action of the same
+rank, has arrived. Let no action lag ``depth`` or more microbatches behind the newest one that its rank has begun. Then
+every chain of such causes that leads back from a later microbatch passes through any ``depth`` successive ones. If all
+actions and messages of these recur ``period`` microbatches later, all of them by the same ``shift``, then so does
+everything that follows (by induction along the chains), including the draining of the pipeline:
+T(m + period) = T(m) + shift, for every such m.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def simulated_pipeline(
     whole: bool = False,
     ahead: int = 0,
 ) -> tuple[float, Timeline | None]:
-    """Seconds of a step, and the timeline unless many microbatches were extrapolated from few.
+    """Seconds of a step, and its timeline; None if many microbatches were extrapolated from few.
 
-    The schedule is the one that runs, built without times: weight gradients are placed as if all passes were equal.
-    ``message_seconds`` is one number or one per boundary between stages. ``whole`` never extrapolates. ``ahead`` as in
-    `build`.
+    The schedule is the one that runs, which is built without times: weight gradients are placed as if all passes were
+    equal. ``message_seconds`` is one number, or one per boundary between stages. ``whole`` never extrapolates.
+    ``ahead`` is as in `build`.
     """
     pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds), ends, ahead)
     if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
@@ -98,7 +99,7 @@ class _Pipeline:
         return None
 
     def _like(self, microbatches: int, least: int) -> int:
-        """At least ``least`` microbatches, with the same remainder over a round, or over DualPipe's two ends."""
+        """At least ``least`` microbatches, with the remainder of ``microbatches`` over a round, or over two ends."""
         return least + (microbatches - least) % (self.ranks if self.record.in_rounds else 2)
 
 
@@ -126,7 +127,7 @@ def _entering(schedule: PipelineSchedule) -> int:
 
 
 def _depth(schedule: PipelineSchedule) -> int:
-    """One more than the microbatches by which an action lags at most behind the newest that its rank has begun."""
+    """One more than the most microbatches by which an action lags behind the newest that its rank has begun."""
     most, entering = 0, _entering(schedule)
     for actions in schedule.actions:
         newest = 0
@@ -169,10 +170,10 @@ _schedule = lru_cache(maxsize=64)(build)
 
 @lru_cache(maxsize=256)
 def _order_period(name: str, ranks: int, microbatches: int, chunks: int) -> int:
-    """After how many microbatches a schedule's order repeats, as far as ``microbatches`` of them show.
+    """After how many microbatches the order of a schedule repeats, as far as ``microbatches`` of them show.
 
     Interleaving takes p at a time, most others one. Builders that place weight gradients in waits simulate the actions
-    with all passes equal: once in the same state again, they continue in the same way.
+    with all passes equal: once such a simulation is in the same state again, it continues in the same way.
     """
     record = schedule_record(name)
     if record.repeats == "always":

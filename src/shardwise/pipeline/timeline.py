@@ -14,17 +14,15 @@ from shardwise.spec.schedules import StepEnds
 
 @dataclass(frozen=True)
 class Timeline:
-    """``starts[rank][i]`` and ``ends[rank][i]`` belong to ``schedule.actions[rank][i]``, in seconds.
-
-    ``arrivals[rank][i]`` is when the result of that action reaches the rank that needs it next: its end, unless a
-    message carries it there. ``busy`` is each rank's computation, without overhead and messages.
-    """
+    """When every action of a schedule runs; entry [rank][i] belongs to ``schedule.actions[rank][i]``, in seconds."""
 
     schedule: PipelineSchedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     arrivals: tuple[tuple[float, ...], ...]
+    """When the result reaches the rank that needs it next: at its end, unless a message carries it there."""
     busy: tuple[float, ...]
+    """Seconds that each rank computes, without overhead and messages."""
 
     @property
     def makespan_seconds(self) -> float:
@@ -38,9 +36,9 @@ class Timeline:
 
     @property
     def longest_rank_seconds(self) -> float:
-        """The zero-bubble papers' cost of a step: a rank may start its next step when its own is over, so a step that
-        is skewed over the ranks costs only its longest rank (Qi et al. 2023, arXiv 2401.10241, section 4 and Table 5).
-        """
+        """The cost of a step in the zero-bubble papers: each rank starts its next step when its own is over, so that
+        a step which is skewed over the ranks costs only its longest rank (Qi et al. 2023, arXiv 2401.10241, section 4
+        and Table 5)."""
         return max(self.rank_seconds)
 
     def step_seconds(self, ends: StepEnds) -> float:
@@ -53,7 +51,7 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """The papers' bubble: of ranks that end a step apart."""
+        """The bubble of those papers, in which ranks end a step apart."""
         return self.idle_seconds("apart")
 
     @property
@@ -79,7 +77,7 @@ def peak_activations(
 ) -> tuple[float, ...]:
     """The most that each rank holds at any time, in the unit of ``stage_sizes`` (default: 1 per stage).
 
-    A rank runs one action at a time, so only its order matters, not times.
+    A rank runs one action at a time, so that only the order of its actions matters.
     """
     sizes = _checked(schedule, stage_sizes, released_by_input_grad)
     return tuple(
@@ -91,7 +89,7 @@ def peak_activations(
 def live_activations(
     timeline: Timeline, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Per rank the steps (seconds, held from then on)."""
+    """What each rank holds over time, as steps (seconds, held from then on)."""
     schedule = timeline.schedule
     sizes = _checked(schedule, stage_sizes, released_by_input_grad)
     steps = []
@@ -104,7 +102,7 @@ def live_activations(
 
 
 def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) -> Iterator[tuple[Action, float]]:
-    """Every action, and what the rank holds once it has started (a forward) or ended (any other)."""
+    """Every action, and what its rank holds once a forward has started, or any other action has ended."""
     change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: -released, ActionKind.W: released - 1.0}
     held = 0.0
     for action in actions:
@@ -125,8 +123,8 @@ def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released
 def draw_timeline(timeline: Timeline, max_width: int = 160) -> str:
     """A small timeline as text: one row per rank, time to the right.
 
-    ``F0`` is the forward of microbatch 0, lower case on all but the rank's first stage; dots are idle. The scale is
-    such that every label fits, unless that is wider than ``max_width``.
+    ``F0`` is the forward of microbatch 0, in lower case on all but the rank's first stage; dots are idle time. Every
+    label fits, unless that takes more than ``max_width`` characters.
     """
     schedule = timeline.schedule
     width = min(max_width, _full_width(timeline))
@@ -153,7 +151,7 @@ def _label(action: Action, first_stage: int) -> str:
 
 
 def _full_width(timeline: Timeline) -> int:
-    """Characters with which even the shortest action has room for its label and one more to separate it."""
+    """The width at which even the shortest action has room for its label and a separator."""
     span = timeline.makespan_seconds
 
     def needed() -> Iterator[float]:
@@ -196,6 +194,10 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     return events
 
 
+# -- Simulation --------------------------------------------------------------------------------------
+# Each rank runs its actions in order, each as early as its inputs allow. A link leads from one rank to another and
+# carries one message at a time, in the order of the actions that send them.
+
 F, W = ActionKind.F, ActionKind.W
 _NEVER = -1.0
 
@@ -210,8 +212,8 @@ def simulate(
     """The timeline of a ``schedule`` that the verifier accepts.
 
     ``comm_seconds`` is how long a message between neighbouring stages on different ranks occupies its link: one number,
-    or one per boundary. The receiver waits for its arrival, and if ``blocking`` so does the sender.
-    ``overhead_seconds`` is added to every action (its launch) and does not count as busy.
+    or one per boundary. The receiver waits for its arrival, and with ``blocking`` the sender does too.
+    ``overhead_seconds`` is the launch of an action: it is added to each, and does not count as busy.
     """
     comm = durations("comm_seconds", comm_seconds, schedule.stages - 1, "boundary between stages")
     if times.stages != schedule.stages:
@@ -227,8 +229,8 @@ def simulate(
 class _Run:
     """The state of one simulation.
 
-    ``ready[2s + backward][j]`` is when the input of stage s's forward (backward) of microbatch j arrives, and
-    ``links[rank][other]`` when the link from rank to the other is free.
+    ``ready[2s][j]`` is when the input of the forward of microbatch j on stage s arrives, ``ready[2s + 1][j]`` that of
+    its backward; ``links[rank][other]`` is when the link from one rank to another is free.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class _Run:
             )
 
     def _advance(self, rank: int) -> None:
-        """Run ``rank`` until it waits for a message that has not been sent yet."""
+        """Runs ``rank`` until it waits for a message that has not been sent yet."""
         ready, waiting, seconds, overhead = self.ready, self.waiting, self.seconds, self.overhead
         starts, ends, arrivals = self.starts[rank], self.ends[rank], self.arrivals[rank]
         now, busy = self.free[rank], self.busy[rank]

@@ -23,7 +23,7 @@ def verify(schedule: PipelineSchedule) -> None:
 
 
 def needs(schedule: PipelineSchedule, action: Action) -> tuple[Action, ...]:
-    """The actions that must have ended before ``action`` starts; a backward pass, I or B, is always called I here."""
+    """The actions that must have ended before ``action`` starts; a backward pass is always called I here, even B."""
     kind, stage, microbatch = action
     if kind is W:
         return (Action(I, stage, microbatch),)
@@ -42,7 +42,7 @@ def _check_shape(schedule: PipelineSchedule) -> None:
 
 
 def _check_rank(schedule: PipelineSchedule, rank: int, actions: tuple[Action, ...]) -> None:
-    """Every action exists, is on its own rank, comes once, and after those it needs on the same rank."""
+    """Checks that every action exists, is on its own rank, comes once, and comes after those it needs there."""
     done: set[Action] = set()
     for position, action in enumerate(actions):
         where = f"rank {rank}, action {position} ({action})"
@@ -71,7 +71,7 @@ def _check_complete(schedule: PipelineSchedule) -> None:
 
 
 def _check_runs(schedule: PipelineSchedule) -> None:
-    """Let every rank go as far as it can, repeatedly; one that stops early is deadlocked."""
+    """Lets every rank run as far as it can, repeatedly; a rank that never ends is deadlocked."""
     done: set[Action] = set()
     position = [0] * schedule.ranks
     waiting: dict[Action, list[int]] = {}

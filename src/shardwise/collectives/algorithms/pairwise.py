@@ -72,7 +72,7 @@ PAIRWISE = Algorithm("pairwise", pairwise_work, pairwise_build)
 
 
 def _fold(n: int, p: int, chunks: tuple[int, ...]) -> tuple[list[Transfer], list[Transfer]]:
-    """The ranks from p on give all they have to the first ones, and get the result back."""
+    """Two rounds: the ranks from p on give all they have to the first ones, and later get the result back."""
     fold = [Transfer(p + i, i, chunks, reduce=True) for i in range(n - p)]
     return fold, [Transfer(i, p + i, chunks) for i in range(n - p)]
 
@@ -152,7 +152,7 @@ def bruck_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
 
 
 def _rotate(rank: int, distance: int, n: int) -> Transfer:
-    """Sends every block on whose remaining distance contains ``distance``; it has already gone the smaller powers."""
+    """Sends on every block whose way contains ``distance`` as a power of two; it has already gone the smaller ones."""
     blocks = []
     for way in (way for way in range(n) if way & distance):
         source = (rank - way % distance) % n

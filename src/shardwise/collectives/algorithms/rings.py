@@ -61,19 +61,19 @@ PARALLEL_RINGS = Algorithm("parallel_rings", parallel_rings_work)
 def two_way_rounds(axis: Axis) -> tuple[int, bool]:
     """Rounds of an all-gather that uses both directions, and whether the last one moves half blocks.
 
-    A ring halves the distance; on an even one the last block comes half from either side (jax
-    scaling-book). A line needs n-1 rounds, whatever it does: the ends are n-1 hops apart.
+    A ring halves the distance; if its size is even, the last block comes half from either side (jax scaling-book).
+    A line always needs n-1 rounds, since its ends are n-1 hops apart.
     """
     return (axis.size // 2, axis.size % 2 == 0) if axis.is_ring else (axis.size - 1, False)
 
 
 def two_way_sent(axis: Axis) -> int:
-    """Blocks the busiest rank sends: inside a line of three or more, its own goes both ways."""
+    """Blocks that the busiest rank sends: inside a line of three or more it sends its own both ways."""
     return axis.size - 1 if axis.is_ring or axis.size <= 2 else axis.size + 1
 
 
 def two_way_transfers(axis: Axis, round_index: int) -> list[tuple[int, int, int, int | None]]:
-    """(src, dst, block, half) of one round of an all-gather in both directions; half None: all of it."""
+    """(src, dst, block, half) of one round of an all-gather in both directions; half is None for a whole block."""
     n, k = axis.size, round_index
     rounds, halved = two_way_rounds(axis)
     last_half = halved and k == rounds - 1
@@ -127,13 +127,15 @@ LINE = Algorithm("line", two_way_work, two_way_build)
 
 @dataclass(frozen=True)
 class _Leg:
-    """One part's all-gather along one axis; ``blocks`` (of one rank's share of a part) move together."""
+    """The all-gather of one part along one axis."""
 
     part: int
     axis_index: int
     axis: Axis
     blocks: int
-    before: tuple[int, ...]  # axes along which the part has been gathered already
+    """That move together, each a rank's share of the part."""
+    before: tuple[int, ...]
+    """Axes along which the part has been gathered already."""
 
 
 def _phases(axes: tuple[Axis, ...], parts: int) -> list[list[_Leg]]:

@@ -73,9 +73,9 @@ def double_tree_chunks(kind: CollectiveKind, level: Level, size: Size) -> Size:
 def double_tree_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     """(2D-1+k)a + (2 + (2D-3)/k)mb, D = ceil(log2 n): its rounds, or a little more.
 
-    In middle rounds a rank inside one tree sends one half-chunk up and two down, and one up as a leaf of the other:
-    four of m/2k. The first and last rounds have 4D+2 fewer together: counted in the built schedules, and exact if n is
-    a power of two and chunks are many; other n have a few less (`tests/collectives/test_double_tree.py`).
+    In middle rounds a rank inside one tree sends one half-chunk up and two down, and one up as a leaf of the other
+    tree: four of m/2k. The first and last rounds together have 4D+2 fewer, as counted in built schedules: exact if n
+    is a power of two and chunks are many; other n move slightly less (`tests/collectives/test_double_tree.py`).
     """
     n, depth = level.size, log2_ceil(level.size)
     k = double_tree_chunks(kind, level, size)
@@ -216,7 +216,7 @@ def spanning_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
 
 
 def _grow(axes: tuple[Axis, ...], rank: int, unit: int, depth: int) -> Iterator[tuple[int, int, int]]:
-    """Edges of the tree below ``rank``, which spreads along ``axes``; ``unit`` is the rank's stride on the first."""
+    """Edges of the tree below ``rank``, which spreads along ``axes``; ``unit`` is the stride of ranks on the first."""
     if not axes:
         return
     axis, *later = axes
