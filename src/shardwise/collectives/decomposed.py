@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def gathered_parts(rank: int, ranks: int) -> tuple[int, ...]:
-    """The parts of an all-gather in the order in which a rank has them: its own first, then what its neighbour sends."""
+    """The parts of an all-gather in the order in which they reach a rank: its own first, then those of ranks before."""
     return tuple((rank - step) % ranks for step in range(ranks))
 
 

@@ -6,15 +6,15 @@ microbatch. A building block says when they are due if each takes a unit; repeat
 
 The blocks alone leave long waits while the pipeline fills and drains. So they are run early:
 
-- While the pipeline fills, a rank runs, of the actions whose inputs have come, the one due first. A forward that
+- While the pipeline fills, a rank runs the action due first among those whose inputs have arrived. A forward that
   overtakes others of its rank leaves memory for them.
-- Once the first microbatch has left a rank, the rank keeps to the order of its blocks, whose waits for each other have
-  slack: any other order that takes six units can be slower with unequal passes or messages.
+- Once the first microbatch has left a rank, the rank keeps to the order of its blocks: with unequal passes or messages
+  the slack in their waits for each other helps, and other orders that take six units can be slower.
 - Once the last microbatch has entered a rank, memory is no longer short, and nobody waits for weight gradients: they
-  come last, and else again what is due first.
+  come last, and before them again what is due first.
 
-Nothing deadlocks: of all that is left, the inputs of what is due first have come; and if it is a forward, whatever
-overtook it has left memory for it, and all the weight gradients that free memory before it in the blocks have run.
+Nothing deadlocks: of all actions left, the one due first has its inputs. If it is a forward, it also has memory:
+whatever overtook it has left some for it, and all weight gradients before it in the blocks have run.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def _run_early(
 
 
 class _BlockRank:
-    """One rank: what it has run, when the next of each of its six steps is due, and how many activations it holds.
+    """One rank: what it has run, when each of its six steps is next due, and how many activations it holds.
 
-    ``progress[kind][stage]`` counts the microbatches that have passed, over all ranks; each stage takes them in order.
+    ``progress[kind][stage]``, which all ranks share, counts the microbatches done; each stage takes them in order.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class _BlockRank:
 
 
 def _with_weight_gradients(starts: Starts) -> tuple[int, ...]:
-    """All six: weight gradients take the two units left, that of the back the first after its input gradient."""
+    """The starts of all six steps: weight gradients take the two units left, that of the way back the first of these
+    after its input gradient."""
     free = {*range(_UNITS)} - {start % _UNITS for start in starts}
     after_back, after_down = starts[2] + 1, starts[3] + 1
     wait = min((unit - after_back) % _UNITS for unit in free)
@@ -135,9 +136,9 @@ def _with_weight_gradients(starts: Starts) -> tuple[int, ...]:
 
 
 # -- The blocks --------------------------------------------------------------------------------------
-# A microbatch goes down and back, then down and back again as gradients; offsets are the units from a rank to the next.
-# The shift is the least with which no blocks collide. A rank may hold what its blocks hold when everything runs as it
-# is due: of few microbatches, all on the way down and some on the way back.
+# A microbatch goes down and back, and its gradients go down and back again. Offsets are the units from one rank to the
+# next; the shift is the least with which no blocks collide. A rank may hold what its blocks hold if every action runs
+# when it is due: of few microbatches, all on the way down and some on the way back.
 
 
 def _half_starts(p: int, rank: int) -> Starts:
@@ -152,9 +153,9 @@ def _half_limit(p: int, m: int, rank: int) -> int:
 
 
 def _min_starts(p: int, rank: int) -> Starts:
-    """Offsets of 1; the shift is between ranks 1 and 2 on both ways down.
+    """Offsets of 1; the shift is between ranks 1 and 2 on both ways down, where it gives messages time.
 
-    There messages have time; the authors' block has its shift between forwards and backwards, where no message is.
+    In the authors' block it is between forwards and backwards, where there is no message.
     """
     shift = 0 if p % 3 else 2
     down = rank + shift * (rank >= 2)
@@ -172,8 +173,8 @@ v_min = partial(_run_early, "v-min", _min_starts, _min_limit)
 
 
 # -- Closed forms ------------------------------------------------------------------------------------
-# Exact for F = I = W, c = 0 and m >= p, else read off the simulator; short messages are assumed. The first rank is the
-# first to start and the last to end, so that ranks may end a step together or apart.
+# Exact for F = I = W, c = 0 and m >= p, otherwise fitted to the simulator; short messages are assumed. The first rank
+# is the first to start and the last to end, so that it makes no difference whether ranks end a step together or apart.
 
 
 def _half_bubble(case: EqualStages) -> Any:
@@ -190,7 +191,7 @@ def _half_bubble(case: EqualStages) -> Any:
 
 
 def _half_pace(case: EqualStages) -> Any:
-    """Of the p + 2 that it holds, p are in flight: read off the simulator."""
+    """Of the p + 2 activations that it holds, p are in flight, as seen in the simulator."""
     held = 2 * case.p * (case.F + case.I) + 4 * (case.p - 1) * case.c
     return paced_by_messages(case, schedule_record("v-half"), in_round_trips(case, case.p, held))
 
@@ -214,7 +215,7 @@ def _min_bubble(case: EqualStages) -> Any:
 
 
 def _in_flight(builder: Callable[[int, int], PipelineSchedule], limit: Callable[[int, int, int], int]) -> Any:
-    """What a rank may hold; with no more microbatches than ranks it may hold less, which is counted."""
+    """What a rank may hold; with at most p microbatches it may hold less, so the actions are counted."""
 
     @lru_cache(maxsize=4096)
     def counted(p: int, m: int) -> tuple[int, ...]:

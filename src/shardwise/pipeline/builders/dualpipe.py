@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: microbatches enter at both ends, and a forward overlaps a backward.
 
-DeepSeek-AI 2024, arXiv 2412.19437 section 3.2.1, and github.com/deepseek-ai/DualPipe; DualPipeV is the same
-cut in half: one V per rank instead of two pipelines. A forward and a backward that may overlap are adjacent here.
+DeepSeek-AI 2024, arXiv 2412.19437 section 3.2.1, and github.com/deepseek-ai/DualPipe. DualPipeV is the same cut in
+half: one V per rank instead of two pipelines. A forward and a backward that may overlap are neighbours in the order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.pipeline.schedule import (
 )
 from shardwise.spec.errors import SpecError
 
-_Phase = tuple[int, int]  # its stage on this rank, and its first microbatch
+_Phase = tuple[int, int]  # the stage that this rank holds of it, and its first microbatch
 
 
 def dualpipe(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -55,7 +55,7 @@ def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 class _Rank:
-    """The steps of one rank, counted from its end of the pipeline, where phase 0 enters and phase 1 leaves."""
+    """The actions of a rank, numbered from its end of the pipeline, where phase 0 enters and phase 1 leaves."""
 
     def __init__(self, rank: int, half: int, microbatches: int, *phases: _Phase) -> None:
         self.rank, self.half, self.microbatches, self.phases = rank, half, microbatches, phases
@@ -87,7 +87,7 @@ class _Rank:
         return self.made
 
     def _drain(self, outward: int, inward: int) -> None:
-        """Backwards of both phases alternate, the second half of them split; their weight gradients fill the end."""
+        """Backwards of both phases alternate, later ones split; their weight gradients fill the end."""
         for index in range(2 * inward):
             backward = self._backward if index <= self.rank else self._input_grad
             backward(1 - index % 2)
@@ -117,7 +117,8 @@ class _Rank:
 
 
 def _bubble(case: EqualStages) -> Any:
-    """The README's (p/2-1)(F&B + B - 3W) counts F&B as one block; here the next rank need not wait for both."""
+    """The README's (p/2-1)(F&B + B - 3W) counts an overlapped pair F&B as one block; here the next rank need not wait
+    for both."""
     p = case.p
     return (p > 1) * ((p / 2 - 1) * (case.F + case.I - case.W) + (5 * p / 2 - 3) * case.c)
 
@@ -138,7 +139,7 @@ def _v_is_exact(case: EqualStages) -> bool:
     return case.is_even and bool(case.m >= 2 * case.p)
 
 
-# Exact for F = I = W and c = 0, else read off the simulator, as are those of `zbv`.
+# Exact for F = I = W and c = 0, otherwise fitted to the simulator, as those of `zbv` are.
 FORMS = ClosedForms(
     bubble=_bubble,
     in_flight=_in_flight,

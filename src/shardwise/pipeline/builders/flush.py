@@ -13,7 +13,7 @@ from shardwise.spec.errors import SpecError
 
 
 def sequential(ranks: int, microbatches: int) -> PipelineSchedule:
-    """The next microbatch enters when the last has left: the first rank starts no forward before its last backward."""
+    """A microbatch enters when the one before has left: the first rank runs its backward before the next forward."""
     kinds = (ActionKind.F, ActionKind.B)
     actions = [[Action(kind, rank, j) for j in range(microbatches) for kind in kinds] for rank in range(ranks)]
     return one_copy("sequential", microbatches, loop_placement(ranks), actions)
@@ -39,9 +39,9 @@ def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 def _gpipe_bubble(case: EqualStages) -> Any:
-    """(p-1)(F+B): Narayanan et al. 2021, section 2.2.1; a message per hop, there and back.
+    """(p-1)(F+B): Narayanan et al. 2021, section 2.2.1; and a message per hop, there and back.
 
-    Each way, microbatches follow each other at the pace of the pass or of the message, whichever is slower.
+    On each way microbatches follow each other at the pace of the pass or of the message, whichever is slower.
     """
     p, backward, c = case.p, case.I + case.W, case.c
     queue = maximum(0.0, c - case.F) + maximum(0.0, c - backward)
@@ -128,7 +128,8 @@ def _rank_actions(rank: int, ranks: int, microbatches: int, chunks: int, more: i
 
 
 def _nth(kind: ActionKind, rank: int, ranks: int, chunks: int, index: int) -> Action:
-    """The index-th forward (backward) of a rank: p microbatches on one chunk, then on the next (the one before)."""
+    """The index-th forward or backward of a rank: p microbatches on one chunk, then p on the next; backwards go from
+    the last chunk to the first."""
     group, inside = divmod(index, ranks * chunks)
     chunk, microbatch = divmod(inside, ranks)
     if kind is not ActionKind.F:
@@ -137,13 +138,15 @@ def _nth(kind: ActionKind, rank: int, ranks: int, chunks: int, index: int) -> Ac
 
 
 def _interleaved_bubble(case: EqualStages) -> Any:
-    """(p-1)(F+B)/v for a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way."""
+    """(p-1)(F+B)/v in times of a whole rank: Narayanan et al. 2021, section 2.2.2; and messages over every boundary,
+    once each way."""
     p, v = case.p, case.v
     return (p - 1) * (case.F + case.I + case.W) + 2 * (p * v - 1) * (p > 1) * case.c
 
 
 def _interleaved_pace(case: EqualStages) -> Any:
-    """p microbatches make each round trip together, one message apart; the last rank sends to the first for a chunk."""
+    """p microbatches make each round trip together, one message apart; between chunks the last rank sends to the
+    first."""
     p, m, v, c = case.p, case.m, case.v, case.c
     there_and_back = case.F + (case.I + case.W)
     first_round_trip = p * v * there_and_back + 2 * (p * v - 1) * c

@@ -1,7 +1,7 @@
-"""ZB-V: two chunks per rank, stage r on the way down and stage 2p-1-r on the way back, and the memory of 1F1B.
+"""ZB-V: two chunks per rank, stage r on the way down and stage 2p-1-r on the way back, in the memory of 1F1B.
 
-Forwards and input gradients have a fixed order; weight gradients fill the waits within a memory limit.
-Qi et al. 2023, arXiv 2401.10241, appendix.
+Forwards and input gradients have a fixed order; weight gradients fill the waits within the memory limit
+(Qi et al. 2023, arXiv 2401.10241, appendix).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _order(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return order
 
 
-# Exact for F = I = W and c = 0, else read off the simulator; W <= F, W <= I and short messages are assumed.
+# Exact for F = I = W and c = 0, otherwise fitted to the simulator; W <= F, W <= I and short messages are assumed.
 
 
 def _bubble(case: EqualStages) -> Any:
@@ -64,7 +64,8 @@ def _waits(case: EqualStages) -> Any:
 
 
 def _last_end(case: EqualStages) -> Any:
-    """In a full pipeline every rank ends two weight gradients, less an input gradient and a message, after the last."""
+    """In a full pipeline each rank ends later than the one before, by two weight gradients less an input gradient and a
+    message."""
     return _waits(case) + (case.p - 1) * maximum(0.0, 2 * case.W - case.I - case.c)
 
 

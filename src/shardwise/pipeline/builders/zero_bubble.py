@@ -24,9 +24,9 @@ from shardwise.pipeline.schedule import (
 from shardwise.pipeline.timeline import simulate
 from shardwise.spec.errors import SpecError, shown
 
-# -- Weight gradients scheduled where a rank would otherwise wait ------------------------------------
-# Given the order of forwards and input gradients on every rank, the actions are simulated, and a pending weight
-# gradient runs when the next action is not ready yet or when memory is full.
+# -- Weight gradients where a rank would otherwise wait ----------------------------------------------
+# Given the order of forwards and input gradients on every rank, the actions are simulated. A pending weight gradient
+# runs when the next action is not ready yet, or when memory is full.
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
 _ROUNDING = 1e-9
@@ -45,9 +45,9 @@ def fill_weight_gradients(
 ) -> PipelineSchedule:
     """``orders`` (forwards and input gradients, per rank) with the weight gradients inserted.
 
-    No rank starts a forward that would exceed its limit while it can run a weight gradient instead; a forward counts
+    No rank starts a forward that would exceed its limit while it can run a weight gradient instead. A forward counts
     1, of which the input gradient frees ``released_by_input_grad``. A wait is filled if it lasts at least
-    ``smallest_gap`` weight gradients.
+    ``smallest_gap`` times a weight gradient.
     """
     ranks = [_FilledRank(order, limit, released_by_input_grad) for order, limit in zip(orders, limits)]
     messages = _Messages(placement, times, comm_seconds)
@@ -112,7 +112,7 @@ class _FilledRank:
 
 
 class _Messages:
-    """When inputs arrive; an action without an arrival has a sender that has not started yet."""
+    """When the input of each action arrives; missing if its sender has not started yet."""
 
     def __init__(self, placement: tuple[int, ...], times: StageTimes, comm_seconds: float) -> None:
         self.placement, self.comm_seconds = placement, comm_seconds
@@ -146,9 +146,9 @@ class _Messages:
 
 
 # -- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------
-# Qi et al. 2023, arXiv 2401.10241, section 2. Rank r keeps ``in_flight`` microbatches between forward and input
-# gradient and lets ``lag`` weight gradients wait, so that every rank holds the same number of activations: H1 (p-r) +
-# r = p, H2 (2(p-r)-1) + 2r = 2p-1. With fewer microbatches than that, none waits on a rank that has no forward to run
+# Qi et al. 2023, arXiv 2401.10241, section 2. Rank r has ``in_flight`` microbatches between forward and input gradient
+# and lets ``lag`` weight gradients wait, so that every rank holds the same number of activations: (p-r) + r = p in H1,
+# (2(p-r)-1) + 2r = 2p-1 in H2. With fewer microbatches no weight gradient waits unless there is a forward to run
 # instead.
 
 
@@ -176,7 +176,7 @@ def _split(stage: int, microbatches: int, in_flight: int, lag: int) -> list[Acti
 
 
 def h1_bubble(case: EqualStages) -> Any:
-    """(p-1)(F+I-W): Qi et al. 2023, section 2.2; needs m >= p and W <= F, else as here."""
+    """(p-1)(F+I-W) for m >= p and W <= F: Qi et al. 2023, section 2.2; generalised to other cases."""
     p, m, F, I, W, c = case.p, case.m, case.F, case.I, case.W, case.c  # noqa: E741
     waits = minimum(one_f_one_b_wait(p, m, F + I, c), 4 * (p - 1) * c)
     return (p - 1) * (F + I) - minimum(m - 1, p - 1) * minimum(W, F) + waits
@@ -200,7 +200,7 @@ def deferred_bubble(case: EqualStages, waiting: Any) -> Any:
 
 
 def h1_pace(case: EqualStages) -> Any:
-    """As 1F1B, with all weight gradients but the last in the waits."""
+    """As 1F1B, but all weight gradients except the last run in the waits."""
     there_and_back = case.F + case.I
     waits = one_f_one_b_wait(case.p, case.m, there_and_back, case.c)
     return (case.m + case.p - 1) * there_and_back + case.W + waits
@@ -219,7 +219,7 @@ def _h2_is_exact(case: EqualStages) -> bool:
     return _few_messages(case) and bool(case.W <= case.F and fills)
 
 
-# p on every rank, r of them waiting for their weight gradient.
+# Every rank r holds p activations, r of which wait for their weight gradient.
 _H1_TEXT = "(2·(p−1) − min(m−1, p−1))/(3·m)"
 H1_FORMS = ClosedForms(
     bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace, text=_H1_TEXT
@@ -248,10 +248,10 @@ def zb_auto(
     *,
     name: str = "zb-auto",
 ) -> PipelineSchedule:
-    """The order with the shortest longest rank among those tried; the limit is in microbatch activations.
+    """Of the orders tried, the one whose longest rank is the shortest; the limit is in microbatch activations.
 
-    The published near-zero bubbles of ZB-2p need the share that the input gradient releases: 1 - 32/(34 + 5as/h)
-    for an unfused transformer layer (paper, Table 1).
+    The near-zero bubbles published for ZB-2p need ``released_by_input_grad``: 1 - 32/(34 + 5as/h) for an unfused
+    transformer layer (Table 1 of the paper).
     """
     if memory_limit is None:
         raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
@@ -289,7 +289,8 @@ zb_1p, zb_2p = partial(_limited, "zb-1p", 1), partial(_limited, "zb-2p", 2)
 
 
 def _in_flights(times: StageTimes, memory_limit: float, comm_seconds: float) -> Iterator[tuple[int, ...]]:
-    """Forwards ahead of the first backward, per rank: as in 1F1B, as many as fit before it arrives, and one more."""
+    """Choices of forwards ahead of the first backward, per rank: as in 1F1B, as many as fit before it arrives (rounded
+    down), and the same rounded up."""
     ranks, limit = times.stages, int(memory_limit)
     yield tuple(min(limit, ranks - rank) for rank in range(ranks))
     for extra in (0.0, 0.999):
@@ -297,7 +298,8 @@ def _in_flights(times: StageTimes, memory_limit: float, comm_seconds: float) -> 
 
 
 def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
-    """Forwards that ``rank`` can run between its first input and its first gradient, which returns from the end."""
+    """Forwards that ``rank`` can run between its first input and its first gradient, which has to return from the last
+    rank."""
     hops = times.stages - 1 - rank
     away = sum(times.forward[rank:]) + sum(times.input_grad[rank + 1 :]) + 2 * hops * comm_seconds
     pace = max(times.forward[: rank + 1])
