@@ -52,7 +52,7 @@ def within(**texts: str) -> Constraints:
 def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
     """What keeps strategies with the ``wanted`` values from being the plan."""
     asked = wish(found, wanted)
-    return judged(found.joined(asked.candidates), asked)
+    return judged(found.with_candidates(asked.candidates), asked)
 
 
 def host_room(cluster: Cluster) -> float:

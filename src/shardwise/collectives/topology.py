@@ -367,7 +367,7 @@ def _straddled(topology: Topology, stride: int, degree: int, cuts: list[list[_Cu
         fewest = _fewest_inside(below * level.size, topology.size, stride, degree)
         here = max(members for members in divisors(degree // inside) if members * inside <= fewest)
         if here > 1:
-            levels.append(_joined(level, here, stride * inside, below))
+            levels.append(_straddled_level(level, here, stride * inside, below))
         inside *= here
     return levels
 
@@ -388,7 +388,7 @@ def _fewest_inside(domain: int, world: int, stride: int, degree: int) -> int:
     return fewest
 
 
-def _joined(level: Level, count: int, apart: int, below: int) -> Level:
+def _straddled_level(level: Level, count: int, apart: int, below: int) -> Level:
     """``count`` parts of a group, ``apart`` ranks from one to the next, joined by a level that the group straddles."""
     _, share = _own_ports(level.ports, below, below)
     apart = -(-apart // below)

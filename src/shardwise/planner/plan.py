@@ -183,7 +183,7 @@ class Plan(Ranking):
         ranking = ranked(candidates)
         return replace(self, candidates=ranking.candidates, noise=ranking.noise)
 
-    def joined(self, others: Iterable[Candidate]) -> Plan:
+    def with_candidates(self, others: Iterable[Candidate]) -> Plan:
         """The plan with further strategies that were simulated to answer a question about it."""
         known = {candidate.job for candidate in self.candidates}
         more = {candidate.job: candidate for candidate in others if candidate.job not in known}

@@ -55,7 +55,7 @@ def arrangement(mixed: MixedCluster, order: tuple[int, ...], name: str, batch: i
 def placed(own: Arrangement, memory_bytes: float | None = None) -> MixedStep:
     """The arrangement with its layers where the planner puts them."""
     request = MixedRequest(own.job, memory_bytes=memory_bytes, mixed=own.mixed)
-    pieces = {kind: pieces_of(own.joined(kind)) for kind in own.kinds}
+    pieces = {kind: pieces_of(own.timing_job(kind)) for kind in own.kinds}
     ways = [mixed_step(way) for way in divided(request, own, pieces)]
     return polished(request, min(ways, key=lambda step: step.step_seconds))
 

@@ -78,9 +78,9 @@ def answer(
         else:
             wishes.append(wish(plan, wanted))
     rule = textbook(plan.request)
-    plan = plan.joined([candidate for alternative in wishes for candidate in alternative.candidates])
+    plan = plan.with_candidates([candidate for alternative in wishes for candidate in alternative.candidates])
     if rule is not None and plan.request.allows(rule.job.strategy):
-        plan = plan.joined([rule])
+        plan = plan.with_candidates([rule])
     best = plan.best
     front = plan.front if asked.pareto == "memory" else None
     sized = sizes(plan, asked.framework) if asked.pareto == "money" else None

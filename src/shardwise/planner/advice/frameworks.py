@@ -407,7 +407,7 @@ def searched_for(request: Request, name: str) -> tuple[Plan | Search, Request]:
     if not plans:
         return min(results, key=lambda result: _least_bytes(result[0]))
     first = min(plans, key=lambda option: option.best.seconds_per_token)
-    return first.joined(
+    return first.with_candidates(
         candidate for other in plans if other is not first for candidate in other.candidates
     ), first.request
 

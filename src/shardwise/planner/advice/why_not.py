@@ -50,7 +50,7 @@ class Wish:
 
 
 def wish(base: Plan, wanted: Mapping[str, Allowed]) -> Wish:
-    """Searches strategies with the ``wanted`` values; the caller adds those simulated to the plan (`Plan.joined`)."""
+    """Searches strategies with the ``wanted`` values; the caller adds those simulated to the plan."""
     words = ", ".join(f"{name} {values}" for name, values in wanted.items())
     request = base.request
     try:

@@ -62,7 +62,7 @@ def _speeds(arrangement: Arrangement, pieces: dict[int, Pieces]) -> dict[int, fl
 def _in_first_kinds_seconds(arrangement: Arrangement, pieces: dict[int, Pieces]) -> Pieces:
     """The pieces in seconds of the first kind, but the head as slow as on the kind that holds it."""
     last = arrangement.kind_of_rank[arrangement.head_rank]
-    sharded = pieces_of(arrangement.joined(arrangement.kinds[0]), timed=pieces[arrangement.kinds[0]])
+    sharded = pieces_of(arrangement.timing_job(arrangement.kinds[0]), timed=pieces[arrangement.kinds[0]])
     seconds = pieces[last].head.seconds * _speeds(arrangement, pieces)[last]
     return replace(sharded, head=replace(sharded.head, seconds=seconds))
 

@@ -247,7 +247,7 @@ class _Known:
         strategy, prediction = alike.strategy, alike.job.model.mtp_layers
         # Without prediction modules beside the head, which have layers, the ends have no experts and no recompute.
         key = (strategy if prediction else strategy.unchecked(ep=1, recompute="none", overlap=None), kind)
-        pieces = pieces_of(alike.joined(kind), timed_ends=self.ends.get(key))
+        pieces = pieces_of(alike.timing_job(kind), timed_ends=self.ends.get(key))
         self.ends.setdefault(key, pieces)
         return pieces
 

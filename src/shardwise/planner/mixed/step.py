@@ -53,7 +53,7 @@ class Arrangement:
         """The whole pipeline as if all devices were of ``kind``, for the memory of a rank."""
         return self.job.unchecked(cluster=self.mixed.kinds[kind])
 
-    def joined(self, kind: int) -> Job:
+    def timing_job(self, kind: int) -> Job:
         """The stages of ``kind``, and as many beyond the network between kinds, for the time of a rank."""
         strategy = self.strategy.unchecked(pp=2 * self._ranks(kind))
         return self.job.unchecked(cluster=self.mixed.joined[kind], strategy=strategy)
