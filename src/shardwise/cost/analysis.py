@@ -75,13 +75,13 @@ class Analysis:
 
         Latencies are left out; levels may be busy at the same time.
         """
-        found: dict[str, tuple[float, float]] = {}
-        for one in self.dimension_traffics(dimension):
-            for level in one.cost.levels:
-                seconds, size = found.get(level.level_name, (0.0, 0.0))
-                seconds += one.count * float(level.bandwidth_seconds)
-                found[level.level_name] = seconds, size + one.count * float(level.bytes)
-        return {name: both for name, both in found.items() if both[1]}
+        by_level: dict[str, tuple[float, float]] = {}
+        for traffic in self.dimension_traffics(dimension):
+            for level in traffic.cost.levels:
+                seconds, size = by_level.get(level.level_name, (0.0, 0.0))
+                seconds += traffic.count * float(level.bandwidth_seconds)
+                by_level[level.level_name] = seconds, size + traffic.count * float(level.bytes)
+        return {name: both for name, both in by_level.items() if both[1]}
 
     @property
     def tokens_per_second(self) -> float:

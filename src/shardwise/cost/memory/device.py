@@ -71,7 +71,7 @@ class DeviceMemory:
         return {"pipeline_rank": self.pipeline_rank, **parts, "total_bytes": self.total}
 
 
-DeviceMemory.PARTS = tuple(one.name for one in fields(DeviceMemory) if one.name not in ("pipeline_rank", "host"))
+DeviceMemory.PARTS = tuple(part.name for part in fields(DeviceMemory) if part.name not in ("pipeline_rank", "host"))
 
 
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
@@ -91,7 +91,7 @@ def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMe
     passes = _passes(job, contents, {moment: sum(both) for moment, both in transient.items()})
     replicated = job.strategy.gradient_group > 1
     held = held_at(job, contents, sharding_of(job.strategy), tuple(transient), replicated=replicated)
-    return {one.moment: _parts(MomentMemory(one, passes), *transient[one.moment]) for one in held}
+    return {memory.moment: _parts(MomentMemory(memory, passes), *transient[memory.moment]) for memory in held}
 
 
 def memory_at_update(job: Job, contents: RankContents) -> DeviceMemory | None:
@@ -125,7 +125,7 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
 
 
 def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, float]]:
-    moments = [one for one in MOMENTS if one != "loss" or contents.has_head]
+    moments = [moment for moment in MOMENTS if moment != "loss" or contents.has_head]
     kinds, messages = kinds_of(contents), job.microbatches * message_buffer_bytes(job)
     each = {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
     if "loss" in each:

@@ -95,8 +95,8 @@ def _gather_pool(job: Job, contents: RankContents) -> float:
     sharding = sharding_of(job.strategy)
     if sharding.zero != 3 or sharding.shards == 1:
         return 0.0
-    one = contents.layer_matrices / max(1, contents.layers)
-    return (contents.others + one) * job.recipe.gathered
+    layer = contents.layer_matrices / max(1, contents.layers)
+    return (contents.others + layer) * job.recipe.gathered
 
 
 def _reduction_pool(job: Job, contents: RankContents) -> float:

@@ -65,8 +65,8 @@ def _planned(job: Job, usable: float, risk: float) -> float:
 def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
     """The worst of the job's devices."""
     views = (view for view, _ in ranks_to_price(job))
-    found = (room_of(view, cap_bytes).fit(memory) for view, memory in zip(views, device_memories(job)))
-    return max(found, key=FITS.index)
+    fits = (room_of(view, cap_bytes).fit(memory) for view, memory in zip(views, device_memories(job)))
+    return max(fits, key=FITS.index)
 
 
 def tightest(job: Job, memories: Sequence[DeviceMemory]) -> tuple[Job, DeviceMemory]:

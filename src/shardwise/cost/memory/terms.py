@@ -41,7 +41,7 @@ class MemoryTerm:
 
     @property
     def bytes(self) -> float:
-        return math.prod(1 / one.value if one.divides else one.value for one in self.factors)
+        return math.prod(1 / factor.value if factor.divides else factor.value for factor in self.factors)
 
 
 def memory_terms(job: Job, memory: DeviceMemory) -> dict[str, tuple[MemoryTerm, ...]]:
@@ -70,7 +70,7 @@ _REST = {
 
 def _with_rest(terms: tuple[MemoryTerm, ...], size: float, part: str) -> tuple[MemoryTerm, ...]:
     """The terms, and one more where they do not add up to the part."""
-    rest = size - sum(one.bytes for one in terms)
+    rest = size - sum(term.bytes for term in terms)
     if abs(rest) <= _ROUNDING * size:
         return terms
     return (*terms, MemoryTerm(_REST.get(part, "the rest"), (MemoryFactor("bytes", rest, "bytes"),)))
@@ -150,14 +150,14 @@ def _gathered(job: Job, contents: RankContents, size: float) -> Iterator[MemoryT
 
 def _communication(job: Job, size: float) -> Iterator[MemoryTerm]:
     tokens, element = job.microbatch_tokens, job.training.recipe.communication
-    one = tokens * job.model.hidden * element
+    buffer = tokens * job.model.hidden * element
     yield MemoryTerm(
         "buffers of hidden states",
         (
             MemoryFactor("tokens of a microbatch", tokens),
             MemoryFactor("hidden size", job.model.hidden),
             MemoryFactor("bytes of an element", element, "bytes"),
-            MemoryFactor("buffers of that size", size / one),
+            MemoryFactor("buffers of that size", size / buffer),
         ),
     )
 

@@ -113,11 +113,11 @@ class _Parts:
         self.all_heads = job.strategy.schedule_record.forwards_first
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents)
         self.keeps_parameters = job.strategy.keep_parameters
-        least = min(one.gradients for one in self.moments.values())
+        least = min(memory.gradients for memory in self.moments.values())
         self.idle = replace(self.in_layer, gradients=least, recomputed=0.0, communication=0.0, temporary=0.0)
         share = moved_share(job, job.strategy.offload.activations)
         self.updated = memory_at_update(job, self.contents) or self.between(0.0, 0)
-        self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
+        self.here = {moment: share * offloaded_activations(job, self.contents).here(moment) for moment in self.moments}
         self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
     def has_head(self, action: Action) -> bool:

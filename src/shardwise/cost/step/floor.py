@@ -87,10 +87,10 @@ class RankFloor:
 
         Not the sum: what a rank waits for could hide under its idle time.
         """
-        found = [traffic for traffic in self.traffics if traffic.fixed_exposed_seconds is None]
-        alone = sum(traffic.seconds for traffic in found if traffic.window == "none" and not traffic.in_layer)
+        timed = [traffic for traffic in self.traffics if traffic.fixed_exposed_seconds is None]
+        alone = sum(traffic.seconds for traffic in timed if traffic.window == "none" and not traffic.in_layer)
         work = self.job.microbatches * (self.compute.forward + self.compute.backward)
-        return max(pipeline_seconds + alone, work + sum(traffic.exposed_seconds for traffic in found))
+        return max(pipeline_seconds + alone, work + sum(traffic.exposed_seconds for traffic in timed))
 
     @property
     def in_pipeline(self) -> RankPrediction:
@@ -99,8 +99,8 @@ class RankFloor:
         What could hide in the backward pass is left out of it: the shorter its weight gradients, the more of that would
         lengthen its input gradients, for which other ranks wait.
         """
-        kept = [_in_its_pass(one) for one in self.traffics if one.window == "none" or one.in_pass == "forward"]
-        return RankPrediction(self.job, self.contents, self.compute.passes, tuple(kept))
+        kept = (traffic for traffic in self.traffics if traffic.window == "none" or traffic.in_pass == "forward")
+        return RankPrediction(self.job, self.contents, self.compute.passes, tuple(map(_in_its_pass, kept)))
 
 
 def _in_its_pass(traffic: Traffic) -> Traffic:
@@ -115,7 +115,9 @@ def _in_its_pass(traffic: Traffic) -> Traffic:
 def rank_floor(job: Job, contents: RankContents) -> RankFloor:
     """Its traffic hides under the whole of its pass, whichever matmul a stack runs it beside."""
     compute = stage_compute(job, contents)
-    traffics = [replace(one, unhideable=0.0) if one.in_layer else one for one in step_traffic(job, contents)]
+    traffics = [
+        replace(traffic, unhideable=0.0) if traffic.in_layer else traffic for traffic in step_traffic(job, contents)
+    ]
     exposed = with_exposed_seconds(traffics, compute.windows(job.microbatches))
     return RankFloor(job, contents, compute, tuple(exposed))
 

@@ -40,14 +40,14 @@ class OperatorPoint:
 
 def operator_points(job: Job, contents: RankContents) -> tuple[OperatorPoint, ...]:
     """The matmuls and the attention of a pipeline rank, in the order of a layer."""
-    found: dict[OperatorRole, tuple[float, float, float]] = {}
+    by_role: dict[OperatorRole, tuple[float, float, float]] = {}
     for operator, seconds in timed_operators(job, contents):
         if operator.kind == "traffic":
             continue
-        flops, moved, took = found.get(operator.role, (0.0, 0.0, 0.0))
+        flops, moved, took = by_role.get(operator.role, (0.0, 0.0, 0.0))
         own = _flops(operator), _moved_bytes(job, operator), float(seconds.forward)
-        found[operator.role] = flops + own[0], moved + own[1], took + own[2]
-    return tuple(OperatorPoint(role, *figures) for role, figures in found.items())
+        by_role[operator.role] = flops + own[0], moved + own[1], took + own[2]
+    return tuple(OperatorPoint(role, *figures) for role, figures in by_role.items())
 
 
 def _flops(operator: Operator) -> float:

@@ -42,7 +42,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     prediction, last = step.prediction, step.prediction.last
     stages = busiest_stages(prediction)
     parts = _mean([_compute(stage) for stage in stages])
-    parts |= {name: sum(one.added_seconds for one in traffics_of(step, name)) for name in COMMUNICATION}
+    parts |= {name: sum(traffic.added_seconds for traffic in traffics_of(step, name)) for name in COMMUNICATION}
     work = prediction.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
     overhead = step_overhead(last.job)
     update = float(optimizer_seconds(last.job, last.contents, sharding_of(last.job.strategy)))
@@ -62,7 +62,7 @@ def busiest_stages(prediction: Prediction) -> tuple[RankPrediction, ...]:
 
 
 def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(one[name] for one in parts) / len(parts) for name in parts[0]}
+    return {name: sum(seconds[name] for seconds in parts) / len(parts) for name in parts[0]}
 
 
 def _compute(stage: RankPrediction) -> dict[str, float]:
@@ -90,32 +90,32 @@ def _launched_at_once(job: Job) -> Job:
 
 def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
     """The traffic of a dimension on the rank that sets its pace, with its exposed time in the predicted step."""
-    once = [one for one in step.prediction.last.traffics if one.dimension == dimension]
+    once = [traffic for traffic in step.prediction.last.traffics if traffic.dimension == dimension]
     if dimension not in (*IN_LAYER, "pp"):
         return tuple(once)
     own = _of_stages(busiest_stages(step.prediction), dimension)
-    messages = [one for one in own if one.fixed_exposed_seconds is not None]
+    messages = [traffic for traffic in own if traffic.fixed_exposed_seconds is not None]
     if messages:
         each = step.message_seconds / len(messages)
-        own = [replace(one, exposed_seconds=each) if one in messages else one for one in own]
-    return (*own, *(one for one in once if one.once))
+        own = [replace(traffic, exposed_seconds=each) if traffic in messages else traffic for traffic in own]
+    return (*own, *(traffic for traffic in once if traffic.once))
 
 
 def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic]:
     """Traffic of layers and messages; a rank with several stages has its share of each."""
-    found: dict[Payload, list[Traffic]] = {}
+    by_payload: dict[Payload, list[Traffic]] = {}
     for stage in stages:
-        for one in stage.traffics:
-            if one.dimension == dimension and not one.once:
-                found.setdefault(one.payload, []).append(one)
-    return [_shared(members, len(stages)) for members in found.values()]
+        for traffic in stage.traffics:
+            if traffic.dimension == dimension and not traffic.once:
+                by_payload.setdefault(traffic.payload, []).append(traffic)
+    return [_shared(members, len(stages)) for members in by_payload.values()]
 
 
 def _shared(members: Sequence[Traffic], stages: int) -> Traffic:
     if stages == 1:
         return members[0]
     names = ("count", "exposed_seconds", "under_compute_seconds")
-    return replace(members[0], **{name: sum(getattr(one, name) for one in members) / stages for name in names})
+    return replace(members[0], **{name: sum(getattr(traffic, name) for traffic in members) / stages for name in names})
 
 
 def grouped(parts: Mapping[str, float], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:

@@ -53,7 +53,7 @@ def slowest_and_others(ranks: Sequence[Seconds], counts: Sequence[int]) -> tuple
     others = sum(counts) - 1
 
     def mean(of_slowest: Any, of_ranks: Sequence[Any]) -> Any:
-        total = sum(count * one for one, count in zip(of_ranks, counts))
+        total = sum(count * seconds for seconds, count in zip(of_ranks, counts))
         return (total - of_slowest) / others if others else 0.0
 
     return slowest, Seconds(*map(mean, slowest.passes, zip(*(rank.passes for rank in ranks))))
@@ -94,7 +94,8 @@ class RankPrediction:
     def passes(self) -> Seconds:
         """Seconds of one microbatch, including the exposed communication of its layers."""
         layers = [traffic for traffic in self.traffics if traffic.in_layer]
-        transfers, hidden = [one.transfer for one in layers], [one.under_compute_seconds for one in layers]
+        transfers = [traffic.transfer for traffic in layers]
+        hidden = [traffic.under_compute_seconds for traffic in layers]
         return passes_with_exposed(self.compute, transfers, hidden, self.microbatches)
 
     @property
@@ -181,7 +182,7 @@ def predict(job: Job) -> Prediction:
     """The step of ``job`` as its stack and its cluster are described."""
     replicas = replicas_by_kind(job)
     if replicas:  # those that take longest, which the others wait for
-        own = max((predict(one) for one in replicas), key=lambda one: one.step_seconds)
+        own = max((predict(replica) for replica in replicas), key=lambda prediction: prediction.step_seconds)
         return Prediction(job, own.ranks, own.counts)
     if is_unlike(job):
         return _of_unlike_stages(job)

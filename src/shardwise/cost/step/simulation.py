@@ -41,9 +41,9 @@ class SimulatedStep:
     def floor_seconds(self) -> float:
         """What no software can beat with this layout on this network: the same step, computed at peak."""
         floors = rank_floors(self.prediction)
-        at_peak = Prediction(self.job, tuple(one.in_pipeline for one in floors), self.prediction.counts)
+        at_peak = Prediction(self.job, tuple(rank.in_pipeline for rank in floors), self.prediction.counts)
         pipeline = at_peak.pipeline_seconds if self.is_closed_form else simulated_step(at_peak).pipeline_seconds
-        return max(one.step_seconds(pipeline) for one in floors)
+        return max(rank.step_seconds(pipeline) for rank in floors)
 
     def low_seconds(self, error: float) -> float:
         """The low end of a bar, a (negative) share ``error`` away from the step: no run is faster than the floor."""
@@ -101,8 +101,11 @@ def boundary_seconds(prediction: Prediction) -> float | list[float]:
     views = [message_views(job, rank) for rank in range(job.strategy.pp)]
     along = placement(job)
     return [
-        max(_message(inside if same_kind(job, one, other) else beyond) for inside, beyond in (views[one], views[other]))
-        for one, other in pairwise(along)
+        max(
+            _message(inside if same_kind(job, rank, next_rank) else beyond)
+            for inside, beyond in (views[rank], views[next_rank])
+        )
+        for rank, next_rank in pairwise(along)
     ]
 
 
@@ -182,7 +185,7 @@ def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -
         return [whole]
     alone = [part_seconds(job, stage_contents(job, stage)) for stage in stages]
     call = job.cluster.device.efficiency.stage_call_seconds
-    columns = zip(*((one.forward + call, one.input_gradient + call, one.weight_gradient) for one in alone))
+    columns = zip(*((passes.forward + call, passes.input_gradient + call, passes.weight_gradient) for passes in alone))
     parts = []
     for seconds, column in zip(whole, columns):
         total = sum(column)

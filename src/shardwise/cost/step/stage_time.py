@@ -70,10 +70,10 @@ def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSe
 
 def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
     """Both passes of one microbatch by the kind of operator, without what recompute runs again."""
-    found: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+    by_kind: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
-        found[operator.kind] += seconds.forward + seconds.backward
-    return found
+        by_kind[operator.kind] += seconds.forward + seconds.backward
+    return by_kind
 
 
 def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
@@ -81,7 +81,7 @@ def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
-            yield from ((one, seconds_of(one)) for one in layer_operators(job.model, shape, moe=moe))
+            yield from ((operator, seconds_of(operator)) for operator in layer_operators(job.model, shape, moe=moe))
     yield from _ends(job, contents)
 
 
@@ -150,7 +150,7 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
         for operator in operators:
             alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
             again = share_run_again(job, operator, full)
-            once, twice = (float(one.total + again * one.forward) for one in (alone, doubled))
+            once, twice = (float(seconds.total + again * seconds.forward) for seconds in (alone, doubled))
             slowed[operator.kind] += job.microbatches * count * (twice - once)
             other += job.microbatches * count * (2 * once - twice)
     return slowed["product"], slowed["attention"], other
@@ -183,7 +183,7 @@ def _launches(job: Job) -> float:
         if count and efficiency.own is not None:
             total += count * _host_seconds(job, efficiency.own, moe=moe)
         elif count:
-            kernels = sum(one.kernels for one in layer_operators(model, layer_shape(job), moe=moe))
+            kernels = sum(operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe))
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total
 

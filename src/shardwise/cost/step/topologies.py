@@ -51,17 +51,17 @@ def compared_topologies(job: Job) -> tuple[PricedTopology, ...]:
 
 def _priced(job: Job, name: Joined, cluster: Cluster) -> PricedTopology:
     analysis = analyze(replace(job, cluster=cluster))
-    found = {one: _dimension(analysis, one) for one in analysis.exposed_by_dimension()}
+    dimensions = {dimension: _dimension(analysis, dimension) for dimension in analysis.exposed_by_dimension()}
     figures = (analysis.predicted_seconds, analysis.exposed_share, analysis.fit)
-    return PricedTopology(name, _words(cluster), *figures, found)
+    return PricedTopology(name, _words(cluster), *figures, dimensions)
 
 
 def _dimension(analysis: Analysis, name: str) -> DimensionOnNetwork:
     traffics = analysis.dimension_traffics(name)
     return DimensionOnNetwork(
-        algorithms=tuple(dict.fromkeys(one.cost.algorithm for one in traffics)),
-        bytes_sent=sum(one.bytes_sent for one in traffics),
-        seconds=sum(one.seconds for one in traffics),
+        algorithms=tuple(dict.fromkeys(traffic.cost.algorithm for traffic in traffics)),
+        bytes_sent=sum(traffic.bytes_sent for traffic in traffics),
+        seconds=sum(traffic.seconds for traffic in traffics),
         exposed_seconds=analysis.parts[name],
         memory_bytes=buffer_bytes(analysis, name),
     )
@@ -79,7 +79,7 @@ def buffer_bytes(analysis: Analysis, dimension: str) -> float:
 def _joined(cluster: Cluster, name: Joined) -> Cluster:
     if name == "hierarchical":
         return _hierarchy(cluster)
-    grid = next((one for one in cluster.levels if one.shape and one.width == cluster.devices), None)
+    grid = next((level for level in cluster.levels if level.shape and level.width == cluster.devices), None)
     port = port_of_device(cluster, name)
     if name in ("mesh", "torus"):
         shape = grid.shape if grid is not None else squarest(cluster.devices)
@@ -108,4 +108,6 @@ def _on(cluster: Cluster, levels: tuple[NetworkLevel, ...]) -> Cluster:
 def _words(cluster: Cluster) -> str:
     """How its devices are joined: "nvlink 8 · infiniband 64"."""
     live = [level for level in cluster.levels if level.width > 1]
-    return " · ".join(f"{one.name} {'x'.join(map(str, one.shape)) if one.shape else one.width}" for one in live)
+    return " · ".join(
+        f"{level.name} {'x'.join(map(str, level.shape)) if level.shape else level.width}" for level in live
+    )

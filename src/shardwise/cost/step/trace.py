@@ -61,7 +61,8 @@ def step_trace(job: Job) -> dict[str, Any]:
             *_under_passes(timeline, number, ranks[number]),
             *_tail(prediction, ranks[number], end or timeline.ends[number][-1]),
         ]
-        events += passes[number] + _rank_events(number, job.strategy.pp, [one for one in slices if one.seconds > 0])
+        lasting = [interval for interval in slices if interval.seconds > 0]
+        events += passes[number] + _rank_events(number, job.strategy.pp, lasting)
     tokens = job.tokens_per_step / seconds
     data = {"model": job.model.name, "cluster": job.cluster.name, "step_seconds": seconds, "tokens_per_second": tokens}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}
@@ -177,21 +178,21 @@ def _rank_events(number: int, ranks: int, slices: list[_Slice]) -> list[dict[str
     """The slices on their threads; overlapping ones of one dimension get separate threads."""
     free_since: dict[str, list[float]] = {name: [] for name in _THREADS}
     threads, events = {0: _COMPUTE}, []
-    for one in sorted(slices, key=lambda one: one.start_seconds):
+    for interval in sorted(slices, key=lambda interval: interval.start_seconds):
         lane = 0  # computation nests: recompute is inside a backward
-        if one.thread != _COMPUTE:
-            lanes = free_since[one.thread]
-            lane = next((i for i, since in enumerate(lanes) if since <= one.start_seconds + _ROUNDING), len(lanes))
-            lanes[lane : lane + 1] = [one.end_seconds]
-        thread = _LANES * _THREADS.index(one.thread) + lane
-        threads[thread] = one.thread
-        events.append(_event(number, thread, one))
+        if interval.thread != _COMPUTE:
+            lanes = free_since[interval.thread]
+            lane = next((i for i, since in enumerate(lanes) if since <= interval.start_seconds + _ROUNDING), len(lanes))
+            lanes[lane : lane + 1] = [interval.end_seconds]
+        thread = _LANES * _THREADS.index(interval.thread) + lane
+        threads[thread] = interval.thread
+        events.append(_event(number, thread, interval))
     return [*_named(number, f"pipeline rank {number} of {ranks}", number, threads), *events]
 
 
-def _event(process: int, thread: int, one: _Slice) -> dict[str, Any]:
-    times = {"ts": one.start_seconds * 1e6, "dur": one.seconds * 1e6}
-    return {"ph": "X", "name": one.name, "cat": one.thread, "pid": process, "tid": thread, **times}
+def _event(process: int, thread: int, interval: _Slice) -> dict[str, Any]:
+    times = {"ts": interval.start_seconds * 1e6, "dur": interval.seconds * 1e6}
+    return {"ph": "X", "name": interval.name, "cat": interval.thread, "pid": process, "tid": thread, **times}
 
 
 def _named(process: int, name: str, place: int, threads: dict[int, str]) -> Iterator[dict[str, Any]]:

@@ -97,9 +97,9 @@ class Change:
 def best_change(analysis: Analysis) -> Change | None:
     """The single change that shortens the predicted step most, if by enough; it fits no less well than the job."""
     allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
-    found = fitting_change(analysis.job, allowed)
+    change = fitting_change(analysis.job, allowed)
     limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
-    return found if found is not None and found.seconds_per_token < limit else None
+    return change if change is not None and change.seconds_per_token < limit else None
 
 
 def fitting_change(job: Job, allowed: tuple[str, ...] = ("fits",)) -> Change | None:
@@ -107,24 +107,24 @@ def fitting_change(job: Job, allowed: tuple[str, ...] = ("fits",)) -> Change | N
 
     The engine also runs it: it must not add anything unsupported to the job.
     """
-    found = []
-    for other in neighbours(job):
+    candidates = []
+    for neighbour in neighbours(job):
         try:
-            if _as_runnable(job, other) and fit_of(other) in allowed:
-                found.append((predict(other).step_seconds / other.tokens_per_step, other))
+            if _as_runnable(job, neighbour) and fit_of(neighbour) in allowed:
+                candidates.append((predict(neighbour).step_seconds / neighbour.tokens_per_step, neighbour))
         except SpecError:  # a group would cut across the network
             continue
-    if not found:
+    if not candidates:
         return None
-    _, best = min(found, key=lambda one: one[0])
+    _, best = min(candidates, key=lambda candidate: candidate[0])
     priced = analyze(best)
     return Change(best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
 
 
-def _as_runnable(job: Job, other: Job) -> bool:
-    """Whether our engine runs ``other`` as it runs ``job``; on our own stack, with nothing further unsupported."""
-    now, then = verdict(job), verdict(other)
-    lacked = {one.techniques for one in now.findings}
+def _as_runnable(job: Job, neighbour: Job) -> bool:
+    """Whether our engine runs ``neighbour`` as it runs ``job``; on our own stack, with nothing further unsupported."""
+    now, then = verdict(job), verdict(neighbour)
+    lacked = {finding.techniques for finding in now.findings}
     return now.status == then.status and not (
         job.stack.is_own and any(f.techniques not in lacked for f in then.findings)
     )
@@ -207,16 +207,16 @@ def sending_less(job: Job) -> SendingLess | None:
     waiting = max(rank.exposed("dp") for rank in step.ranks) / step.step_seconds
     if waiting < WORTH_A_WORD or strategy.compression.is_used or not strategy.synchronise.every_step:
         return None
-    found = {}
+    speedups = {}
     for compression, synchronise in _TRIED:
         try:
-            other = job.with_strategy(
+            candidate = job.with_strategy(
                 zero=0, shard_group=None, keep_parameters=False, compression=compression, synchronise=synchronise
             )
         except SpecError:
             continue
-        fits = fit_of(other) == "fits"
-        speedup = step.step_seconds / predict(other).step_seconds
-        if fits and verdict(other).status == "runs" and speedup > WORTH_A_CHANGE_OF_TRAINING:
-            found[other] = speedup
-    return SendingLess(waiting, found) if found else None
+        fits = fit_of(candidate) == "fits"
+        speedup = step.step_seconds / predict(candidate).step_seconds
+        if fits and verdict(candidate).status == "runs" and speedup > WORTH_A_CHANGE_OF_TRAINING:
+            speedups[candidate] = speedup
+    return SendingLess(waiting, speedups) if speedups else None

@@ -128,9 +128,9 @@ class ColumnBook:
         import numpy as np
 
         job, base = self._job, group.base
-        units = np.array([self._of_parts(communication_units(job, one)) for one in group.ranks], dtype=float).T
+        units = np.array([self._of_parts(communication_units(job, rank)) for rank in group.ranks], dtype=float).T
         # part × figure × kind
-        sent = np.array([self._of_parts(sent_parameters(job, base, one)) for one in group.ranks]).transpose(1, 2, 0)
+        sent = np.array([self._of_parts(sent_parameters(job, base, rank)) for rank in group.ranks]).transpose(1, 2, 0)
         each = [SentParameters(*figures).over(number) for figures, number in zip(sent, units)]
         return [
             ColumnClass(shared.numbers, shared.sharding, self._tickets(group, shared, each), units[..., None])
@@ -185,10 +185,10 @@ def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
         alike = [shardings[number] for number in numbers]
         shards = [sharding.shards for sharding in alike]
         distinct = list(dict.fromkeys(shards))
-        held = [tuple(dense_ranks(base, one) for one in distinct)]
+        held = [tuple(dense_ranks(base, count) for count in distinct)]
         if job.model.moe:
-            held.append(tuple(expert_ranks(base, one) for one in distinct))
-        of_column = np.array([distinct.index(one) for one in shards])
+            held.append(tuple(expert_ranks(base, count) for count in distinct))
+        of_column = np.array([distinct.index(count) for count in shards])
         result.append(_Shared(np.array(numbers), stacked(alike), held, of_column))
     return result
 
@@ -210,5 +210,5 @@ def _part_tickets(
         sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit.all))).tolist()
         runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
         ours = [line.by_schedules(ranks) for ranks in held]
-        tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes, ours)])
+        tickets.append([book.tickets(line.kind, *request) for request in zip(runs, sizes, ours)])
     return tickets

@@ -147,10 +147,10 @@ class PartBook:
         base, places = group.base, group.places
         key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places["tp"],
                places["cp"], places["ep"], places["expert_tp"], self._whole(base))  # fmt: skip
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = self._priced(group, layer)
-        return found
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = self._priced(group, layer)
+        return parts
 
     def _whole(self, base: Strategy) -> bool:
         """Whether products may keep copies of whole weights (`Job.autocasts`)."""
@@ -167,9 +167,9 @@ class PartBook:
         import numpy as np
 
         none = PartLine(np.zeros((len(PROBES), len(MODES), self.line_width)), 0.0)
-        keys = _ordered(tuple(one.lines) for one in parts)
-        lines = [[one.lines.get(key, none) for one in parts] for key in keys]
-        figures = [np.stack([one.figures for one in parts])]
+        keys = _ordered(tuple(choice.lines) for choice in parts)
+        lines = [[choice.lines.get(key, none) for choice in parts] for key in keys]
+        figures = [np.stack([choice.figures for choice in parts])]
         figures += [np.stack([line.seconds for line in of_key]) for of_key in lines]
         together = np.ascontiguousarray(np.moveaxis(np.concatenate(figures, axis=-1), -1, 0))
         units = [np.array([line.units_taken for line in of_key]) for of_key in lines]
@@ -208,7 +208,7 @@ class PartBook:
 
         def price(size: float) -> float:
             key = (base.tp, ends, group.places["pp"], base.schedule, size)
-            return self._piece("tied", key, lambda: sum(one.seconds for one in tied_traffic(job, contents, size)))
+            return self._piece("tied", key, lambda: sum(sent.seconds for sent in tied_traffic(job, contents, size)))
 
         return [price(tied_bytes(job, shards)) for shards in sharding.shards.tolist()]
 
@@ -253,8 +253,8 @@ class PartBook:
     def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Piece]) -> Piece:
         if (name, *key) not in self._pieces:
             self._pieces[name, *key] = price()
-        found: Piece = self._pieces[name, *key]
-        return found
+        piece: Piece = self._pieces[name, *key]
+        return piece
 
     def _probed(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
         """Part, modes, and the job and rank to price: recompute changes layers, not the ends."""

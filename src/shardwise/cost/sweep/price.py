@@ -65,7 +65,7 @@ class Offloaded:
         self.contents, self.recipe = contents, job.recipe
         self.sharding = replace(sharding, offload=offload)
         held = held_at(job, contents, self.sharding, MOMENTS, replicated=base.gradient_group > 1)
-        self.held, self.states = {one.moment: one for one in held}, held[0].states
+        self.held, self.states = {memory.moment: memory for memory in held}, held[0].states
         self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
         self.job, self.updates = job, how_updated(job)
@@ -77,10 +77,10 @@ class Offloaded:
 
     def memory_bytes(self, moments: Sequence[RowsAtMoment]) -> tuple[Array, Any]:
         """Memory of the fullest device, and its part of the host's; every kind of rank has the last moment."""
-        each = [MomentMemory(self.held[one.moment], one.passes, one.spread) for one in moments]
+        each = [MomentMemory(self.held[rows.moment], rows.passes, rows.spread) for rows in moments]
         memory: Any = each[0].total.max(axis=0)
-        for one in each[1:]:
-            memory = maximum(memory, one.total.max(axis=0))
+        for at_moment in each[1:]:
+            memory = maximum(memory, at_moment.total.max(axis=0))
         held = each[-1].held
         if some(held.copied_for_update):
             memory = maximum(memory, moments[-1].spread(held.at_update).max(axis=0))
@@ -93,9 +93,8 @@ class Offloaded:
         if not self.offload.any:
             return tail, left
         if self.offload.weights:
-            each, once = (
-                by_row(1.0 * one, lengths) for one in copied_alone_seconds(self.job, self.contents, self.sharding)
-            )
+            copied = copied_alone_seconds(self.job, self.contents, self.sharding)
+            each, once = (by_row(1.0 * seconds, lengths) for seconds in copied)
             tail = tail + rows.microbatches[part] * each + once
         tail = tail + by_row(self.host_update, lengths)
         transfers = self._transfers(rows, part, lengths)
@@ -113,14 +112,16 @@ class Offloaded:
         m = rows.microbatches[part]
         in_layers = rows.ranks.in_layers[:, None, part]
         transfers = [
-            self._transfer(line, lengths, in_layers, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
+            self._transfer(
+                line, lengths, in_layers, *(by_row(figure, lengths, line.count) for figure in (seconds, on_link))
+            )
             for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
             if seconds is not None
         ]
         if self.offload.activations:
             moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
             for line in activation_lines(self.job, moved, m):
-                cost = [m * one for one in _send(self._link(line), moved)]
+                cost = [m * seconds for seconds in _send(self._link(line), moved)]
                 transfers.append(self._transfer(line, lengths, in_layers, *cost))
         return transfers
 
@@ -238,7 +239,7 @@ class TablePricer:
                 block = TableBlock(group, rows, columns)
                 blocks = gathered.setdefault(block.likeness, [])
                 blocks.append(block)
-                if sum(one.cells for one in blocks) >= CELLS_TO_START:
+                if sum(member.cells for member in blocks) >= CELLS_TO_START:
                     yield from _Batch(self, gathered.pop(block.likeness)).pieces(wanted)
         for blocks in gathered.values():
             yield from _Batch(self, blocks).pieces(wanted)
@@ -280,7 +281,7 @@ class _Batch:
     @cached_property
     def offloads(self) -> list[Offloaded]:
         ways = self.blocks[0].group.offloads
-        return [Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in ways]
+        return [Offloaded(self.job, self.base, self.contents, self.sharding, way) for way in ways]
 
     def _tied_seconds(self, parts: PartBook) -> Any:
         """Of the sum over both ends of a pipeline: kind × column × block."""
@@ -320,12 +321,12 @@ class _Batch:
             if not fast.any():
                 return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
-        for one in self.offloads:
-            memory, host = one.memory_bytes([moment for moment in moments if moment])
+        for offloaded in self.offloads:
+            memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
-            step = rows.pipeline_seconds[part] + _longest(*one.waiting(rows, part, lengths, tail, left))
-            yield TablePiece(self.blocks, one.offload, block, numbers, step, memory, host, sequences)
+            step = rows.pipeline_seconds[part] + _longest(*offloaded.waiting(rows, part, lengths, tail, left))
+            yield TablePiece(self.blocks, offloaded.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
         """Some rows of the kinds of rank that have such a moment, if there are any."""
@@ -351,8 +352,9 @@ class _Batch:
     def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
         rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
-        shards = [2 if (one > 1).all() else by_row(one, lengths) for one in over]  # it only matters whether they are 1
-        lines = [self._lines(rows.microbatches[part], rows.last_share[part], one) for one in shards]
+        # It only matters whether they are 1.
+        shards = [2 if (count > 1).all() else by_row(count, lengths) for count in over]
+        lines = [self._lines(rows.microbatches[part], rows.last_share[part], count) for count in shards]
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[held][number]

@@ -89,7 +89,7 @@ def joined_rows(tables: list[RowTable]) -> RowTable:
 
     if len(tables) == 1:
         return tables[0]
-    links = {which: dict.fromkeys(name for one in tables for name in one.ranks.busy[which]) for which in PASSES}
+    links = {which: dict.fromkeys(name for table in tables for name in table.ranks.busy[which]) for which in PASSES}
 
     def with_all_links(table: RowTable) -> RowTable:
         """A link that a table does not use is never busy there."""
@@ -114,9 +114,9 @@ def _joined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Reco
     if isinstance(first, tuple):
         return tuple(_joined(items, join) for items in zip(*records))  # type: ignore[return-value]
     if isinstance(first, Mapping):
-        return {key: _joined([one[key] for one in records], join) for key in first}  # type: ignore[index, return-value]
+        return {key: _joined([record[key] for record in records], join) for key in first}  # type: ignore[index, return-value]
     if is_dataclass(first):
-        return replace(first, **_joined([vars(one) for one in records], join))  # type: ignore[type-var, return-value]
+        return replace(first, **_joined([vars(record) for record in records], join))  # type: ignore[type-var, return-value]
     joined: Record = join(list(records))
     return joined
 
@@ -144,18 +144,24 @@ class _RowBuilder:
 
         self.groups, self.book = groups, book
         self.group = group = groups[0]  # for what they share
-        self.layers = [(one, layer) for one in groups for layer in one.layers]
-        self.parts = [book.parts(one, layer) for one, layer in self.layers]
+        self.layers = [(member, layer) for member in groups for layer in member.layers]
+        self.parts = [book.parts(member, layer) for member, layer in self.layers]
         self.stack = book.stack(self.parts)
-        self.sequences = np.array([batches for one in groups for batches in one.sequences], dtype=np.int64)
-        sizes = np.array([one.base.data_parallel * layer.microbatch for one, layer in self.layers], dtype=np.int64)
+        self.sequences = np.array([batches for member in groups for batches in member.sequences], dtype=np.int64)
+        sizes = np.array(
+            [member.base.data_parallel * layer.microbatch for member, layer in self.layers], dtype=np.int64
+        )
         self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
         self.m = self.microbatches[:, :, None].astype(float)
         pp = group.base.pp
-        self.chunks = [schedule_record(one.schedule).chunks_per_rank(pp, one.interleave) for one in group.schedules]
+        self.chunks = [
+            schedule_record(choice.schedule).chunks_per_rank(pp, choice.interleave) for choice in group.schedules
+        ]
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
-        self.wanted = np.array([layers_to_recompute(one.recompute, one.recompute_layers) for one in group.recomputes])
+        self.wanted = np.array(
+            [layers_to_recompute(choice.recompute, choice.recompute_layers) for choice in group.recomputes]
+        )
         self.share: Array = recomputed_share(self.wanted, self._layers_of_ranks())  # kind × recompute
         self.shape = (len(self.layers), len(group.schedules), len(group.recomputes))
 
@@ -168,7 +174,8 @@ class _RowBuilder:
         valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
         every = bool(valid.all())
         last = np.stack(
-            [last_share(group.base.pp, one.schedule, self.m[:, s]) for s, one in enumerate(group.schedules)], axis=1
+            [last_share(group.base.pp, choice.schedule, self.m[:, s]) for s, choice in enumerate(group.schedules)],
+            axis=1,
         )
 
         def flat(values: Any, *kinds: int) -> Array:
@@ -247,7 +254,7 @@ class _RowBuilder:
         return OverlappedTransfer(
             key.in_pass,
             self.m * seconds,
-            {name: self.m * one for name, one in zip(self.book.links, on_links) if one.any()},
+            {name: self.m * on_link for name, on_link in zip(self.book.links, on_links) if on_link.any()},
             key.window,
             hideable=1 - unhideable / whole,
             units_taken=self.stack.units_taken[number][:, None, None],
@@ -260,7 +267,7 @@ class _RowBuilder:
         import numpy as np
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
-        pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
+        pp, names = self.group.base.pp, [choice.schedule for choice in self.group.schedules]
         stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
         transient = {moment: self._transient(moment) for moment in MOMENTS}
         if cached.any():
@@ -294,8 +301,8 @@ class _RowBuilder:
 
         base, stack = self.group.base, self.book.job.stack
         schedules = [
-            (one.schedule, chunks, stack.forwards_ahead(base, schedule_record(one.schedule)))
-            for one, chunks in zip(self.group.schedules, self.chunks)
+            (choice.schedule, chunks, stack.forwards_ahead(base, schedule_record(choice.schedule)))
+            for choice, chunks in zip(self.group.schedules, self.chunks)
         ]
         rows = [tuple(row) for row in self.microbatches.tolist()]  # many are alike
         of_row = {
@@ -315,12 +322,12 @@ class _RowBuilder:
 
         held: Array = np.array(
             [
-                [parts.transient_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
-                for one in self.group.ranks
+                [parts.transient_bytes[moment, kinds_of(contents), bool(contents.has_head)] for parts in self.parts]
+                for contents in self.group.ranks
             ]
         )
         if moment == "loss":
-            held[[not one.has_head for one in self.group.ranks]] = -np.inf
+            held[[not contents.has_head for contents in self.group.ranks]] = -np.inf
         messages = np.array([parts.message_bytes for parts in self.parts])
         if not messages.any():
             return held[:, :, None, None]
@@ -350,12 +357,12 @@ class _RowBuilder:
         seconds = np.broadcast_to(self.m * slowest.total, self.shape).copy()
         if pp == 1:
             return seconds
-        messages = np.array([self.book.message_seconds(*one) for one in self.layers])[:, None]
+        messages = np.array([self.book.message_seconds(member, layer) for member, layer in self.layers])[:, None]
         mean, ends = [np.broadcast_to(seconds, self.shape) for seconds in others.passes], self.book.job.stack.step_ends
-        for s, (one, chunks) in enumerate(zip(group.schedules, self.chunks)):
+        for s, (choice, chunks) in enumerate(zip(group.schedules, self.chunks)):
             m = self.microbatches[:, s, None]
             own = Seconds(*(x[:, s] for x in mean))
-            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, own, messages, ends)
+            seconds[:, s] += pipeline_bubble(choice.schedule, pp, m, chunks, own, messages, ends)
         return seconds
 
 

@@ -74,12 +74,12 @@ def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
 def _experts_seconds(job: Job, which: Pass) -> tuple[float, float]:
     """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
     device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
-    found = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
-    for one in layer_operators(job.model, layer_shape(job), moe=True):
-        if one.role in found:
-            seconds = operator_seconds(one, device, recipe, stack)
-            found[one.role] += float(seconds.forward if which == "forward" else seconds.backward)
-    return found[OperatorRole.EXPERTS], found[OperatorRole.MLP]
+    by_role = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
+    for operator in layer_operators(job.model, layer_shape(job), moe=True):
+        if operator.role in by_role:
+            seconds = operator_seconds(operator, device, recipe, stack)
+            by_role[operator.role] += float(seconds.forward if which == "forward" else seconds.backward)
+    return by_role[OperatorRole.EXPERTS], by_role[OperatorRole.MLP]
 
 
 def _exchange(

@@ -56,8 +56,8 @@ class GradientTime:
 
 def gradient_times(analysis: Analysis) -> list[GradientTime]:
     """Every gradient reduction that one of our schedules takes over from the backend."""
-    job, found = analysis.job, []
-    runs_of = {(one.share, one.kind): one.runs for one in gradient_groups(job)}
+    job, times = analysis.job, []
+    runs_of = {(group.share, group.kind): group.runs for group in gradient_groups(job)}
     for traffic in analysis.dimension_traffics("dp"):
         runs = runs_of.get((traffic.payload.share, traffic.kind))
         if runs is None or traffic.payload.role not in (Role.GRADIENTS, Role.LATE_GRADIENTS):
@@ -67,5 +67,5 @@ def gradient_times(analysis: Analysis) -> list[GradientTime]:
         except SpecError:  # priced by the cheapest, and refused by the engine
             continue
         if choice.schedule is not None:
-            found.append(GradientTime(traffic.payload, choice, traffic.count))
-    return found
+            times.append(GradientTime(traffic.payload, choice, traffic.count))
+    return times

@@ -146,16 +146,16 @@ def waiting(
     seconds that are not hidden: the sum of what is left of the transfers would fall faster than their window grows.
     """
     together = [
-        (one, one.seconds - under, used)
-        for one, under, used in zip(transfers, hidden, on_links)
-        if one.in_pass == which and one.window != "none"
+        (transfer, transfer.seconds - under, used)
+        for transfer, under, used in zip(transfers, hidden, on_links)
+        if transfer.in_pass == which and transfer.window != "none"
     ]
     left = tuple(exposed for _, exposed, _ in together)
     longest: Any = left[0] if left else 0.0
     for exposed in left[1:]:
         longest = maximum(longest, exposed)
     for name in dict.fromkeys(name for _, _, used in together for name in used):
-        first, *others = (one.link_seconds[name] - used[name] for one, _, used in together if name in used)
+        first, *others = (transfer.link_seconds[name] - used[name] for transfer, _, used in together if name in used)
         longest = maximum(longest, sum(others, first))
     return Waiting(left, longest)
 

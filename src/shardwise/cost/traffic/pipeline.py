@@ -27,9 +27,12 @@ _SHORT = 2.0**-20  # of a pass: exact in the sums of a schedule
 
 def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Point-to-point messages between neighbouring stages, over the slowest boundary's level."""
-    messages = [message_traffic(job, one) for one in (sent_forward(Role.ACTIVATIONS), sent_backward(Role.GRADIENTS))]
+    payloads = (sent_forward(Role.ACTIVATIONS), sent_backward(Role.GRADIENTS))
+    messages = [message_traffic(job, payload) for payload in payloads]
     exposed = exposed_messages(job) / 2
-    scheduled = [replace(one, fixed_exposed_seconds=exposed * float(one.cost.seconds)) for one in messages if one]
+    scheduled = [
+        replace(message, fixed_exposed_seconds=exposed * float(message.cost.seconds)) for message in messages if message
+    ]
     return scheduled + tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
 
 

@@ -188,16 +188,16 @@ class _Products:
         self._layers: list[dict[Split, list[Seconds]]] = []
         for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
-            for one in layer_operators(job.model, shape, moe=moe) if layers else ():
-                if one.split != "none":
-                    by_split[one.split].append(operator_seconds(one, device, recipe, stack))
+            for operator in layer_operators(job.model, shape, moe=moe) if layers else ():
+                if operator.split != "none":
+                    by_split[operator.split].append(operator_seconds(operator, device, recipe, stack))
             self._layers.append(by_split)
 
     def share_beside(self, line: _Line, seconds: float) -> float:
         """Share of the line's collectives, each of the given length, that fits beside their matmuls."""
         fitting = 0.0
         for times, by_split in zip(line.times, self._layers):
-            shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]
+            shares = [min(1.0, getattr(passes, line.beside) / seconds) for passes in by_split[line.split]]
             fitting += times * sum(shares) / max(1, len(shares))
         return fitting / sum(line.times)
 

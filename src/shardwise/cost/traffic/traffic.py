@@ -175,5 +175,5 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
         share = together.longest / together.alone if transfer.window != "none" and together.alone else 1.0
         exposed = (transfer.seconds - under) * share
         result[index] = replace(traffics[index], exposed_seconds=exposed, under_compute_seconds=under)
-    scheduled = ((one, one.fixed_exposed_seconds) for one in result)
-    return [one if fixed is None else replace(one, exposed_seconds=fixed) for one, fixed in scheduled]
+    scheduled = ((traffic, traffic.fixed_exposed_seconds) for traffic in result)
+    return [traffic if fixed is None else replace(traffic, exposed_seconds=fixed) for traffic, fixed in scheduled]
