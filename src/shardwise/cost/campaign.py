@@ -86,27 +86,28 @@ def slowdown(interval: float, checkpoint_seconds: float, restart_seconds: float,
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """A run of ``tokens`` on ``devices`` that together train ``tokens_per_second`` while nothing fails.
-
-    ``device_hours_per_interruption`` is the mean between unexpected interruptions of the whole job, times its devices
-    (infinite: none). ``checkpoint_seconds`` is how long writing one stops training. Left out, ``checkpoint_interval``
-    (seconds of training between two checkpoints) is the best one, and there is no ``cost`` without a price.
-    ``background_share`` is how much longer checkpoints that failures do not go back to make all training: those on disk
-    behind copies in memory. ``storage`` names where the checkpoints go and ``currency`` what the price is in, for
-    whoever reads the figures. Raises SpecError for numbers that are none of that.
-    """
+    """A whole training run, with its checkpoints, interruptions and restarts; raises SpecError for absurd figures."""
 
     tokens: float
     tokens_per_second: float
+    """Of all devices together, while nothing fails."""
     devices: int
     price_per_device_hour: float | None = None
+    """Without it there is no `cost`."""
     device_hours_per_interruption: float = math.inf
+    """Mean hours between unexpected interruptions of the whole job, times its devices; infinite: there are none."""
     checkpoint_seconds: float = 0.0
+    """How long writing a checkpoint stops training."""
     restart_seconds: float = 0.0
     checkpoint_interval: float | None = None
+    """Seconds of training between two checkpoints; by default the interval with the shortest run."""
     background_share: float = 0.0
+    """How much longer all training takes because of checkpoints that no failure goes back to, such as those on disk
+    where copies in memory are used first."""
     storage: str = ""
+    """Where checkpoints go, for people."""
     currency: str = "$"
+    """What the price is in, for people."""
 
     def __post_init__(self) -> None:
         positive = ("tokens", "tokens_per_second", "devices", "device_hours_per_interruption", "checkpoint_interval")
@@ -170,7 +171,7 @@ class Campaign:
 
     @property
     def interruptions(self) -> float:
-        """Expected unexpected interruptions until the run is done, those during restarts among them."""
+        """Unexpected interruptions to be expected until the run is done, including those during restarts."""
         return self.seconds / self.between_interruptions
 
     @property
@@ -223,7 +224,7 @@ def data_rate(analysis: Analysis) -> float:
 
 
 def storage_costs(analysis: Analysis) -> list[StorageCost]:
-    """Every storage level of the cluster; shared levels are read by all, local ones by each node its part."""
+    """Every storage level of the cluster: shared ones serve all nodes, of local ones each serves its node's part."""
     costs = []
     size = checkpoint_bytes(analysis)
     for storage in analysis.job.cluster.storage:
@@ -234,7 +235,7 @@ def storage_costs(analysis: Analysis) -> list[StorageCost]:
 
 
 def checkpoint_level(analysis: Analysis) -> StorageCost | None:
-    """Where checkpoints go: the fastest level that outlives a node; its own disks only where there is no other."""
+    """Where checkpoints go: the fastest storage that outlives a node; a node's own disks only if there is no other."""
     costs = storage_costs(analysis)
     shared = [cost for cost, storage in zip(costs, analysis.job.cluster.storage) if storage.shared]
     return min(shared or costs, key=lambda cost: cost.write_seconds, default=None)
@@ -242,25 +243,25 @@ def checkpoint_level(analysis: Analysis) -> StorageCost | None:
 
 @dataclass(frozen=True)
 class MemoryCopyCost:
-    """Copies of the state in the memory of two nodes, every ``interval`` seconds of training.
-
-    ``stall_seconds`` is how long one stops training: its way to the host, and what is left of the way to the other node
-    when the next one is due. Checkpoints on disk stay behind them: ``disk_share`` seconds for each second of training.
-    """
+    """Copies of the state in the memory of two nodes, with checkpoints on disk besides."""
 
     interval: float
+    """Seconds of training between two copies."""
     stall_seconds: float
+    """How long a copy stops training: its way to the host, and the rest of its way to the other node if the next copy
+    is due before it has arrived."""
     disk_share: float
+    """Seconds of checkpoints on disk for each second of training."""
 
 
 def memory_copy_cost(
     analysis: Analysis, step_seconds: float, disk_seconds: float, stall_seconds: float | None = None
 ) -> MemoryCopyCost | None:
-    """What the copies that a job asks for take; ``stall_seconds`` as measured, or else by the links.
+    """What a job's copies in memory cost, or None if it keeps none; ``stall_seconds`` as measured, else by the links.
 
-    A copy is once on the node it comes from and once on the next: every interruption that takes one node costs the work
-    since the last copy, as every interruption is counted here. On disk a checkpoint of ``disk_seconds`` is written as
-    often as the run says. None if there are no such copies.
+    A copy is kept on its own node and on the next, so an interruption that takes one node costs the work since the last
+    copy; all interruptions are counted as such. A checkpoint of ``disk_seconds`` is written to disk as often as the run
+    says.
     """
     run, cluster = analysis.job.run.checkpoints, analysis.job.cluster
     if run.memory is None:

@@ -22,8 +22,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
-PAYS_BELOW = 0.9  # of the backend's time: a model is not exact to a tenth
-MOST_RANKS = 64  # whose schedules are built to be compared
+PAYS_BELOW = 0.9  # of the backend's time: prices are not exact to a tenth
+MOST_RANKS = 64  # in a group whose schedules are built to be compared
 UNNAMED = ("auto", "textbook")
 
 
@@ -51,9 +51,10 @@ def named_on(wanted: str, network: Topology) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """``schedule`` is None if no schedule is known to be better than the backend's own collective."""
+    """What runs a gradient reduction, with its time and that of the backend's own collective."""
 
     schedule: Schedule | None
+    """None if no schedule is known to be better than the backend's own collective."""
     seconds: float
     backend_seconds: float
 
@@ -72,13 +73,13 @@ def choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Rank
     assert network is not None
     backend = float(collective_cost(kind, size, network, "auto").seconds)
     if wanted in UNNAMED:
-        found = _cheapest(kind, size, cluster, runs) if wanted == "auto" else None
-        if found is None or found[0] > PAYS_BELOW * backend:
+        cheapest = _cheapest(kind, size, cluster, runs) if wanted == "auto" else None
+        if cheapest is None or cheapest[0] > PAYS_BELOW * backend:
             return Choice(None, backend, backend)
-        return Choice(found[1], found[0], backend)
+        seconds, schedule = cheapest
+        return Choice(schedule, seconds, backend)
     ours = by_schedules(cluster, runs)
-    name = named_on(wanted, ours)
-    schedule = build_schedule(kind, ours, name, size)
+    schedule = build_schedule(kind, ours, named_on(wanted, ours), size)
     return Choice(schedule, simulated_seconds(schedule, ours, size), backend)
 
 
@@ -131,9 +132,9 @@ def require_gradient_schedules(job: Job) -> None:
     wanted = job.strategy.collective
     if wanted in UNNAMED:
         return
-    for one in gradient_groups(job):
-        network = by_schedules(job.cluster, one.runs)
+    for group in gradient_groups(job):
+        network = by_schedules(job.cluster, group.runs)
         try:
-            require_schedule(one.kind, network, named_on(wanted, network))
+            require_schedule(group.kind, network, named_on(wanted, network))
         except SpecError as error:
             raise SpecError("strategy.collective", error.problem, error.remedy) from None

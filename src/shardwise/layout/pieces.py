@@ -6,29 +6,29 @@ from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
 
-LOGITS_AT_ONCE = 2**28  # that the loss has in memory: half a GiB in 16 bits
-EVEN_TOKENS = 128  # a product of whole tiles
-WIDE_LOGITS = 2**22  # of those, in fp32 at a time where a CPU computes their gradients: 16 MiB; a GPU has none
+LOGITS_AT_ONCE = 2**28  # most logits that the loss has in memory: half a GiB in 16 bits
+EVEN_TOKENS = 128  # pieces are multiples of this, for matmuls of whole tiles
+WIDE_LOGITS = 2**22  # logits that are in fp32 at a time where a CPU computes their gradients: 16 MiB; none on a GPU
 
-EXCHANGED_CHUNKS = 2  # of a microbatch's tokens, where exchanges overlap chunk by chunk
+EXCHANGED_CHUNKS = 2  # chunks of a microbatch's tokens, where exchanges of one overlap with experts of another
 
-# States in host memory that a GPU updates are on it a chunk at a time: one arrives, one is updated, one leaves. Those
-# that the forward pass needs first have come before the update begins.
+# A GPU updates states in host memory chunk by chunk: one arrives, one is updated, one leaves. What the forward pass
+# needs first has arrived before the update begins.
 MOVING_SLOTS = 3
-UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state, so that the latency of a copy does not count
+UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state: the latency of a copy is negligible
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 
 
 def loss_in_one_piece(tokens: float, hidden: int) -> bool:
-    """Whether the loss has the logits of all tokens at once, in 16 bits, instead of a sum over pieces in fp32.
+    """Whether the loss computes the logits of all tokens at once, in 16 bits, instead of piece by piece.
 
-    That is faster; it takes at most twice the memory of the sum.
+    That is faster, and takes at most twice the memory of the fp32 gradient that is summed over pieces.
     """
     return tokens <= 4 * hidden
 
 
 def loss_tokens_at_once(tokens: float, vocabulary: float, hidden: int) -> int:
-    """The tokens whose logits the loss has in memory, of a whole vocabulary or of a rank's part of it."""
+    """Tokens whose logits the loss has in memory at a time; ``vocabulary``: the whole, or a rank's part of it."""
     if loss_in_one_piece(tokens, hidden):
         return max(1, int(tokens))
     some = max(1, int(LOGITS_AT_ONCE // vocabulary))
@@ -36,15 +36,15 @@ def loss_tokens_at_once(tokens: float, vocabulary: float, hidden: int) -> int:
 
 
 def padded_vocabulary(vocabulary: int) -> int:
-    """The columns of the logits on a GPU, whose products are fast where rows have whole 16 bytes."""
+    """Columns of the logits on a GPU, whose matmuls are fast where a row is a multiple of 16 bytes."""
     return vocabulary if vocabulary % 8 == 0 else -(-vocabulary // 64) * 64
 
 
 def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
-    """Elements that are updated at a time."""
+    """Elements of offloaded states that are updated at a time."""
     return minimum(most, maximum(LEAST_ELEMENTS, elements // FEWEST_CHUNKS))
 
 
 def update_slots(elements: Any, first: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
-    """Chunks on the device, if a forward pass needs the ``first`` elements before its first layer can run."""
+    """Chunks that the device has room for, if a forward pass needs the ``first`` elements to run its first layer."""
     return MOVING_SLOTS - (-first // update_chunk(elements, most))

@@ -9,13 +9,16 @@ from shardwise.spec.errors import SpecError
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """``elements`` weights in as many contiguous parts as there are ``servers``; bytes are those of one element."""
+    """Weights in as many contiguous parts as there are servers."""
 
     workers: int
     servers: int
     elements: int
+    """All weights."""
     gradient_bytes: float = 4
+    """Of one element."""
     weight_bytes: float = 4
+    """Of one element."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers", "elements"):

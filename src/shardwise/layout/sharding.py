@@ -82,60 +82,67 @@ def _shared(runs: tuple[RankRun, ...], shards: int) -> SharedRanks:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How data parallelism divides the states: numbers of one strategy, or columns of a table of them.
-
-    The two flags, shared by all strategies of a table, say how often it communicates: whether gradients are reduced to
-    shards after every microbatch (see `reduced_to_shards`), and whether parameters are gathered once a step.
-    """
+    """How data parallelism divides the states: numbers of one strategy, or columns of a table of strategies."""
 
     zero: Any
-    shards: Any  # devices that divide the states of the dense parts
+    shards: Any
+    """Devices that divide the states of the dense parts."""
     expert_shards: Any
+    """Devices that divide the states of the experts."""
     gradients_sharded: bool
+    """Gradients are reduced to shards after every microbatch (`reduced_to_shards`); the same for a whole table."""
     gathers_once: bool
+    """Parameters are gathered once a step; the same for a whole table."""
     keep_parameters: Any
-    offload: Any  # shares per kind of state, as in `Offload`
-    sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
-    kept_bytes: Any = 0.0  # of each parameter, for less communication (`less_communication`)
+    offload: Any
+    """Shares per kind of state, as in `Offload`."""
+    sums_once: Any = False
+    """Copies of shards are summed after the last microbatch, where the stack does so."""
+    kept_bytes: Any = 0.0
+    """Of each parameter, for less communication (`kept_bytes`)."""
     moved_bytes: Any = 0.0
+    """Of each parameter, for less communication (`moved_bytes`)."""
 
     @property
     def divided(self) -> Any:
         return self.zero > 0
 
     def stage(self, recipe: Recipe) -> Any:
-        """The stage that states are held by: our engine keeps them whole where nothing is divided or moved."""
+        """The ZeRO stage by which states are held: on our engine 0 where nothing is divided or moved."""
         moved = self.offload.weights + self.offload.gradients > 0
         return self.zero * ((self.shards > 1) | moved) if recipe.fp32_shards else self.zero
 
     def reduced_to_shards(self, shards: Any) -> Any:
-        """Whether gradients that so many devices divide are reduced after every microbatch: not those that nobody else
-        has a part of, where that would free nothing, unless they leave the device."""
+        """Whether gradients divided over so many devices are reduced after every microbatch.
+
+        Not on a single device, where that would free nothing, unless they leave the device.
+        """
         return self.gradients_sharded and (shards > 1) | (self.offload.gradients > 0)
 
 
 def sharding_of(strategy: Strategy) -> Sharding:
-    zero = strategy.zero
+    """How a strategy divides its states."""
+    shards = divided_over(strategy)
     return Sharding(
-        zero,
-        divided_over(strategy),
-        expert_shards(strategy, divided_over(strategy)),
-        strategy.gradients_sharded,
-        zero < 3 or strategy.keep_parameters,
-        strategy.keep_parameters,
-        strategy.offload,
-        sums_once(strategy, divided_over(strategy)),
-        kept_bytes(strategy),
-        moved_bytes(strategy),
+        zero=strategy.zero,
+        shards=shards,
+        expert_shards=expert_shards(strategy, shards),
+        gradients_sharded=strategy.gradients_sharded,
+        gathers_once=strategy.zero < 3 or strategy.keep_parameters,
+        keep_parameters=strategy.keep_parameters,
+        offload=strategy.offload,
+        sums_once=sums_once(strategy, shards),
+        kept_bytes=kept_bytes(strategy),
+        moved_bytes=moved_bytes(strategy),
     )
 
 
 def stacked(shardings: Sequence[Sharding]) -> Sharding:
-    """Several that communicate equally often and offload alike, as columns along a last axis."""
+    """Several shardings that communicate equally often and offload alike, as columns along a last axis."""
     import numpy as np
 
     def column(name: str) -> Any:
-        return np.stack([getattr(one, name) for one in shardings], axis=-1)
+        return np.stack([getattr(sharding, name) for sharding in shardings], axis=-1)
 
     names = ("zero", "keep_parameters", "sums_once", "kept_bytes", "moved_bytes")
     shards = {name: 1.0 * column(name) for name in ("shards", "expert_shards")}
@@ -143,15 +150,18 @@ def stacked(shardings: Sequence[Sharding]) -> Sharding:
 
 
 def updates_on_device(job: Job, offload: Offload) -> bool:
-    """Whether offloaded states are updated by the GPU: those that our engine keeps in host memory, without gradients,
-    and with all of the weights or none."""
-    taken = not offload.gradients and offload.weights in (0, 1)
-    return job.stack.is_own and job.run_device == "cuda" and offload.target == "cpu" and taken
+    """Whether the GPU updates offloaded states: on our engine, where they are in host memory, gradients are not
+    offloaded, and weights are all offloaded or none."""
+    in_memory = offload.target == "cpu" and not offload.gradients and offload.weights in (0, 1)
+    return job.stack.is_own and job.run_device == "cuda" and in_memory
 
 
 def last_weights_stay(pp: int, sharding: Sharding) -> Any:
-    """Whether our engine keeps the last layer gathered for its backward pass, which follows at once: what would be read
-    from the host has just been sent there. Where others have shards of it, FSDP frees and gathers it as it does all."""
+    """Whether our engine keeps the offloaded weights of the last layer on the device between its two passes.
+
+    Its backward pass follows at once. Where other ranks have shards of the layer, FSDP frees and gathers it like all
+    others.
+    """
     alone = (sharding.shards == 1) & (sharding.expert_shards == 1)
     return (sharding.offload.weights > 0) & (pp == 1) & alone
 

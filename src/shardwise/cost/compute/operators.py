@@ -44,13 +44,17 @@ class OperatorRole(Enum):
 class LayerShape:
     """The sizes that determine a layer's computation on one device."""
 
-    tokens: float  # of one microbatch on one context-parallel rank
-    region_tokens: float  # the same, divided by tp under sequence parallelism
+    tokens: float
+    """Of one microbatch on one context-parallel rank."""
+    region_tokens: float
+    """The same, divided by tp under sequence parallelism."""
     seq: int
     tp: int = 1
     expert_tp: int = 1
-    zigzag_ranks: int = 1  # context ranks whose tokens are split in zig-zag
-    context_rank: int = 0  # the one of them whose computation this is
+    zigzag_ranks: int = 1
+    """Context-parallel ranks among which tokens are split in zig-zag."""
+    context_rank: int = 0
+    """The one of them whose computation this is."""
     local_experts: float = 1.0
 
 
@@ -59,7 +63,7 @@ class Operator:
     """One kernel, or a group of equal ones.
 
     A product is a matmul of (rows × inner) by (inner × columns). Attention has ``rows`` queries and ``columns`` keys.
-    Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
+    Traffic reads and writes bytes.
     """
 
     role: OperatorRole
@@ -68,21 +72,32 @@ class Operator:
     columns: float = 0.0
     inner: float = 0.0
     heads: float = 0.0
-    attended: float = 1.0  # share of the keys that mask and window leave visible to a query
-    windowed: float = 0.0  # share of its FLOPs that is in layers with a sliding window
-    capped: bool = False  # c·tanh(x/c) of the scores
+    attended: float = 1.0
+    """Share of the keys that mask and window leave visible to a query."""
+    windowed: float = 0.0
+    """Share of its FLOPs in layers with a sliding window."""
+    capped: bool = False
+    """Scores are capped: c·tanh(x/c)."""
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
-    eager_forward: float | None = None  # share of the bytes of both passes, by PyTorch's own kernels
+    eager_forward: float | None = None
+    """The forward pass's share of all bytes, by PyTorch's own kernels."""
     kernels: int = 1
     expert: bool = False
-    rotary: bool = False  # of a layer with rotary embedding
-    matrices: float = 1.0  # of a grouped matmul, which divides the rows among them
-    wide: bool = False  # stays in 16 bit in every recipe
-    split: Split = "none"  # by tensor parallelism
+    rotary: bool = False
+    """It is in a layer with rotary embedding."""
+    matrices: float = 1.0
+    """Matrices of a grouped matmul, which divides the rows among them."""
+    wide: bool = False
+    """It stays in 16 bit in every recipe."""
+    split: Split = "none"
+    """How tensor parallelism splits it."""
     recomputed_by: str = ""
-    alternate: float = 0.0  # share that is run again when every second matmul is recomputed
-    ends_layer: bool = False  # only the residual addition reads its result
+    """The operator of selective recompute that runs it again."""
+    alternate: float = 0.0
+    """Share that is run again when every second matmul is recomputed."""
+    ends_layer: bool = False
+    """Only the residual addition reads its result."""
 
     @property
     def flops(self) -> float:
@@ -98,9 +113,10 @@ def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Oper
 
 
 def ends_with_product(model: Model, *, moe: bool) -> bool:
-    """Whether a matmul computes what a layer adds to its input, so that nothing in the backward pass reads it.
+    """Whether a layer ends with a matmul whose result only the residual addition reads, and no backward pass.
 
-    A norm after it does (Gemma 2), as do the weights of experts and the gate of a shared one.
+    Not where a norm follows (Gemma 2), nor where a router weights the outputs of experts or a gate that of a shared
+    expert: their backward passes read it.
     """
     if model.norms_per_layer > 2 or model.norm_after:
         return False
@@ -226,12 +242,12 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
 
 
 def ends_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
-    """What follows the layers of the last stage: the head, and what prediction modules add to their own layers."""
+    """What follows the layers of the last stage: the head, and prediction modules apart from their layers."""
     return head_operators(model, shape) + model.mtp_layers * prediction_operators(model, shape)
 
 
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
-    """A multi-token-prediction module apart from its layer: a projection of two states, and the head once more."""
+    """A multi-token-prediction module apart from its layer: a projection of two states, and the head again."""
     projection = Operator(OperatorRole.PREDICTION, "product", shape.region_tokens, model.hidden, 2 * model.hidden)
     return (projection, *head_operators(model, shape))
 
@@ -239,9 +255,9 @@ def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...
 def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
     logits = shape.tokens * model.vocab / shape.tp
-    # Of a head whose logits are made in pieces, the gradient is summed in fp32: it is read and written for each piece,
-    # set to zero before and scaled to 16 bits after; in one piece it is written and scaled. That of the embedding is
-    # set to zero, and added to a tied head's.
+    # Where logits are made in pieces, the head's gradient is summed in fp32: set to zero, read and written for each
+    # piece, then scaled to 16 bits. In one piece it is only written and scaled. The embedding's gradient is set to
+    # zero, and added to a tied head's.
     pieces = math.ceil(shape.tokens / loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden))
     moved = 6 if loss_in_one_piece(shape.tokens, model.hidden) else 8 * pieces + 10
     summed = (moved + 2 + 6 * model.tied_embeddings) * model.hidden * model.vocab / shape.tp
@@ -270,12 +286,12 @@ def fully_recomputed_share(job: Job, contents: RankContents) -> float:
 
 
 def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
-    """Whether every stage of a rank ends with layers that are not recomputed: their backward passes run first."""
+    """Whether every stage of a rank ends with layers that are not recomputed, whose backward passes come first."""
     return (wanted > 0) & (wanted <= layers - chunks)
 
 
 def blend(share: Any, plain: Any, recomputed: Any) -> Any:
-    """A figure of layers, a ``share`` of which full recompute runs again."""
+    """The mean of a figure over layers, where full recompute runs a ``share`` of them again."""
     return (1 - share) * plain + share * recomputed
 
 
@@ -291,7 +307,7 @@ def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
-    """Share of an operator's forward pass that recompute runs again: with all of the layer, or by name."""
+    """Share of an operator's forward pass that recompute runs again, because it is named or with its whole layer."""
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
         return 1.0
     if "alternate-products" in job.recomputed_operators:
@@ -314,9 +330,9 @@ def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
 def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
     """Whether full recompute skips the sum or gather of the experts' outputs over ranks that split them.
 
-    It repeats it where their tokens are yet to be sent back and weighted, and where a shared expert follows, from which
-    a gradient reads something. It skips it where all experts are on every rank, and where tensor-parallel ranks hold
-    the ``same_tokens``, since they combine their outputs last.
+    It skips it where it comes last: where all experts are on every rank, and where tensor-parallel ranks hold the
+    ``same_tokens``. It repeats it where outputs must still be sent back and weighted, and where a shared expert
+    follows, of which the backward pass reads something.
     """
     model = job.model
     normed = model.norms_per_layer > 2 or model.norm_after

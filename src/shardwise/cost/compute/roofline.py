@@ -70,7 +70,7 @@ def operator_seconds(
 
 
 def _launch(device: Device, stack: Stack) -> float:
-    """Nothing for a step captured as a CUDA graph, and where the host's launches were measured by layers."""
+    """Seconds to launch a kernel: none in a CUDA graph, nor where launches were measured for whole layers."""
     measured = _own(device, stack) is not None
     return 0.0 if stack.launched_by_graphs or measured else device.efficiency.operator_seconds
 
@@ -84,7 +84,7 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     if (own := _own(device, stack)) is not None and data_type == "fp8" and recipe.scaling in own.scaled:
         rate = device.peak_flops(data_type) * own.scaled[recipe.scaling]
     rows, columns, inner = operator.rows, operator.columns, operator.inner
-    started: Any = 0.0  # rows that every matmul of a group takes longer as for
+    started: Any = 0.0  # rows that take as long as the start of each matmul of a group
     if operator.expert:  # a single expert is a matmul like any other
         rate *= select(operator.matrices > 1, efficiency.expert_gemm, 1.0)
         started = select(operator.matrices > 1, efficiency.expert_rolloff, 0.0)
@@ -96,12 +96,12 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     launch = _launch(device, stack)
 
     def seconds(height: Any, width: Any, depth: Any, moved: Any) -> Any:
-        """Of every matrix: an output of ``height`` by ``width`` elements, each a sum over ``depth``."""
+        """A matmul for every matrix, each of ``height`` by ``width`` elements that are sums over ``depth``."""
         flops = 2 * operator.matrices * height * width * (depth + efficiency.gemm_rolloff)
         return (flops + 2 * efficiency.gemm_tail * depth) / rate + moved * exposed + launch
 
-    # What a matmul takes before and after its rows adds to what they take: more rows never take less time. In the
-    # weight gradient the rows are summed over.
+    # Time before and after the rows of a matmul is added to theirs, so that more rows never take less time. A weight
+    # gradient sums over the rows.
     each = rows / operator.matrices
     padded = each + started
     return Seconds(
@@ -118,7 +118,7 @@ def product_bytes(operator: Operator, element: float) -> Any:
 
 
 def _product_casts(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
-    """Of the operands, where they are multiplied in 8 bit or less."""
+    """Seconds to cast the operands, where they are multiplied in 8 bit or less."""
     if operator.expert:
         recipe = stack.for_experts(recipe)
     if operator.wide or recipe.compute not in ("fp8", "fp4", "int8"):
@@ -176,9 +176,9 @@ FLEX_ATTENTION = 3.5 / (1 / 0.9 + 2.5 / 0.85)
 
 
 def _own_attention(operator: Operator, device: Device) -> float:
-    """The speed of our engine's kernels for capped scores and sliding windows, over that of its others.
+    """How fast our engine's attention with capped scores or sliding windows is, relative to its plain attention.
 
-    PyTorch has FlexAttention for the ones and FlashAttention-2 for the others, whatever the device's newest class is.
+    PyTorch runs FlexAttention for capped scores and FlashAttention-2 for windows, on however new a device.
     """
     efficiency, own = device.efficiency, device.efficiency.own
     windowed = efficiency.older_attention if own is None else own.windowed_attention
@@ -187,7 +187,7 @@ def _own_attention(operator: Operator, device: Device) -> float:
 
 
 def _attention_flops(operator: Operator, whole: float, score_flops: float, rolloff: float) -> float:
-    """Of one pass over the keys that are seen: matmuls of ``whole`` times their features, and what a score takes."""
+    """FLOPs of a pass over the keys in sight: matmuls, padded to ``whole`` times their features, and scores."""
     scores = operator.rows * operator.columns * operator.heads
     seen = operator.attended + min(1.0, rolloff / operator.columns)
     return (whole * operator.flops + score_flops * scores) * seen
@@ -218,7 +218,7 @@ _ONLY_MEASURED = (OperatorRole.HEAD_GRADIENT, OperatorRole.HEAD_NORMS, OperatorR
 
 
 def _own(device: Device, stack: Stack) -> EngineKernels | None:
-    """What was measured of our own engine on the device, if it is what runs."""
+    """Measurements of our own engine on the device, if that is what runs."""
     return device.efficiency.own if stack.is_own else None
 
 
@@ -227,7 +227,7 @@ def mode_of(stack: Stack) -> str:
 
 
 def _own_traffic(operator: Operator, own: EngineKernels, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
-    """What moves bytes in our own engine, by its measured kernels."""
+    """An operator that moves bytes in our own engine, by its measured kernels."""
     if operator.role is OperatorRole.STARTS:
         started = own.device_starts(mode_of(stack), rotary=operator.rotary, moe=operator.expert)
         return Seconds(started / 3, 2 * started / 3)  # two of three products are in the backward pass

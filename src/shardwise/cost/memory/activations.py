@@ -52,14 +52,13 @@ class SavedRole(Enum):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor kept from forward to backward: bytes of one microbatch on one device.
-
-    ``recomputed_by`` names the selective-recompute operator that would make it again.
-    """
+    """One tensor kept from the forward to the backward pass."""
 
     role: SavedRole
     bytes: float
+    """Of one microbatch on one device."""
     recomputed_by: str = ""
+    """The operator of selective recompute that would make it again."""
     share: Share = Share.DENSE
 
     @property
@@ -71,21 +70,33 @@ class SavedTensor:
 class _Sizes:
     """Tokens and bytes per element that every tensor of a layer is made of."""
 
-    full_tokens: float  # tokens of the microbatch on this context-parallel rank
-    region_tokens: float  # the same, divided by tp inside the norm regions under sequence parallelism
-    tensor: int  # tp
-    key_tokens: float  # keys a query sees in a stored score matrix (the whole sequence)
+    full_tokens: float
+    """Tokens of the microbatch on this context-parallel rank."""
+    region_tokens: float
+    """The same, divided by tp in the regions of norms under sequence parallelism."""
+    tensor: int
+    """The degree of tensor parallelism."""
+    key_tokens: float
+    """Keys of a query in a stored score matrix: the whole sequence."""
     element: float
+    """Bytes of an element of activations."""
     linear_input: float
-    region_input: float  # of layers whose input is cut under sequence parallelism
-    separate_gate: bool  # the gate of a gated MLP is a kernel of its own
+    """Bytes of an element that a linear layer keeps of its input."""
+    region_input: float
+    """The same of layers whose input sequence parallelism divides."""
+    separate_gate: bool
+    """The gate of a gated MLP is a kernel of its own."""
     gate_input: float
-    stream: float  # an element of the hidden states between layers
-    attention_outputs: tuple[float, ...]  # one for the projection's backward pass, one for attention's own, or for both
-    kept_casts: bool  # an input is kept as it is cast for its matmul, so that nothing makes it again
+    """Bytes of an element of the inputs of an activation function."""
+    stream: float
+    """Bytes of an element of the hidden states between layers."""
+    attention_outputs: tuple[float, ...]
+    """Bytes of an element of attention's output: as the projection and as attention keeps it, or once for both."""
+    kept_casts: bool
+    """Inputs are kept as they were cast for their matmul, so that no operator makes them again."""
 
     def again(self, operator: str, element: float) -> str:
-        """The operator that makes an input of a linear layer again, of so many bytes per ``element``; none if kept."""
+        """The operator that makes a linear layer's input, of ``element`` bytes, again; "" if it is kept as cast."""
         return "" if self.kept_casts and element < self.element else operator
 
 
@@ -168,19 +179,19 @@ def _norm_and_linear_inputs(job: Job, sizes: _Sizes, *, moe: bool) -> list[Saved
 
 
 def _has_separate_norms(job: Job) -> bool:
-    """LayerNorm is one kernel of PyTorch everywhere."""
+    """Whether a norm is several kernels; LayerNorm never is, since PyTorch has a kernel for it."""
     return job.stack.norms == "separate" and job.model.norm == "rmsnorm" and job.stack.elementwise == "eager"
 
 
 def _norm_input(job: Job, sizes: _Sizes) -> float:
-    """Bytes of each of its elements."""
+    """Bytes of each element of a norm's saved input."""
     return 4.0 if _has_separate_norms(job) else sizes.stream
 
 
 def _norm_output(job: Job, sizes: _Sizes) -> float:
-    """The same before it is multiplied by its weight, where that is a kernel of its own.
+    """Bytes of each element of a norm's result before its weight, where the multiplication is a kernel of its own.
 
-    It has the format of the norm's input again (transformers, LlamaRMSNorm), unless weights multiply in fp32
+    It has the format of the norm's input (transformers, LlamaRMSNorm), or fp32 where weights multiply in fp32
     (GemmaRMSNorm, Olmo2RMSNorm).
     """
     if not (_has_separate_norms(job) and job.model.norm_weight):
@@ -189,9 +200,9 @@ def _norm_output(job: Job, sizes: _Sizes) -> float:
 
 
 def _products_of_hidden_states(model: Model, *, moe: bool) -> int:
-    """Linear layers of transformers that read hidden states as they come from a norm: each casts its own input.
+    """Linear layers that read the output of a norm in Hugging Face transformers: each casts its own input.
 
-    Models with RMS norms, Llama's family, project queries, keys and values apart, older ones all three at once.
+    Models with RMS norms (Llama's family) project queries, keys and values separately; older ones all three at once.
     """
     attention = 2 if model.mla else (3 if model.norm == "rmsnorm" else 1)
     wide = 2 if model.gated else 1
@@ -239,17 +250,18 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
 
 
 def _keeps_output_by_sequences(job: Job) -> bool:
-    """Megatron's tensors have the tokens of all sequences in turn, FlashAttention's one sequence after the other.
+    """Whether attention's output is saved in two layouts, sequences interleaved and one after the other.
 
-    Transformer Engine (pytorch/attention/dot_product_attention/backends.py, FlashAttention) copies the output, which
-    FlashAttention itself keeps, for the projection. Of one sequence both are the same; cuDNN's kernel takes either.
+    Megatron's tensors interleave the sequences of a microbatch, FlashAttention's do not: Transformer Engine
+    (pytorch/attention/dot_product_attention/backends.py, FlashAttention) copies the output for the projection, and
+    FlashAttention keeps its own. A single sequence needs no copy, nor does cuDNN's kernel, which takes both layouts.
     """
     flash = job.training.attention == "flash" and job.stack.attention == "flash-2"
     return flash and job.stack.layers == "transformer engine" and job.strategy.microbatch > 1
 
 
 def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
-    """What attention keeps of its scores: the matrix itself, or with FlashAttention a row sum each."""
+    """What attention keeps of its scores: the matrix itself, or with FlashAttention one sum for each row."""
     if job.training.attention == "flash":
         # Dao et al. 2022 (arXiv 2205.14135): one fp32 log-sum-exp per head and query; the output is kept
         # in the element type for the backward pass, beside a narrower linear input if there is one.
@@ -355,9 +367,9 @@ def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
     4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
-    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none, but makes the
-    gradient of the head's weights on the way, which is fp32 if it is a sum over pieces. Every multi-token-prediction
-    module has a loss of its own, keeps the inputs of its two norms, and of the projection that reads both.
+    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py). A loss in pieces keeps no logits, but
+    makes the gradient of the head's weights in the forward pass, in fp32 if it is a sum over pieces. Every
+    multi-token-prediction module has its own loss, and keeps the inputs of its two norms and of its projection.
     """
     sizes = _sizes(job)
     normed = _norm_input(job, sizes) + _norm_output(job, sizes)
@@ -373,7 +385,7 @@ def head_activation_bytes(job: Job) -> float:
 def loss_gradient_element(job: Job) -> float:
     """Bytes of an element of the gradient of the head's weights as our loss makes it, before it is scaled.
 
-    A product of all logits has the format that it ends in, for which fp16 may be too narrow; sums over pieces are fp32.
+    A sum over pieces is fp32. A single piece has its final format at once, unless that is fp16, which may overflow.
     """
     whole = loss_in_one_piece(loss_tokens(job), job.model.hidden) and job.training.precision != "fp16"
     return job.training.recipe.activation if whole and rounds_head_gradient(job) else 4.0
@@ -386,7 +398,7 @@ def rounds_head_gradient(job: Job) -> bool:
 
 
 def loss_tokens(job: Job) -> float:
-    """Of a microbatch, once for every head that predicts."""
+    """Tokens of a microbatch that have a loss, once for every head that predicts."""
     return job.microbatch_tokens * (1 + job.model.mtp_layers)
 
 
@@ -402,7 +414,7 @@ def logits_bytes(job: Job, per_logit: float) -> float:
 
 
 def head_weights(job: Job) -> float:
-    """Of the output projection, on one device."""
+    """Weights of the output projection on one device."""
     return job.model.vocab * job.model.hidden / job.strategy.tp
 
 
@@ -419,7 +431,7 @@ def chunks_in_flight(job: Job, rank: int) -> int:
 
 
 def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: int, ahead: int) -> int:
-    """The same of a schedule. Without a pipeline there is one microbatch at a time, unless forwards come first."""
+    """Chunks in flight under a schedule; without a pipeline those of one microbatch, unless all forwards come first."""
     if pp == 1:
         return chunks * (microbatches if schedule_record(schedule).forwards_first else 1)
     return peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank, ahead)
@@ -429,5 +441,5 @@ def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: in
 def peak_chunks_of_kinds(
     schedule: str, pp: int, microbatches: int, chunks: int, kinds: tuple[tuple[int, ...], ...], ahead: int
 ) -> tuple[int, ...]:
-    """The same of the fullest rank of each kind, given the ranks of each."""
+    """`peak_chunks` of the fullest rank of each kind; ``kinds``: the ranks of each."""
     return tuple(max(peak_chunks(schedule, pp, microbatches, chunks, rank, ahead) for rank in ranks) for ranks in kinds)

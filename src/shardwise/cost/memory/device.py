@@ -39,7 +39,7 @@ from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device of a pipeline rank at its peak; ``host`` is what offload moved off it."""
+    """Bytes on one device of a pipeline rank at its peak."""
 
     pipeline_rank: int
     weights: float
@@ -52,8 +52,10 @@ class DeviceMemory:
     temporary: float
     allowance: float
     host: float
+    """What offload moved off the device; no part of its total."""
 
-    PARTS: ClassVar[tuple[str, ...]]  # those of the sum
+    PARTS: ClassVar[tuple[str, ...]]
+    """The fields that add up to the total."""
 
     @property
     def states(self) -> float:
@@ -67,8 +69,8 @@ class DeviceMemory:
         return self.total
 
     def to_dict(self) -> dict[str, float]:
-        parts = {f"{f.name}_bytes": getattr(self, f.name) for f in fields(self) if f.name != "pipeline_rank"}
-        return {"pipeline_rank": self.pipeline_rank, **parts, "total_bytes": self.total}
+        sizes = {f"{name}_bytes": getattr(self, name) for name in (*self.PARTS, "host")}
+        return {"pipeline_rank": self.pipeline_rank, **sizes, "total_bytes": self.total}
 
 
 DeviceMemory.PARTS = tuple(part.name for part in fields(DeviceMemory) if part.name not in ("pipeline_rank", "host"))
@@ -86,7 +88,7 @@ def _peak(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 
 def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMemory]:
-    """At each of the moments that a rank has."""
+    """The memory of a device at each moment of its passes; a rank without a head has no loss."""
     transient = _transient(job, contents)
     passes = _passes(job, contents, {moment: sum(both) for moment, both in transient.items()})
     replicated = job.strategy.gradient_group > 1
@@ -179,7 +181,7 @@ def _kept_by_head(job: Job, contents: RankContents) -> float:
 
 
 def kept_by_layers(job: Job, contents: RankContents) -> float:
-    """Of one microbatch, the embedding included."""
+    """Activations that one microbatch keeps in the layers and the embedding of a rank."""
     share = fully_recomputed_share(job, contents)
     kept = embedding_activation_bytes(job) if contents.has_embedding else 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):

@@ -1,8 +1,8 @@
-"""What offload has on the device all the same: activations that leave it or are back, states that are updated there.
+"""What is on the device in spite of offload: activations on their way out or back, and states during their update.
 
-As this project's engine moves them (`engine/offload/activations.py`): when a layer has run its forward pass, the one
-before it has left; when a layer runs its backward pass, the one before it is coming. Megatron-Core
-(pipeline_parallel/fine_grained_activation_offload.py) keeps the last layer too, whose backward pass follows at once.
+Our engine moves activations so (`engine/offload/activations.py`): when a layer has run its forward pass, the layer
+before it has left; while a layer runs its backward pass, the layer before it arrives. Megatron-Core
+(pipeline_parallel/fine_grained_activation_offload.py) also keeps the last layer, whose backward pass follows at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.spec.stack import Stack
 
 
 def first_elements(contents: RankContents, sharding: Sharding, *, tied: bool) -> Any:
-    """Elements of an embedding and of one layer, on a device."""
+    """Elements that a forward pass needs first: those of the embedding and of one layer, on a device."""
     layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
     ends = select(contents.has_head * (not tied), 2, 1)  # norms are next to nothing
     embedding = contents.others / sharding.shards * contents.has_embedding / ends
@@ -28,19 +28,18 @@ def first_elements(contents: RankContents, sharding: Sharding, *, tied: bool) ->
 
 
 def head_elements(contents: RankContents, sharding: Sharding, *, tied: bool) -> Any:
-    """Elements of a head of its own, on a device."""
+    """Elements of a head that is not tied to the embedding, on a device."""
     ends = select(contents.has_embedding, 2, 1)
     return contents.others / sharding.shards * contents.has_head * (not tied) / ends
 
 
 def share_on_device(elements: Any, first: Any) -> Any:
-    """Share of the offloaded states that has come to the device when their update begins."""
+    """Share of the offloaded states that are on the device when their update begins."""
     return minimum(1.0, update_slots(elements, first) * update_chunk(elements) / maximum(1, elements))
 
 
 def last_layer_stays(job: Job) -> bool:
-    """Whether a backward pass follows its forward pass directly, so that our engine keeps what the last layer saves: it
-    would come back as soon as it has left."""
+    """Whether our engine keeps what the last layer saves, because its backward pass follows at once."""
     return job.stack.is_own and job.strategy.pp == 1 and job.model.layers > 1
 
 
@@ -56,13 +55,17 @@ def layers_at_loss(stack: Stack) -> int:
 
 @dataclass(frozen=True)
 class OffloadedActivations:
-    """``saved`` bytes of a microbatch in all ``layers`` of a rank, and how many microbatches are ``in_flight``."""
+    """Activations of a rank that offload may move."""
 
     saved: Any
+    """Bytes of one microbatch in all layers of the rank."""
     in_flight: Any
+    """Microbatches in flight."""
     layers: Any
-    at_loss: int  # layers that are on the device then
-    last_stays: bool = False  # see `moved_share`; then no other is on the device at the loss
+    at_loss: int
+    """Layers whose activations are on the device at the loss."""
+    last_stays: bool = False
+    """The last layer never leaves (`moved_share`); then no other layer is on the device at the loss."""
 
     @property
     def away(self) -> Any:
@@ -70,15 +73,15 @@ class OffloadedActivations:
         return self.saved * self.in_flight
 
     def moved(self, share: float) -> Any:
-        """The share that leaves, of a ``share`` that may."""
+        """The share that leaves, where ``share`` may."""
         return minimum(share, 1 - 1 / self.layers) if self.last_stays else share
 
     def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
-        """What remains on the device of all ``activations`` at a moment."""
+        """The bytes of all ``activations`` that are on the device at a moment."""
         return activations - self.moved(share) * (self.away - self.here(moment))
 
     def here(self, moment: Moment) -> Any:
-        """Bytes of the layers that leave or are back."""
+        """Bytes of the layers that are on their way out, or back."""
         if self.last_stays:
             return 0.0 if moment == "loss" else self.saved / (self.layers - 1)
         whole = maximum(1, self.layers)

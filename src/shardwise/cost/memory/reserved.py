@@ -39,14 +39,14 @@ def workspace_bytes(job: Job) -> float:
 
 # Reserved over allocated, less one: the mean of the steps in validation/reserved.csv that wait for no collective.
 FRAGMENTATION = 0.042
-# Kernels that CUDA takes from the host before a launch blocks; the steps of the same table that wait confirm it.
+# Launches that CUDA queues before the host blocks; confirmed by the steps of the same table that do wait.
 LAUNCH_QUEUE = 1024
 
 
 def reserved_bytes(job: Job, memory: DeviceMemory) -> float:
     """Bytes reserved at the peak that ``memory`` describes.
 
-    Blocks of one size in segments of their own leave holes; expandable segments leave those that are named here.
+    Segments of fixed size leave holes everywhere (`FRAGMENTATION`); expandable segments only those named here.
     """
     tensors = memory.total - memory.allowance
     contents = rank_contents(job, memory.pipeline_rank)
@@ -74,7 +74,8 @@ def waiting_bytes(job: Job, contents: RankContents) -> float:
 def late_gradient_bytes(job: Job, memory: DeviceMemory) -> float:
     """16-bit gradients that are added to the fp32 ones only when a backward pass is over.
 
-    By then the activations of its microbatch are gone. Without ZeRO the buckets of DistributedDataParallel stay too.
+    They take the place of its activations, and count as far as they are larger. Without ZeRO the buckets of
+    DistributedDataParallel stay too.
     """
     if not job.stack.late_gradients:
         return 0.0
@@ -85,7 +86,7 @@ def late_gradient_bytes(job: Job, memory: DeviceMemory) -> float:
 
 
 def _logits_hole(job: Job, contents: RankContents) -> float:
-    """The place of the 16-bit logits, freed before backward: too short for a gradient in fp32, and never filled."""
+    """The hole that the 16-bit logits leave, freed before backward: too small for an fp32 gradient, so never filled."""
     plain = contents.has_head and job.stack.loss == "plain"
     return logits_bytes(job, job.training.recipe.activation) if plain else 0.0
 

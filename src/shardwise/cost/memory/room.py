@@ -1,8 +1,9 @@
 """Whether a job fits its devices: the one answer that `analyze`, `plan`, `train` and `dryrun` give.
 
-A device has the memory that a process can have of it. A plan does not fill it to the last byte: the prediction of
-tensors is off by what published runs show, and what they may take more with a probability of `memory_risk` stays free
-(`memory_quantile`). A job beyond that is tight; one whose prediction is larger than the device does not fit.
+What counts is the memory that a process can have of a device. A plan does not fill it to the last byte: published runs
+show how far predictions of tensors are off, and so much stays free that a run exceeds the device with a probability of
+`memory_risk` at most (`memory_quantile`). A job beyond that is tight; one predicted to be larger than the device does
+not fit.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from shardwise.uncertainty.residuals import memory_quantile
 
 Fit = Literal["fits", "tight", "does not fit"]
 FITS: tuple[Fit, ...] = ("fits", "tight", "does not fit")  # from the best
-# Risks at which it is asked whether a job fits, to say with which probability it does.
+# Risks that are tried to find the probability with which a job fits.
 _RISKS = (0.01, 0.02, 0.03, 0.05, 0.07, *(step / 20 for step in range(2, 20)))
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of one device: ``usable_bytes`` of it can be had, ``planned_bytes`` is what a prediction may take.
-
-    ``host_bytes`` are its part of the node's memory. ``is_capped`` by the user, who then decides what stays free.
-    """
+    """How many bytes a job may take of one device and of its host."""
 
     usable_bytes: float
+    """What a process can have of the device."""
     planned_bytes: float
+    """What a prediction may take, so that the job fits with the margin that plans keep."""
     host_bytes: float
+    """The device's part of its node's memory."""
     is_capped: bool = False
+    """The user caps the memory, and so decides what stays free."""
 
     @property
     def margin_bytes(self) -> float:
@@ -57,7 +59,7 @@ def room_of(job: Job, cap_bytes: float | None = None) -> Room:
 
 
 def _planned(job: Job, usable: float, risk: float) -> float:
-    """The largest prediction that stays below ``usable`` bytes but with probability ``risk``."""
+    """The largest prediction that exceeds ``usable`` bytes with probability ``risk`` at most."""
     allowance = job.cluster.device.framework_memory
     return min(usable, allowance) + max(0.0, usable - allowance) / memory_quantile(job, risk)
 
@@ -70,15 +72,15 @@ def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
 
 
 def tightest(job: Job, memories: Sequence[DeviceMemory]) -> tuple[Job, DeviceMemory]:
-    """Of `device_memories` the one that leaves least of its device, and the job as its rank sees it."""
+    """The one of `device_memories` that fills most of its device, and the job as its rank sees it."""
     views = (view for view, _ in ranks_to_price(job))
-    return max(zip(views, memories), key=lambda one: one[1].total / one[0].cluster.device.usable_memory)
+    return max(zip(views, memories), key=lambda pair: pair[1].total / pair[0].cluster.device.usable_memory)
 
 
 def fit_probability(job: Job, memory_bytes: float) -> float:
     """How likely a device of the job has room for what was predicted as ``memory_bytes``.
 
-    A lower bound, in steps: published runs are counted. 0 is less than the last of them.
+    A lower bound, in steps, since published runs are counted. 0 stands for less than the lowest step.
     """
     usable = job.cluster.device.usable_memory
     risks = sorted((*_RISKS, job.run.memory_risk))
@@ -86,7 +88,7 @@ def fit_probability(job: Job, memory_bytes: float) -> float:
 
 
 def probability_words(probability: float) -> str:
-    """ "95%"; of one that is less than the least that is told apart, that."""
+    """ "95%"; for 0, "less than" the lowest step of `fit_probability`."""
     return f"{100 * probability:.3g}%" if probability > 0 else f"less than {1 - _RISKS[-1]:.0%}"
 
 
@@ -100,6 +102,6 @@ def tight_words(job: Job) -> str:
 
 
 def margin_words(job: Job) -> str:
-    """What plans keep free, and for what."""
+    """How much plans keep free, and to what end."""
     likely = probability_words(1 - job.run.memory_risk)
     return f"plans leave {readable_bytes(room_of(job).margin_bytes)} free, to fit with {likely}"

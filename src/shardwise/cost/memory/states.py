@@ -23,13 +23,15 @@ ParameterGroup = Literal["dense", "experts"]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of model state on one device, and what offload moved to its host; ``stored`` are optimizer states in it."""
+    """Bytes of model state on one device, and what offload moved off it."""
 
     weights: Any
     gradients: Any
     optimizer: Any
     offloaded: Any = 0.0
+    """What offload moved to the host."""
     stored: Any = 0.0
+    """The optimizer states among it."""
 
     @property
     def total(self) -> Any:
@@ -94,7 +96,7 @@ def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str 
 def group_states(
     contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str
 ) -> dict[ParameterGroup, StateBytes]:
-    """Dense parts and experts have different sharding groups."""
+    """States of the dense parts and of the experts, which are divided over different devices."""
     recipe = RECIPES[precision] if isinstance(precision, str) else precision
     shared: dict[str, Any] = {"optimizer": optimizer, "zero": sharding.stage(recipe)}
     shared |= {name: getattr(sharding, name) for name in ("offload", "sums_once")}
@@ -114,10 +116,12 @@ def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
 
 
 class UpdateCopies(NamedTuple):
-    """Gradients that an update copies: elements at a time, and bytes of all copies of each."""
+    """Gradients that an update copies."""
 
     elements: Any
+    """At a time."""
     each: Any
+    """Bytes of all copies of an element."""
 
     @property
     def bytes(self) -> Any:
@@ -125,11 +129,11 @@ class UpdateCopies(NamedTuple):
 
 
 def update_copies(job: Job, contents: RankContents, sharding: Sharding) -> UpdateCopies:
-    """As DeepSpeed does, where the device itself updates (0.19.8, the files that its stack names).
+    """Copies of gradients that DeepSpeed makes where the device updates (0.19.8, the files that its stack names).
 
-    ZeRO flattens a shard of gradients and casts that to the format of the masters: of experts that are divided over
-    other devices in a group of their own, and under ZeRO-3 in groups of `Stack.update_elements`. Under ZeRO-1 and 2
-    gradients that are accumulated in fp32 are such a tensor from the start. Without ZeRO all are cast, then flattened.
+    ZeRO flattens a shard of gradients and casts it to the format of the masters: experts that are divided over other
+    devices than the rest form a group of their own, and ZeRO-3 has groups of `Stack.update_elements`. Under ZeRO-1 and
+    2, gradients accumulated in fp32 are flat already. Without ZeRO all are cast, then flattened.
     """
     recipe = job.recipe
     if not job.stack.update_elements or sharding.offload.optimizer or not recipe.master:

@@ -25,16 +25,15 @@ from shardwise.spec.schedules import schedule_record
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What a device holds at a moment, independent of its passes; of ``job`` everything but the strategy is used.
-
-    ``replicated``: other devices compute gradients of the same parameters.
-    """
+    """What a device holds at a moment, independent of its passes."""
 
     job: Job
+    """Everything but its strategy is used."""
     contents: RankContents
     sharding: Sharding
     states: StateBytes
     replicated: bool
+    """Other devices compute gradients of the same parameters."""
     moment: Moment
 
     @cached_property
@@ -68,7 +67,7 @@ class HeldMemory:
 
     @property
     def gradients_at_update(self) -> Any:
-        """With ZeRO only those that the device updates by are left."""
+        """With ZeRO only the gradients of the parameters that this device updates are left."""
         owned = owned_parameters(self.contents, self.sharding) * self.job.recipe.gradient
         divided = minimum(self.states.gradients, owned * (1 - self.sharding.offload.gradients))
         return select(self.sharding.zero >= 1, divided, self.states.gradients)
@@ -81,7 +80,7 @@ class HeldMemory:
 
     @cached_property
     def left_over(self) -> Any:
-        """The part of ``gathered`` at a loss that is a gradient left by an earlier backward pass."""
+        """The part of ``gathered`` at the loss that is a gradient of an earlier backward pass."""
         if self.moment != "loss":
             return 0.0
         unit = divided_units(self.contents, self.sharding, self.job.recipe, tied=self.job.model.tied_embeddings)
@@ -94,7 +93,7 @@ class HeldMemory:
 
     @cached_property
     def unreplicated(self) -> Any:
-        """Gradients that no other device has; replicas without ZeRO keep the buffers that they are reduced in."""
+        """Whole gradients that are not reduced; replicas keep the buffers in which theirs are reduced."""
         whole = self.sharding.stage(self.job.recipe) == 0
         return 0.0 if self.replicated else _or_zero(self.states.gradients * whole)
 
@@ -107,9 +106,9 @@ class HeldMemory:
 
     @cached_property
     def last_share(self) -> Any:
-        """The share of a rank's gradients that do not exist in the backward pass of its first layer.
+        """The share of a rank's gradients that do not exist yet when its first layer runs its backward pass.
 
-        Those of this layer and, unless the head has made it, of the embedding.
+        Those of this layer, and of the embedding unless it is tied to a head, whose backward pass made it.
         """
         contents, tied = self.contents, self.job.model.tied_embeddings
         ends = contents.others / contents.total
@@ -128,18 +127,27 @@ def held_at(
 class PassMemory:
     """What passes hold on a device at their peak, independent of data parallelism."""
 
-    activations: Mapping[Moment, Any]  # of all microbatches in flight
-    transient: Mapping[Moment, Any]  # communication buffers, temporary tensors
-    recomputed: Any  # a layer restored for its backward pass
-    late: Any  # the same, if it is restored only after the backward passes of layers that are not recomputed
-    saved: Any  # activations of one microbatch that offload may move
-    in_flight: Any  # microbatches
-    alone: Any  # 1 where no microbatch has run its backward pass before the peak
-    in_turn: Any  # 1 where the only microbatch's gradients are reduced layer by layer
-    losses_before: Any  # 1 where another microbatch has run its backward pass before a loss
+    activations: Mapping[Moment, Any]
+    """Of all microbatches in flight."""
+    transient: Mapping[Moment, Any]
+    """Communication buffers and temporary tensors."""
+    recomputed: Any
+    """A layer restored for its backward pass."""
+    late: Any
+    """The same, where layers that are not recomputed run their backward passes before it is restored."""
+    saved: Any
+    """Activations of one microbatch that offload may move."""
+    in_flight: Any
+    """Microbatches in flight."""
+    alone: Any
+    """1 where no microbatch has run its backward pass before the peak."""
+    in_turn: Any
+    """1 where the only microbatch's gradients are reduced layer by layer."""
+    losses_before: Any
+    """1 where another microbatch has run its backward pass before a loss."""
 
     def others(self, moment: Moment) -> Any:
-        """All but activations: at the loss no layer is recomputed."""
+        """Everything but activations; at the loss no layer is recomputed."""
         return self.transient[moment] if moment == "loss" else self.transient[moment] + self.recomputed
 
 
@@ -155,7 +163,7 @@ def pass_memory(
     forwards_first: Any,
     in_turn: Any,
 ) -> PassMemory:
-    """From what a microbatch saves in the ``layers`` of a rank and at its ``head``.
+    """The memory of passes, from what one microbatch saves in the ``layers`` of a rank and at its ``head``.
 
     For ``forwards_first`` see `kept_activations`, for ``stay_whole`` `layers_stay_whole`, for ``in_turn``
     `reduces_in_turn`.
@@ -191,20 +199,21 @@ def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
 
 
 class Absent(NamedTuple):
-    """Bytes that do not exist yet at the peak, before the first backward pass has ended.
+    """Bytes of a full sum that do not exist at the peak, because the first backward pass has not ended.
 
-    ``left_over`` is part of what is gathered. ``reduced``: ZeRO reduces the gradients of a single microbatch layer by
-    layer, so they never exist all at once. ``growing``: other gradients grow while the activations of a microbatch are
-    freed; ``not_yet`` is the part of them, and of a recomputed layer that is restored late, still missing at the fuller
-    end: the last layer, where all activations are there and no gradient but the head's, which exists after the first
-    loss; or the first layer, where its own activations are and all gradients but its own and the embedding's. These
-    come when what the layer holds beside is freed.
+    During a backward pass gradients grow while activations are freed. Its memory peaks either when the last layer
+    begins, with all activations and only the head's gradient; or when the first layer begins, with that layer's
+    activations and all gradients but its own and the embedding's. The fuller of the two counts.
     """
 
     left_over: Any = 0.0
+    """The part of what is gathered that an earlier backward pass would have left."""
     reduced: Any = 0.0
+    """Gradients of a single microbatch that ZeRO reduces layer by layer: they never exist all at once."""
     growing: Any = 0.0
+    """All other gradients that the backward pass makes after its beginning."""
     not_yet: Any = 0.0
+    """The part of those, and of a recomputed layer that is restored late, that is missing at the fuller peak."""
 
     @property
     def gradients(self) -> Any:
@@ -222,11 +231,12 @@ class Absent(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentMemory:
-    """A device at one moment; ``spread`` expands held figures, one per block of a sweep, to the columns of passes."""
+    """What a device holds at one moment."""
 
     held: HeldMemory
     passes: PassMemory
     spread: Callable[[Any], Any] = lambda figure: figure
+    """Expands held figures, one per block of a sweep, to one per column of its passes."""
 
     @property
     def moment(self) -> Moment:
@@ -234,7 +244,7 @@ class MomentMemory:
 
     @cached_property
     def activations(self) -> Any:
-        """Those that offload leaves on the device."""
+        """Activations that offload leaves on the device."""
         activations, share = self.passes.activations[self.moment], self.held.sharding.offload.activations
         return self.offloaded.on_device(activations, share, self.moment) if share else activations
 

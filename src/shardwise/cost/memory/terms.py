@@ -24,7 +24,7 @@ _ROUNDING = 1e-9  # of a part
 
 @dataclass(frozen=True)
 class MemoryFactor:
-    """A number of a product, or one that it is divided by."""
+    """A factor of a product, or a divisor."""
 
     meaning: str
     value: float
@@ -34,7 +34,7 @@ class MemoryFactor:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """A product; ``what`` it is the memory of."""
+    """The memory of something, as a product."""
 
     what: str
     factors: tuple[MemoryFactor, ...]
@@ -58,7 +58,7 @@ def memory_terms(job: Job, memory: DeviceMemory) -> dict[str, tuple[MemoryTerm, 
     return {part: _with_rest(tuple(known.get(part, ())), size, part) for part, size in parts.items()}
 
 
-# What is left of a part when its terms are added up, and what that is.
+# What the rest of a part is that its terms do not explain.
 _REST = {
     "gradients": "not there at the peak",
     "optimizer": "kept for less communication, or on the device for an update",

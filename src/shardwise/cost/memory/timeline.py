@@ -1,9 +1,9 @@
 """What lies in the memory of a device over a step, for the pipeline ranks whose figures differ.
 
-The parts are those of `memory.device`, each while it exists: model states, buffers and the framework always;
-activations from the start of a forward to the end of its backward; the transient memory of a pass during that pass,
-which is what it is at its fuller moment: at the loss or in a layer (`memory.transient`). So the peak is at most that of
-`memory.device`, and less where parts never meet.
+The parts are those of `memory.device`, each while it exists. Model states, buffers and the framework exist always,
+activations from the start of a forward to the end of its backward, the transient memory of a pass during that pass (at
+the fuller of its moments, `memory.transient`). So the peak is at most that of `memory.device`, and less where parts
+never exist at the same time.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> MemorySpan:
-        """Where most is held; the first such moment."""
+        """The first span in which most is held."""
         return max(self.spans, key=lambda span: span.held.total)
 
 
 @dataclass(frozen=True)
 class MemoryOverTime:
-    """The step of a job, as its devices hold it."""
+    """The memory of a job's devices over its step."""
 
     job: Job
     step_seconds: float
@@ -101,7 +101,7 @@ def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[floa
 
 
 class _Parts:
-    """Which parts of a rank's memory exist when; bytes as in `cost.memory.device`."""
+    """When the parts of a rank's memory exist; bytes as in `cost.memory.device`."""
 
     def __init__(self, job: Job, rank: int, stages: int) -> None:
         self.contents, self.last_stage = rank_contents(job, rank), stages - 1
@@ -125,12 +125,12 @@ class _Parts:
         return self.contents.has_head and action.stage == self.last_stage
 
     def between(self, chunks: float, heads: int) -> DeviceMemory:
-        """No pass runs: what is kept for later ones, and parameters that stay gathered."""
+        """While no pass runs: what is kept for later passes, and parameters that stay gathered."""
         gathered = self.whole_parameters if self.keeps_parameters and chunks else 0.0
         return replace(self.idle, activations=self._kept(chunks, heads), gathered=gathered)
 
     def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
-        """At the loss, where there is one in the pass, or in one of its layers."""
+        """While a pass runs: at its loss, if it has one and holds more there, else in one of its layers."""
         at_its_loss = self.has_head(action) and action.kind is not ActionKind.W
         passing = self._in_layer(action, chunks, heads - at_its_loss if self.all_heads else 0)
         if not at_its_loss:

@@ -33,13 +33,13 @@ from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Recipe
 
-# A pass has its loss, and its layers; what one has in memory the other has not.
+# The two moments of a pass, at its loss and in a layer: what is in memory at one is gone at the other.
 Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
 
 
 def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
-    """Buffers of communication, and temporary tensors, at a moment; ``kinds`` of layer that the rank has."""
+    """Communication buffers and temporary tensors at a moment; ``kinds``: those of the rank (`kinds_of`)."""
     if job.stack.gradients == "kept":
         return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
@@ -49,12 +49,12 @@ def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_he
 
 
 def kinds_of(contents: RankContents) -> tuple[bool, ...]:
-    """Whether layers have experts: the kinds of layer that a rank has."""
+    """The kinds of layer that a rank has, False without and True with experts."""
     return tuple(moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count)
 
 
 def temporary_bytes(job: Job, *, has_head: bool) -> float:
-    """Logits while the loss is computed; where it is known of the stack, what gradients hold on their way as well."""
+    """Logits while the loss is computed; for stacks of which it is known, also temporary gradients."""
     logits = logits_temporary_bytes(job) + _deferred_bytes(job) if has_head else 0.0
     if job.stack.dummy_gradients:
         at_the_head = max(logits, _head_backward_bytes(job)) if has_head else 0.0
@@ -83,16 +83,16 @@ def _dummy_gradient_bytes(job: Job) -> float:
 
 
 def _head_backward_bytes(job: Job) -> float:
-    """Gradients of logits, head (Megatron-Core, tensor_parallel/layers.py) and its input, less what is kept of logits.
+    """16-bit gradients of logits, head (Megatron-Core, tensor_parallel/layers.py) and its input, less kept logits.
 
-    In 16 bit; what is kept is their fp32 softmax, which is gone by then, or with a fused loss their gradient itself.
+    What the loss keeps of the logits is their fp32 softmax, freed by then, or with a fused loss the gradient itself.
     """
     gradients = 2 * (head_weights(job) + job.model.hidden * job.microbatch_tokens)
     return gradients + logits_bytes(job, 2 - kept_per_logit(job))
 
 
 def _deferred_bytes(job: Job) -> float:
-    """Of microbatches whose gradient of the head is computed later: gradients of their logits, and its inputs."""
+    """Gradients of logits, and inputs of the head, of microbatches whose gradient of the head is computed later."""
     of_one = logits_bytes(job, 2) + 2 * job.model.hidden * job.microbatch_tokens
     return job.stack.deferred_head_gradients * of_one
 
@@ -116,7 +116,7 @@ def _activation_gradient_bytes(job: Job) -> float:
 
 
 def _kinds(job: Job) -> tuple[bool, ...]:
-    """Whether layers have experts: the kinds of layer that the model has."""
+    """The kinds of layer that the model has, False without and True with experts."""
     model = job.model
     if not model.moe_layers:
         return (False,)
@@ -129,7 +129,7 @@ def communication_buffer_bytes(job: Job) -> float:
 
 
 def communication_buffers(job: Job) -> dict[str, float]:
-    """The same of each dimension that has any."""
+    """Bytes of communication buffers, by dimension."""
     model, strategy, recipe = job.model, job.strategy, job.training.recipe
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
@@ -150,7 +150,7 @@ def communication_buffers(job: Job) -> dict[str, float]:
 
 
 def message_buffer_bytes(job: Job) -> float:
-    """Of every microbatch, where each has buffers of its own: an activation and a gradient received, and the output.
+    """Bytes of each microbatch's own buffers, where it has any: an activation and a gradient received, and the output.
 
     torch.distributed.pipelining (stage.py) keeps the outputs of all microbatches for the end of the step.
     """
@@ -177,9 +177,9 @@ def logits_temporary_bytes(job: Job) -> float:
 
 
 def plain_loss_bytes(job: Job) -> float:
-    """Beside what is kept, of a plain cross entropy: in its forward pass, in its backward pass, or in the head's.
+    """Temporary bytes of a plain cross entropy: the most of its forward pass, its backward pass and the head's.
 
-    Where gradients are replaced, those of the last step are gone in the last two.
+    Where a step replaces the gradients of the last, those are freed before the two backward passes.
     """
     backward = max(logits_temporary_bytes(job), _head_backward_bytes(job))
     if job.autocasts:
@@ -192,10 +192,10 @@ def plain_loss_bytes(job: Job) -> float:
 
 
 def _plain_forward_bytes(job: Job) -> float:
-    """16-bit logits and their fp32 copy, while autocast's outermost context, around the model and its loss, still runs.
+    """16-bit logits and their fp32 copy, before autocast's outermost context, around model and loss, ends.
 
-    The fp32 output of the last norm is still there too. Keys and values that the model returns are fp32: the first of
-    them are, and a cache has one format (transformers, DynamicLayer.lazy_initialization).
+    The fp32 output of the last norm is still there too. Keys and values that the model returns are all fp32, because
+    the first are, and a cache has one format (transformers, DynamicLayer.lazy_initialization).
     """
     element, tokens = job.training.recipe.activation, job.microbatch_tokens
     logits = logits_bytes(job, 4.0 + (element if element < 4 else 0.0))
@@ -206,10 +206,10 @@ def _plain_forward_bytes(job: Job) -> float:
 
 
 def cached_copy_bytes(job: Job, layers: Iterable[tuple[int, bool]], share: float) -> float:
-    """What autocast's cache adds at the loss: copies of the weights of ``layers`` that a ``share`` of recompute drops.
+    """What autocast's cache adds at the loss: copies of weights of recomputed layers, a ``share`` of ``layers``.
 
-    ``layers``: how many there are of each kind, with experts or without. The cache is cleared before the backward pass
-    of the loss, so they count as far as the forward pass has more with them.
+    ``layers``: how many there are of each kind, and whether it has experts. The cache is cleared before the backward
+    pass of the loss, so copies count only as far as they raise the forward pass above it.
     """
     return max(0.0, sum(count * share * only_cached_bytes(job, moe=moe) for count, moe in layers) - cache_slack(job))
 
@@ -221,16 +221,16 @@ def only_cached_bytes(job: Job, *, moe: bool) -> float:
 
 
 def cache_slack(job: Job) -> float:
-    """Bytes by which the loss has more elsewhere than in its forward pass."""
+    """Bytes by which the peak of the loss exceeds that of its forward pass."""
     return plain_loss_bytes(job) - _plain_forward_bytes(job) if job.autocasts else 0.0
 
 
 def loss_moment_bytes(job: Job) -> float:
-    """Logits of some tokens, which their gradients are written over; the gradients of the head and of its input.
+    """Temporary bytes of a loss in pieces: logits, which their gradients overwrite, and the gradient of the input.
 
-    The gradient of the weights, which `head_activation_bytes` has, is scaled and rounded at the end, when no logits are
-    left, unless it becomes a whole fp32 gradient as it is. With tensor parallelism the whole head input is beside its
-    gradient. Tokens that prediction modules predict are of the same pieces.
+    The gradient of the head's weights is counted by `head_activation_bytes`. It is scaled and rounded at the end, when
+    no logits are left, unless it stays fp32. With tensor parallelism the whole input is held beside its gradient.
+    Pieces include the tokens of prediction modules.
     """
     weights, element = head_weights(job), job.training.recipe.activation
     tokens = loss_tokens(job)
@@ -243,7 +243,7 @@ def loss_moment_bytes(job: Job) -> float:
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
-    """The most that the backward pass of a layer makes beyond what it frees, of the kinds of layer that there are."""
+    """The most that the backward pass of a layer of these kinds allocates beyond what it frees."""
     return max((_layer_bytes(job, moe) for moe in kinds), default=0.0)
 
 
@@ -289,8 +289,10 @@ def gathered_bytes(
 
 
 def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool) -> Units:
-    """What is gathered and reduced together. Experts that no other device holds are whole already."""
-    alone = sharding.offload.weights + sharding.offload.gradients > 0  # then they come and go by units all the same
+    """What is gathered and reduced together; experts that one device holds alone are already whole."""
+    alone = (
+        sharding.offload.weights + sharding.offload.gradients > 0
+    )  # then even whole parameters come and go unit by unit
     dense, experts = (alone | (shards > 1) for shards in (sharding.shards, sharding.expert_shards))
     layers = contents.layer_matrices * dense + contents.experts * experts
     ends = contents.others * dense
@@ -302,24 +304,26 @@ def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *,
 
 
 class Units(NamedTuple):
-    """Parameters that FSDP gathers and reduces together: of all layers, of one, and of an end of the model.
-
-    ``layer_bytes`` are those of a layer that is gathered for every use.
-    """
+    """Parameters that FSDP gathers and reduces together."""
 
     layers: Any
+    """Of all layers."""
     layer: Any
+    """Of one layer."""
     ends: Any
+    """Of embedding and head."""
     end: Any
+    """Of one of them."""
     has_embedding: Any
     layer_bytes: Any
+    """Bytes of a layer that is gathered for every use."""
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:
     """Whole parameters and gradients that FSDP holds.
 
-    At the loss the head, the last layer on its way, and what the pass before has left. In a layer itself and the next,
-    and what was reduced before it and is waited for.
+    At the loss: the head, the last layer, already on its way, and a gradient of the pass before. In a layer: itself
+    and the next, and the gradient before it, which is being reduced.
     """
     in_use = unit.end * recipe.gathered + unit.layer_bytes if moment == "loss" else 2 * unit.layer_bytes
     whole = (unit.layers + unit.ends) * recipe.gathered
@@ -331,7 +335,7 @@ def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment)
 
 
 def _in_transit(unit: Units, sharding: Sharding, moment: Moment) -> Any:
-    """fp32 shards of one layer that come to be gathered, and in the backward pass of one whose gradients leave."""
+    """fp32 shards of a layer on their way from the host, and in the backward pass of gradients on their way to it."""
     share = sharding.offload.weights + (sharding.offload.gradients if moment == "layer" else 0.0)
     return 4 * share * unit.layer / sharding.shards
 

@@ -24,7 +24,8 @@ class StageCompute:
     attention_forward: float
     matrices_recomputed: float
     attention_recomputed: float
-    weights_at_once: float  # of weight gradients that are computed with the input gradients
+    weights_at_once: float
+    """Weight gradients that are computed with the input gradients."""
 
     @property
     def forward(self) -> float:
@@ -75,17 +76,17 @@ def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share:
 
 @dataclass(frozen=True)
 class RankFloor:
-    """A pipeline rank of the ``job``, as it sees it, which computes at peak."""
+    """A pipeline rank that computes at peak."""
 
     job: Job
+    """As that rank sees it."""
     contents: RankContents
     compute: StageCompute
     traffics: tuple[Traffic, ...]
 
     def step_seconds(self, pipeline_seconds: float) -> float:
-        """No less than the pipeline and what nothing hides, or than the work of this rank and all that it waits for.
-
-        Not the sum: what a rank waits for could hide under its idle time.
+        """The larger of two bounds: the pipeline with what nothing can hide, and this rank's work with all that it
+        waits for. Not their sum, since a rank may wait during the pipeline's idle time.
         """
         timed = [traffic for traffic in self.traffics if traffic.fixed_exposed_seconds is None]
         alone = sum(traffic.seconds for traffic in timed if traffic.window == "none" and not traffic.in_layer)
@@ -94,17 +95,17 @@ class RankFloor:
 
     @property
     def in_pipeline(self) -> RankPrediction:
-        """Passes none of which is longer than the predicted one.
+        """The rank with passes none of which is longer than the predicted one.
 
-        What could hide in the backward pass is left out of it: the shorter its weight gradients, the more of that would
-        lengthen its input gradients, for which other ranks wait.
+        Communication that could hide in the backward pass is left out: beside faster weight gradients less of it would
+        hide, which would lengthen the input gradients that other ranks wait for.
         """
         kept = (traffic for traffic in self.traffics if traffic.window == "none" or traffic.in_pass == "forward")
         return RankPrediction(self.job, self.contents, self.compute.passes, tuple(map(_in_its_pass, kept)))
 
 
 def _in_its_pass(traffic: Traffic) -> Traffic:
-    """Without what recompute repeats of it in the backward pass, if that can hide there."""
+    """The traffic without what recompute repeats in the backward pass, if that can hide there."""
     if traffic.window == "none":
         return traffic
     once = 1 - traffic.repeated
@@ -113,7 +114,7 @@ def _in_its_pass(traffic: Traffic) -> Traffic:
 
 
 def rank_floor(job: Job, contents: RankContents) -> RankFloor:
-    """Its traffic hides under the whole of its pass, whichever matmul a stack runs it beside."""
+    """The floor of a rank; its traffic may hide under the whole pass, whichever matmul a stack runs it beside."""
     compute = stage_compute(job, contents)
     traffics = [
         replace(traffic, unhideable=0.0) if traffic.in_layer else traffic for traffic in step_traffic(job, contents)
@@ -123,5 +124,5 @@ def rank_floor(job: Job, contents: RankContents) -> RankFloor:
 
 
 def rank_floors(prediction: Prediction) -> list[RankFloor]:
-    """Of every kind of rank that the prediction has."""
+    """The floor of every kind of rank in a prediction."""
     return [rank_floor(rank.job, rank.contents) for rank in prediction.ranks]

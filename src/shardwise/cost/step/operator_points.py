@@ -17,7 +17,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """All operators of one role in a layer, for one microbatch; operators without FLOPs have no place here."""
+    """All operators of one role in a layer, for one microbatch; those without FLOPs are left out."""
 
     role: OperatorRole
     flops: float
@@ -45,13 +45,9 @@ def operator_points(job: Job, contents: RankContents) -> tuple[OperatorPoint, ..
         if operator.kind == "traffic":
             continue
         flops, moved, took = by_role.get(operator.role, (0.0, 0.0, 0.0))
-        own = _flops(operator), _moved_bytes(job, operator), float(seconds.forward)
-        by_role[operator.role] = flops + own[0], moved + own[1], took + own[2]
+        flops += float(operator.flops * operator.attended)
+        by_role[operator.role] = flops, moved + _moved_bytes(job, operator), took + float(seconds.forward)
     return tuple(OperatorPoint(role, *figures) for role, figures in by_role.items())
-
-
-def _flops(operator: Operator) -> float:
-    return float(operator.flops * operator.attended)
 
 
 def _moved_bytes(job: Job, operator: Operator) -> float:

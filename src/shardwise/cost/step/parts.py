@@ -36,12 +36,13 @@ STEP_PARTS = (
 def step_parts(step: SimulatedStep) -> dict[str, float]:
     """Seconds of each of ``STEP_PARTS``.
 
-    Microbatches are those of the busiest pipeline rank; work done once per step is that of the rank which takes longest
-    for it. ``pp`` is what the pipeline would save if messages took no time.
+    Time per microbatch is that of the busiest pipeline rank, time once per step that of the rank that takes longest for
+    it. ``pp`` is what the pipeline would save if messages took no time.
     """
     prediction, last = step.prediction, step.prediction.last
     stages = busiest_stages(prediction)
-    parts = _mean([_compute(stage) for stage in stages])
+    computed = [_compute(stage) for stage in stages]
+    parts = {name: sum(seconds[name] for seconds in computed) / len(computed) for name in computed[0]}
     parts |= {name: sum(traffic.added_seconds for traffic in traffics_of(step, name)) for name in COMMUNICATION}
     work = prediction.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
     overhead = step_overhead(last.job)
@@ -61,12 +62,8 @@ def busiest_stages(prediction: Prediction) -> tuple[RankPrediction, ...]:
     return max(pairs, key=lambda pair: sum(stage.microbatch_seconds for stage in pair))
 
 
-def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(seconds[name] for seconds in parts) / len(parts) for name in parts[0]}
-
-
 def _compute(stage: RankPrediction) -> dict[str, float]:
-    """A stage's operators by kind, without their launches, which are a part of their own; and what is recomputed."""
+    """Seconds of a stage's operators by kind, of their launches, and of what is recomputed."""
     m, compute = stage.microbatches, stage.compute
     alone = seconds_by_kind(_launched_at_once(stage.job), stage.contents)
     parts = {name: m * alone[kind] for name, kind in _KINDS.items()}
@@ -81,7 +78,7 @@ def _beyond_rounding(difference: float, of: float) -> float:
 
 
 def _launched_at_once(job: Job) -> Job:
-    """The same job where starting a kernel takes no time."""
+    """The job on a device where starting a kernel takes no time."""
     cluster, device = job.cluster, job.cluster.device
     own = device.efficiency.own and device.efficiency.own.unchecked(host_seconds={})
     efficiency = device.efficiency.unchecked(operator_seconds=0.0, own=own)
@@ -102,7 +99,7 @@ def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
 
 
 def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic]:
-    """Traffic of layers and messages; a rank with several stages has its share of each."""
+    """Traffic of layers and messages of a dimension; a rank with several stages has the mean of theirs."""
     by_payload: dict[Payload, list[Traffic]] = {}
     for stage in stages:
         for traffic in stage.traffics:

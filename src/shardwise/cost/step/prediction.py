@@ -5,6 +5,7 @@ The rules that lead from passes to a step are the same for numbers (a job) and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,6 @@ from typing import Any
 from shardwise.collectives.arrays import select
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.traffic.execution import executed, step_traffic
 from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
@@ -21,16 +21,18 @@ from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import StepEnds
+from shardwise.spec.stack import Stack
 
 
 def passes_with_exposed(
     compute: Seconds, transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], microbatches: Any
 ) -> Seconds:
-    """Computation, and the time that the layers' communication adds: exposed seconds, and compute units it occupies.
+    """Passes of a microbatch with what the layers' communication adds: exposed time, and slower computation beside it.
 
-    Forward traffic that recompute repeats falls into the backward pass.
+    Forward communication that recompute repeats is part of the backward pass.
     """
     in_forward = in_backward = 0.0
     for transfer, under in zip(transfers, hidden):
@@ -70,14 +72,36 @@ def pipeline_bubble(
     return idle_seconds(schedule, pp, microbatches, chunks, **passes, comm_seconds=message_seconds, ends=ends)
 
 
+def slowest_of(count: int) -> float:
+    """How many standard deviations the slowest of ``count`` is behind the mean: at most √(2 ln n).
+
+    Boucheron, Lugosi and Massart 2013, "Concentration Inequalities", section 2.5; close to it for many.
+    """
+    return math.sqrt(2 * math.log(count))
+
+
+def waiting_share(cluster: Cluster, stack: Stack, *, gathers_once: bool) -> float:
+    """Share of the layers' time that all devices of a synchronous step wait for the slowest.
+
+    Once a step for the slowest device; where parameters are gathered for every layer by hosts that launch kernel after
+    kernel, in every layer for the node that is slowest at that moment.
+    """
+    efficiency = cluster.device.efficiency
+    share = efficiency.device_spread * slowest_of(cluster.devices)
+    if gathers_once or stack.elementwise != "eager":
+        return share
+    return share + efficiency.layer_jitter * slowest_of(cluster.nodes)
+
+
 _PER_STEP = ("dp", "offload")
 
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """The computation and communication of one kind of pipeline rank; ``job`` as that rank sees it."""
+    """The computation and communication of one kind of pipeline rank."""
 
     job: Job
+    """As that rank sees it."""
     contents: RankContents
     compute: StageSeconds
     traffics: tuple[Traffic, ...]
@@ -100,7 +124,7 @@ class RankPrediction:
 
     @property
     def once_seconds(self) -> float:
-        """Communication once after the last microbatch: gradients that both ends or all tensor ranks hold."""
+        """Communication after the last microbatch: gradients that both ends, or all tensor-parallel ranks, hold."""
         return sum(traffic.exposed_seconds for traffic in self.traffics if traffic.once)
 
     @property
@@ -125,8 +149,10 @@ class Prediction:
     """A predicted step and its parts."""
 
     job: Job
-    ranks: tuple[RankPrediction, ...]  # one of every kind
-    counts: tuple[int, ...]  # pipeline ranks of each kind
+    ranks: tuple[RankPrediction, ...]
+    """One of every kind."""
+    counts: tuple[int, ...]
+    """Pipeline ranks of each kind."""
 
     @property
     def slowest(self) -> RankPrediction:
@@ -134,7 +160,7 @@ class Prediction:
 
     @property
     def microbatches(self) -> int:
-        """Of each pipeline; where shares are unlike, of those that set the pace."""
+        """Microbatches of a pipeline; where pipelines have unlike shares of the batch, of the slowest."""
         return self.slowest.microbatches
 
     @property
@@ -160,11 +186,11 @@ class Prediction:
 
     @property
     def tail_seconds(self) -> float:
-        """Besides the microbatches: exposed reductions and gathers, optimizer, step overhead, stragglers."""
+        """Time of a step beside its microbatches: exposed reductions, gathers, optimizer, overhead, stragglers."""
         return self._once_a_step(self.last)
 
     def straggler_seconds(self, rank: RankPrediction) -> float:
-        """What devices like this one wait for slower ones."""
+        """How long devices of this rank wait for slower devices."""
         once = sharding_of(rank.job.strategy).gathers_once
         return waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once) * rank.layers_seconds
 

@@ -22,11 +22,13 @@ from shardwise.spec.schedules import PLAIN
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A predicted step whose pipeline was simulated; as in the closed form, its ranks end it as the stack says."""
+    """A predicted step whose pipeline was simulated; its ranks end it together or apart, as the stack says."""
 
     prediction: Prediction
-    pipeline_seconds: float  # all microbatches through the pipeline
-    timeline: Timeline | None  # None for one pipeline stage, when extrapolated, or by the closed form
+    pipeline_seconds: float
+    """All microbatches through the pipeline."""
+    timeline: Timeline | None
+    """None without a pipeline, and where the simulation was extrapolated or replaced by the closed form."""
     is_closed_form: bool = False
 
     @property
@@ -46,12 +48,12 @@ class SimulatedStep:
         return max(rank.step_seconds(pipeline) for rank in floors)
 
     def low_seconds(self, error: float) -> float:
-        """The low end of a bar, a (negative) share ``error`` away from the step: no run is faster than the floor."""
+        """The low end of an error bar, the (negative) share ``error`` from the step; never below the floor."""
         return max(self.floor_seconds, self.step_seconds * (1 + error))
 
     @property
     def bubble_seconds(self) -> float:
-        """Beyond the work of the slowest rank; negative where DualPipe divides that stage's work between two ranks."""
+        """Pipeline seconds beyond the slowest rank's work; negative where DualPipe divides that among two ranks."""
         return self.pipeline_seconds - self.prediction.microbatches * self.prediction.slowest.microbatch_seconds
 
     @cached_property

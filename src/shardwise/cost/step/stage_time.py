@@ -29,14 +29,16 @@ from shardwise.spec.parameters import parameter_count
 
 @dataclass(frozen=True)
 class StageSeconds(Seconds):
-    """One microbatch on one pipeline rank; ``input_gradient`` includes the forward passes that are ``recomputed``."""
+    """One microbatch on one pipeline rank."""
 
     attention: Seconds = Seconds()
+    """The part of it in attention."""
     recomputed: float = 0.0
+    """Forward passes that recompute repeats; ``input_gradient`` includes them."""
 
 
 def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
-    """The shape of the job's layers on one device; of the context ranks by default the busiest, which is the last."""
+    """The shape of the job's layers on one device, by default of the busiest context rank, which is the last."""
     strategy = job.strategy
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
@@ -105,7 +107,7 @@ def _host_seconds(job: Job, own: EngineKernels, *, moe: bool) -> float:
 
 
 def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
-    """What the host's launches of a layer take longer than its kernels; a graph needs none."""
+    """How much longer the host takes to launch a layer than its kernels run; a graph needs no launches."""
     own, stack = job.cluster.device.efficiency.own, job.running_stack
     if own is None or not stack.is_own or stack.launched_by_graphs:
         return Seconds()
@@ -127,7 +129,7 @@ def _timed(job: Job) -> Callable[[Operator], Seconds]:
 
 
 def slowdown(job: Job) -> float:
-    """What the power limit makes matmuls and attention of a step longer by (`Efficiency.slowdown`)."""
+    """How many times longer matmuls and attention take because of the power limit (`Efficiency.slowdown`)."""
     efficiency = job.cluster.device.efficiency
     if efficiency.power_slowdown == 1:
         return 1.0
@@ -137,9 +139,9 @@ def slowdown(job: Job) -> float:
 
 
 def unslowed_seconds(job: Job) -> tuple[float, float, float]:
-    """Matmuls, attention and all else of the passes of a step through the whole model, at full clock.
+    """Seconds of matmuls, of attention and of all else in the passes of a step, at full clock.
 
-    Of the model, not of a rank: every part of a step has the same clock.
+    Through the whole model, not one rank's part, since all of a step runs at one clock.
     """
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
     shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
@@ -156,14 +158,14 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     return slowed["product"], slowed["attention"], other
 
 
-_PASSES = 3  # forward, gradients of inputs, gradients of weights: kernels of an operator are counted by pass
+_PASSES = 3  # an operator has its kernels in each: forward, gradients of inputs, gradients of weights
 
 
 def step_overhead(job: Job) -> float:
-    """What the host adds to a step: nothing where the step is one graph, its optimizer included.
+    """What the host adds to a step: nothing where the whole step, its optimizer included, is one graph.
 
-    Our engine's host waits for nothing in a step, and so adds only what the kernels of the layers do not hide: where
-    its launches were measured, and on a single device, where nothing else could make it wait.
+    Our engine's host waits for nothing within a step, so it adds only what the layers' kernels do not hide. That holds
+    where its launches were measured, and on a single GPU, where nothing else could make it wait.
     """
     efficiency, stack = job.cluster.device.efficiency, job.running_stack
     if stack.cuda_graphs == "step":
@@ -176,7 +178,7 @@ def step_overhead(job: Job) -> float:
 
 
 def _launches(job: Job) -> float:
-    """Seconds in which the host launches the layers of a step."""
+    """Seconds that the host takes to launch the layers of a step."""
     efficiency, model = job.cluster.device.efficiency, job.model
     total = 0.0
     for count, moe in ((model.layers - model.moe_layers, False), (model.moe_layers, True)):
@@ -189,10 +191,10 @@ def _launches(job: Job) -> float:
 
 
 def _update_seconds(job: Job, moved: Any, parameters: Any) -> Any:
-    """At sustained bandwidth; our own engine's pass over ``parameters`` as it was measured, where it was.
+    """Seconds to move so many bytes in an update; our own engine's update of ``parameters`` as measured, if it was.
 
-    It reads and writes both moments (16 bytes), the weight and the rest of its master (8), and reads the gradient, as
-    does the norm.
+    That reads and writes both moments (16 bytes), the weight and the rest of its master (8), and reads the gradient,
+    which the norm has read before.
     """
     efficiency = job.cluster.device.efficiency
     if efficiency.own is not None and job.stack.is_own:
@@ -204,7 +206,7 @@ _ACCUMULATION_BYTES = 10  # of a parameter: its 16-bit gradient is read, the fp3
 
 
 def _accumulation_seconds(job: Job, contents: RankContents) -> Any:
-    """What adding the gradients of all microbatches but the first takes, where it was measured."""
+    """What adding up the gradients of all microbatches takes, on our engine where it was measured."""
     efficiency = job.cluster.device.efficiency
     if efficiency.own is None or not job.stack.is_own:
         return 0.0
@@ -212,15 +214,15 @@ def _accumulation_seconds(job: Job, contents: RankContents) -> Any:
     return moved / (job.cluster.device.memory_bandwidth * efficiency.memory)
 
 
-# Bytes of a parameter. A gather reads fp32, writes 16 bits, and copies those. A reduction copies gradients of 16 bits
-# twice, and writes them in fp32. An update writes masters to where they are gathered from.
+# Bytes moved per parameter. A gather reads fp32, writes 16 bits, and copies those. A reduction copies 16-bit gradients
+# twice, and writes them in fp32. An update copies the masters to where they are gathered from.
 _GATHER_BYTES, _REDUCTION_BYTES, _MASTER_BYTES = 6 + 4, 4 + 4 + 6, 8
 
 
 def copied_alone_seconds(job: Job, contents: RankContents, sharding: Sharding) -> tuple[Any, Any]:
-    """FSDP's copies of weights that a GPU has from its host, and of their gradients: of a microbatch, and of a step.
+    """Seconds of FSDP's copies of offloaded weights and of their gradients: per microbatch, and once a step.
 
-    Of a device that shards with no other, which gathers its last layer once (`last_weights_stay`).
+    On a GPU that shares its states with no other, and so keeps its last layer gathered (`last_weights_stay`).
     """
     if not (job.stack.is_own and job.run_device == "cuda"):
         return 0.0, 0.0
@@ -233,9 +235,9 @@ def copied_alone_seconds(job: Job, contents: RankContents, sharding: Sharding) -
 
 
 def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
-    """What offloaded states take longer to be updated by the cores of a host than on the device.
+    """How much longer a host's cores take to update offloaded states than the device would.
 
-    Our engine reads and writes states on a disk while it updates others; DeepSpeed by default does not.
+    Our engine reads and writes states on disk while it updates others; DeepSpeed by default does not.
     """
     share, cluster = sharding.offload.optimizer, job.cluster
     if not share or job.run_device == "cpu" or updates_on_device(job, sharding.offload):
@@ -251,8 +253,8 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    `UPDATE_BYTES` per owned parameter, 8 per local one (gradient norm and zeroing), and the bytes that gradient
-    compression moves, at sustained bandwidth; what is offloaded where it is updated.
+    It moves `UPDATE_BYTES` per owned parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
+    compression at sustained bandwidth; offloaded states are updated where they are.
     """
     device = job.cluster.device
     owned = owned_parameters(contents, sharding)

@@ -1,7 +1,7 @@
 """One job on other networks: the same devices, strategy and link rates, joined in every textbook topology.
 
-The flat ones join all devices by one kind of link: what a device has of the cluster's outermost level while all others
-send too. Hierarchical is the cluster with its faster levels inside.
+Flat topologies join all devices by one kind of link: a device's share of the cluster's outermost level while all send.
+The hierarchical one is the cluster itself, with its faster levels inside.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _dimension(analysis: Analysis, name: str) -> DimensionOnNetwork:
 
 
 def buffer_bytes(analysis: Analysis, dimension: str) -> float:
-    """What a dimension holds of the fullest device to communicate; of dp, whole layers gathered from shards."""
+    """Memory of the fullest device that a dimension needs to communicate; for dp, whole layers gathered from shards."""
     job = analysis.job
     if dimension == "dp":
         return analysis.memory.gathered
@@ -90,7 +90,7 @@ def _joined(cluster: Cluster, name: Joined) -> Cluster:
 
 
 def _hierarchy(cluster: Cluster) -> Cluster:
-    """The cluster itself where it has several levels; else nodes on a switch each, joined by another of that rate."""
+    """The cluster itself if it has several levels; else a switch in each node, and one of equal rate between them."""
     if sum(level.width > 1 for level in cluster.levels) > 1:
         return cluster
     devices, port = cluster.devices, port_of_device(cluster, "node")
@@ -101,12 +101,12 @@ def _hierarchy(cluster: Cluster) -> Cluster:
 
 
 def _on(cluster: Cluster, levels: tuple[NetworkLevel, ...]) -> Cluster:
-    """The same devices and nodes on another network; what was known of single links is not of this one."""
+    """The same devices and nodes on another network, of which no single link was measured."""
     return replace(cluster, levels=levels, devices_per_node=cluster.node_devices, wiring=None)
 
 
 def _words(cluster: Cluster) -> str:
-    """How its devices are joined: "nvlink 8 · infiniband 64"."""
+    """How the devices are joined: "nvlink 8 · infiniband 64"."""
     live = [level for level in cluster.levels if level.width > 1]
     return " · ".join(
         f"{level.name} {'x'.join(map(str, level.shape)) if level.shape else level.width}" for level in live

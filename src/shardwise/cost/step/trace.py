@@ -23,7 +23,7 @@ from shardwise.spec.job import Job
 _MOST_RANKS = 64
 _COMPUTE = "compute"
 _THREADS = (_COMPUTE, "tp", "cp", "ep", "pp", "dp", "offload")
-_LANES = 100  # thread numbers kept for what one dimension does at the same time
+_LANES = 100  # thread numbers of a dimension, for what it does at the same time
 _PER_STEP = ("dp", "offload")
 _ROUNDING = 1e-12  # seconds
 
@@ -100,7 +100,7 @@ def _inside_passes(timeline: Timeline, number: int, ranks: list[RankPrediction],
 
 
 def _pass_of(action: Action, rank: RankPrediction, times: StageTimes) -> tuple[Pass, float]:
-    """The pass that an action belongs to, and its stage's share of the rank's."""
+    """The pass that an action belongs to, and the share of its stage in that pass of the rank."""
     if action.kind is ActionKind.F:
         return "forward", times.forward[action.stage] / rank.passes.forward
     return "backward", times.input_grad[action.stage] / rank.passes.input_gradient
@@ -109,7 +109,7 @@ def _pass_of(action: Action, rank: RankPrediction, times: StageTimes) -> tuple[P
 def _in_layers(rank: RankPrediction, which: Pass) -> dict[str, tuple[float, float]]:
     """Hidden and exposed seconds of each dimension in one pass of one microbatch.
 
-    Forward traffic that recompute repeats falls into the backward pass.
+    Forward traffic that recompute repeats is part of the backward pass.
     """
     sent: dict[str, tuple[float, float]] = {}
     for traffic in rank.traffics:
@@ -175,7 +175,7 @@ def _tail(prediction: Prediction, rank: RankPrediction, start_seconds: float) ->
 
 
 def _rank_events(number: int, ranks: int, slices: list[_Slice]) -> list[dict[str, Any]]:
-    """The slices on their threads; overlapping ones of one dimension get separate threads."""
+    """The slices on their threads; those of one dimension that overlap get threads of their own."""
     free_since: dict[str, list[float]] = {name: [] for name in _THREADS}
     threads, events = {0: _COMPUTE}, []
     for interval in sorted(slices, key=lambda interval: interval.start_seconds):

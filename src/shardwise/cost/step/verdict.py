@@ -35,25 +35,27 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class StepCause:
-    """A part of the predicted step; for communication also its longest exposed collective, and that one's level."""
+    """A part of the predicted step that bounds it."""
 
     part: str
     seconds: float
     share: float
+    """Of the step."""
     collective: Traffic | None = None
+    """Of communication: the collective that adds most."""
     level_name: str | None = None
+    """The network level on which that takes longest."""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What bounds a job: the memory of a device or of its host, or else time, with its largest parts first.
-
-    ``largest_part`` is that of the memory, where a device has too little.
-    """
+    """What bounds a job: the memory of a device or of its host, else time."""
 
     kind: Literal["device memory", "host memory", "time"]
     causes: tuple[StepCause, ...] = ()
+    """The largest parts of the step, if time bounds it."""
     largest_part: str = ""
+    """That of a device's memory, if it has too little."""
 
 
 def bottleneck(analysis: Analysis) -> Bottleneck:
@@ -95,7 +97,7 @@ class Change:
 
 
 def best_change(analysis: Analysis) -> Change | None:
-    """The single change that shortens the predicted step most, if by enough; it fits no less well than the job."""
+    """The single change that shortens the predicted step most, if by enough, and that fits as well as the job."""
     allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
     change = fitting_change(analysis.job, allowed)
     limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
@@ -105,7 +107,7 @@ def best_change(analysis: Analysis) -> Change | None:
 def fitting_change(job: Job, allowed: tuple[str, ...] = ("fits",)) -> Change | None:
     """The fastest single change with which a job fits, with the usual margin unless ``allowed`` says otherwise.
 
-    The engine also runs it: it must not add anything unsupported to the job.
+    It adds nothing to the job that the engine does not support.
     """
     candidates = []
     for neighbour in neighbours(job):
@@ -126,7 +128,7 @@ def _as_runnable(job: Job, neighbour: Job) -> bool:
     now, then = verdict(job), verdict(neighbour)
     lacked = {finding.techniques for finding in now.findings}
     return now.status == then.status and not (
-        job.stack.is_own and any(f.techniques not in lacked for f in then.findings)
+        job.stack.is_own and any(finding.techniques not in lacked for finding in then.findings)
     )
 
 
@@ -140,7 +142,7 @@ def neighbours(job: Job) -> Iterator[Job]:
 
 
 def _as_usual(job: Job, changed: Strategy, changes: dict[str, Any]) -> Strategy:
-    """Gradients are accumulated as the stack does, where those of the job are and the changes do not say."""
+    """The changed strategy accumulates gradients as is usual for it, if the job does and ``changes`` do not say."""
     if "accumulate" in changes or job.strategy.accumulate != job.usual_accumulation(job.strategy):
         return changed
     return replace(changed, accumulate=job.usual_accumulation(changed))
@@ -195,14 +197,16 @@ _TRIED = ((Compression(method="int8"), Synchronise()), (Compression(), Synchroni
 
 @dataclass(frozen=True)
 class SendingLess:
-    """The share of the step that waits for data-parallel ranks; and jobs that communicate less, with their speedups."""
+    """What a job would gain from less communication between data-parallel ranks."""
 
     waiting_share: float
+    """The share of the step that waits for them."""
     speedups: Mapping[Job, float]
+    """Of jobs that communicate less."""
 
 
 def sending_less(job: Job) -> SendingLess | None:
-    """What compressed gradients and DiLoCo would gain for a step that mostly waits for gradients; None for others."""
+    """What compressed gradients and DiLoCo would gain; None unless the step waits long for gradients."""
     strategy, step = job.strategy, predict(job)
     waiting = max(rank.exposed("dp") for rank in step.ranks) / step.step_seconds
     if waiting < WORTH_A_WORD or strategy.compression.is_used or not strategy.synchronise.every_step:

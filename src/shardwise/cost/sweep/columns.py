@@ -103,16 +103,15 @@ class CollectiveBook:
 
 @dataclass(frozen=True)
 class ColumnClass:
-    """Columns that communicate equally often.
+    """Columns that communicate equally often."""
 
-    ``tickets`` for the collectives of every kind of rank: part (dense parameters, experts) × line (as `data_lines` has
-    them) × kind × column; ``units`` that each goes over: part × kind × 1.
-    """
-
-    numbers: Array  # among the group's columns
+    numbers: Array
+    """Their numbers among the group's columns."""
     sharding: Sharding
     tickets: Array
+    """Of collectives: part (dense parameters, experts) × line of `data_lines` × kind of rank × column."""
     units: Array
+    """How many units each collective is repeated for: part × kind of rank × 1."""
 
 
 class ColumnBook:
@@ -138,7 +137,7 @@ class ColumnBook:
         ]
 
     def _of_parts(self, figures: tuple[Any, Any]) -> tuple[Any, ...]:
-        """Of the dense parameters and the experts, those that the model has."""
+        """The figures of the dense parameters, and of the experts if the model has any."""
         return figures if self._job.model.moe else figures[:1]
 
     def _shared(self, group: Group) -> list[_Shared]:
@@ -160,16 +159,14 @@ class ColumnBook:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Columns that communicate equally often, whatever the ranks hold.
-
-    ``held`` says which ranks hold the dense parameters and the experts, for every distinct number of shards;
-    ``of_column`` which of these a column has.
-    """
+    """Columns that communicate equally often, as far as it does not depend on what ranks hold."""
 
     numbers: Array
     sharding: Sharding
     held: list[tuple[SharedRanks, ...]]
+    """The ranks that share the dense parameters, and the experts, for every distinct number of shards."""
     of_column: Array
+    """Which of these each column has."""
 
 
 def _shared_by_class(job: Job, group: Group) -> list[_Shared]:

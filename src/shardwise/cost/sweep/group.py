@@ -40,7 +40,7 @@ class RecomputeChoice:
 
 @dataclass(frozen=True)
 class ShardChoice:
-    """``keep_parameters`` and ``accumulate`` as in `Strategy`; ``shard_group`` None is all data-parallel ranks."""
+    """A column: ZeRO and its shard group; None is all data-parallel ranks."""
 
     zero: int
     shard_group: int | None = None
@@ -48,32 +48,33 @@ class ShardChoice:
     accumulate: str = "sharded"
 
     def of(self, base: Strategy) -> Sharding:
-        """As strategies with the degrees of ``base`` have it."""
+        """The sharding of a strategy with this choice and the degrees of ``base``."""
         return sharding_of(base.unchecked(**vars(self)))
 
 
 @dataclass(frozen=True)
 class Group:
-    """``base`` has the degrees, the rank order, and the overlap and dispatch of all strategies here.
-
-    Under autocast it also has a stage of ZeRO: all strategies shard weights then, or none does (`Job.autocasts`).
-
-    The schedules of a group put the same layers on the ranks: ``ranks`` holds one of each kind, ``counts`` how many
-    are like it and ``members`` which.
-    """
+    """Strategies that share their degrees: every combination of the choices. All schedules of a group put the same
+    layers on the ranks."""
 
     base: Strategy
+    """The degrees, the rank order, and the overlap and dispatch of all strategies here. Under autocast also a stage of
+    ZeRO: then all strategies shard weights, or none does (`Job.autocasts`)."""
     layers: tuple[LayerChoice, ...]
     schedules: tuple[ScheduleChoice, ...]
     recomputes: tuple[RecomputeChoice, ...]
     shards: tuple[ShardChoice, ...]
     offloads: tuple[Offload, ...]
     ranks: tuple[RankContents, ...]
+    """One pipeline rank of each kind."""
     members: tuple[tuple[int, ...], ...]
-    sequences: tuple[tuple[int, ...], ...]  # of a step: layer × schedule choice; 0 if the batch does not divide
+    """The pipeline ranks of each kind."""
+    sequences: tuple[tuple[int, ...], ...]
+    """Of a step: layer × schedule choice; 0 if the batch does not divide."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
+        """How many pipeline ranks are of each kind."""
         return tuple(len(ranks) for ranks in self.members)
 
     @cached_property

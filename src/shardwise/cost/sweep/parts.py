@@ -74,7 +74,7 @@ def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
 
 
 def probed_bytes(job: Job, probe: RankContents) -> tuple[float, float]:
-    """What is saved, and what autocast's cache alone holds at the loss, less what the loss has room for."""
+    """Saved activations, and what autocast's cache adds at the loss (`cached_copy_bytes`)."""
     if probe.has_embedding:
         return embedding_activation_bytes(job), 0.0
     if probe.has_head:
@@ -96,36 +96,37 @@ class LineKey:
 
 @dataclass(frozen=True)
 class PartLine:
-    """``seconds``: part × mode × (total, what cannot be overlapped, what recompute repeats, on each link)."""
+    """The seconds of one kind of communication in every part."""
 
     seconds: Array
+    """Part × mode × (total, what cannot be overlapped, what recompute repeats, on each link)."""
     units_taken: float
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Figures of the four parts under every recompute mode, for one microbatch on one device.
-
-    ``figures``: part × mode × figure, the indices above.
-    """
+    """Figures of the four parts under every recompute mode, for one microbatch on one device."""
 
     figures: Array
+    """Part × mode × figure (`FORWARD` to `CACHED`)."""
     lines: Mapping[LineKey, PartLine]
-    transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, with a head or not
-    message_bytes: float  # buffers that each microbatch has
+    transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]
+    """By moment, kinds of layer, and whether there is a head."""
+    message_bytes: float
+    """Buffers of each microbatch for messages."""
 
 
 @dataclass(frozen=True)
 class PartStack:
-    """The parts of several layer choices as one array.
-
-    ``figures``: figure × layer choice × part × mode: first those of `Parts`, then for every line those of `PartLine`,
-    which are 0 for a choice without that line.
-    """
+    """The parts of several layer choices as one array."""
 
     figures: Array
+    """Figure × layer choice × part × mode: first the figures of `Parts`, then those of every `PartLine`, which are 0
+    for a choice without that line."""
     keys: tuple[LineKey, ...]
-    units_taken: tuple[Array, ...]  # by layer choice, for every line
+    """The lines."""
+    units_taken: tuple[Array, ...]
+    """By layer choice, for every line."""
 
 
 class PartBook:
@@ -153,7 +154,7 @@ class PartBook:
         return parts
 
     def _whole(self, base: Strategy) -> bool:
-        """Whether products may keep copies of whole weights (`Job.autocasts`)."""
+        """Whether matmuls may keep copies of whole weights (`Job.autocasts`)."""
         return self.job.stack.autocast and base.zero == 0
 
     def stack(self, parts: Sequence[Parts]) -> PartStack:
@@ -213,7 +214,7 @@ class PartBook:
         return [price(tied_bytes(job, shards)) for shards in sharding.shards.tolist()]
 
     def _priced(self, group: Group, layer: LayerChoice) -> Parts:
-        """Every piece is looked up by the little that it depends on."""
+        """Parts put together from pieces, each remembered by the few values that it depends on."""
         import numpy as np
 
         base, places = group.base, group.places
@@ -257,7 +258,7 @@ class PartBook:
         return piece
 
     def _probed(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
-        """Part, modes, and the job and rank to price: recompute changes layers, not the ends."""
+        """Each part with its modes and the job and rank to price; recompute changes layers, not embedding and head."""
         for part, probe in enumerate(PROBES):
             if probe.moe_layers and self.job.model.moe is None:
                 continue
@@ -297,7 +298,7 @@ class PartBook:
 
 
 def _ordered(orders: Iterable[tuple[LineKey, ...]]) -> list[LineKey]:
-    """All keys by dimension, those without overlap last, and otherwise in the order of their own layer choice."""
+    """All keys by dimension, those without overlap last, otherwise in the order of the layer choices they come from."""
     ordered: list[LineKey] = []
     for order in dict.fromkeys(orders):
         place = 0

@@ -12,8 +12,8 @@ from shardwise.collectives.arrays import is_array, maximum, some
 from shardwise.cost.memory.offload import moved_share
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import MOMENTS, Moment
+from shardwise.cost.step.prediction import waiting_share
 from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
-from shardwise.cost.step.stragglers import waiting_share
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.parts import PartBook
@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowsAtMoment:
-    """What passes hold at one moment in some rows of a batch, ``lengths`` of each block, on these ``kinds`` of rank."""
+    """What passes hold at one moment in some rows of a batch."""
 
     moment: Moment
     passes: PassMemory
     kinds: Any
+    """The kinds of rank that have this moment."""
     lengths: Array
+    """How many of the rows belong to each block."""
 
     def spread(self, of_blocks: Any) -> Any:
         """Figures of the blocks' kinds of rank for each of the rows."""
@@ -59,7 +61,7 @@ class Offloaded:
     """One way to offload in a batch: its memory on the devices, and its traffic over the host's link."""
 
     def __init__(self, job: Job, base: Strategy, contents: RankContents, sharding: Sharding, offload: Offload) -> None:
-        """``contents`` and ``sharding`` are those of the whole batch; ``base`` has the degrees."""
+        """``contents`` and ``sharding`` are those of the whole batch, the degrees those of ``base``."""
         job = job.unchecked(strategy=base.unchecked(offload=offload))  # whole masters where they are offloaded
         self.offload, self.overlapped = offload, base.overlap.offload
         self.contents, self.recipe = contents, job.recipe
@@ -89,7 +91,7 @@ class Offloaded:
     def waiting(
         self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
     ) -> tuple[Array, dict[Pass, Waiting]]:
-        """``tail`` and ``left`` (what the step waits for of data parallelism) are without offload; returned with it."""
+        """Adds this offload to the ``tail`` of a step and to what is ``left`` exposed of data parallelism."""
         if not self.offload.any:
             return tail, left
         if self.offload.weights:
@@ -131,7 +133,7 @@ class Offloaded:
     def _transfer(
         self, line: OffloadLine, lengths: Array, in_layers: Array, seconds: Any, on_link: Any
     ) -> OverlappedTransfer:
-        """``seconds`` in the whole step, ``on_link`` those that keep the link busy."""
+        """``seconds`` of the whole step, in ``on_link`` of which the link is busy."""
         link, line = self._link(line), replace(line, of_layers=by_row(line.of_layers, lengths))
         after: Any = line.after_bytes
         return OverlappedTransfer(
@@ -155,7 +157,7 @@ def by_row(of_blocks: Any, lengths: Array, times: Any = 1) -> Any:
 
 
 def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
-    """Seconds of one message to the host, and those that keep the link busy; none for no bytes at all."""
+    """Seconds of one message to the host, and those in which the link is busy; None if no strategy sends anything."""
     if not size_bytes.any():
         return None, None
     cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
@@ -164,7 +166,7 @@ def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
 
 
 class Wanted(Protocol):
-    """What a search would still take."""
+    """What a search still accepts."""
 
     def is_fast(self, seconds_per_sequence: Array) -> Array: ...
 
@@ -189,7 +191,7 @@ class TableBlock:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """Blocks that can be priced together."""
+        """Equal for blocks that can be priced together."""
         sharding, overlap, base = self.columns.sharding, self.group.base.overlap, self.group.base
         often = (sharding.gradients_sharded, sharding.gathers_once, base.pp > 1, base.gradient_group > 1)
         return (often, self.columns.tickets.shape, self.group.offloads, overlap.dp, overlap.offload)
@@ -201,12 +203,18 @@ class TablePiece:
 
     blocks: Sequence[TableBlock]
     offload: Offload
-    block_of_row: Array  # which block each row belongs to
-    row_numbers: Array  # in that block's row table
-    step_seconds: Array  # column × row
-    memory_bytes: Array  # of the fullest device
-    host_bytes: Any  # that offload keeps outside one device
-    sequences: Array  # of a step, per row
+    block_of_row: Array
+    """Which block each row belongs to."""
+    row_numbers: Array
+    """In that block's row table."""
+    step_seconds: Array
+    """Column × row."""
+    memory_bytes: Array
+    """Of the fullest device: column × row."""
+    host_bytes: Any
+    """What offload keeps outside one device."""
+    sequences: Array
+    """Of a step, per row."""
 
     def strategy(self, column: int, row: int) -> Strategy:
         """The strategy of one cell."""
@@ -228,7 +236,7 @@ class TablePricer:
     def pieces(self, groups: Iterable[Group], wanted: Wanted | None = None) -> Iterator[TablePiece]:
         """The tables of all groups, in pieces that hold several small ones or part of a large one.
 
-        Pieces of which offload makes nothing that is ``wanted`` are left out.
+        Pieces in which no way to offload gives anything ``wanted`` are left out.
         """
         groups = list(groups)
         classes_of = [self.columns.classes(group) for group in groups]
@@ -246,7 +254,7 @@ class TablePricer:
 
 
 class _Batch:
-    """Blocks alike, as arrays: kind of rank × column × block, and kind of rank × row.
+    """Blocks of one likeness as arrays: kind of rank × column × block, and kind of rank × row.
 
     Rows come last: they are many, and arrays are fast along their last axis.
     """

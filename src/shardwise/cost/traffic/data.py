@@ -31,7 +31,10 @@ from shardwise.spec.strategy import Strategy
 
 
 def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> tuple[float, float]:
-    """Elements of the first sum (left factors, and what is no matrix) and of the second (right factors)."""
+    """Elements of the two sums under powersgd: left factors with what is no matrix, and right factors.
+
+    ``matrices``: how many there are, rows and columns.
+    """
     left = right = replaced = 0.0
     for count, rows, columns in matrices:
         width = low_rank(rank, rows, columns)
@@ -43,7 +46,7 @@ def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, f
 
 
 def _dense_matrices(model: Model, strategy: Strategy, contents: RankContents) -> Iterator[tuple[float, float, float]]:
-    """How many, rows and columns on a device."""
+    """How many matrices there are, and their rows and columns on a device."""
     tp, moe = strategy.tp, model.moe
     shared = model.mlp_matrices(moe.shared_ffn) if moe and moe.shared_ffn else ()
     for matrix in model.attention_matrices:
@@ -91,18 +94,19 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 class SentParameters(NamedTuple):
-    """Parameters that are sent together: all, those of them in layers, their thin factors under powersgd, all in whole
-    blocks for every rank under other compression, and those that are multiplied in FP8 where the recipe says so.
-
-    Numbers, or arrays of several kinds of rank.
-    """
+    """Numbers of parameters that are sent together, or arrays of them for several kinds of rank."""
 
     all: Any
     in_layers: Any
+    """All but embedding and head."""
     first_factors: Any = 0.0
+    """Elements of the left factors under powersgd, and of what is no matrix."""
     second_factors: Any = 0.0
+    """Elements of the right factors under powersgd."""
     in_blocks: Any = 0.0
+    """All, rounded up to whole blocks for every rank, under other compression."""
     multiplied: Any = 0.0
+    """Those that an FP8 recipe multiplies in FP8."""
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -130,10 +134,10 @@ _PARAMETERS_OF_A_LAYER = 12  # weight and bias of four matmuls and two norms, as
 
 
 def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other.
+    """How many pieces of the dense parameters, and of the experts, are reduced or gathered one after the other.
 
-    They are layers; where the strategy has a size for its buckets, as many layers together as fill one; where the stack
-    gathers every parameter by itself, the weights and biases of matmuls and norms.
+    A piece is a layer; as many layers as fill a bucket, where the strategy has a size for buckets; or a single weight
+    or bias, where the stack gathers every parameter by itself.
     """
     layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
     if job.stack.per_parameter_gathers:
@@ -147,23 +151,24 @@ def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
 
 
 class GradientWire(NamedTuple):
-    """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
-
-    ``narrower``: bytes less of each parameter that is gathered for every use and multiplied in FP8.
-
-    ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
-    summed once a step, however often they are made. ``compression`` is that of whole gradients, ``synchronise`` says
-    when workers synchronise.
-    """
+    """How data parallelism sends gradients and parameters."""
 
     gradient: float
+    """Bytes of an element of a gradient that is reduced."""
     weight: float
+    """Bytes of a parameter that is gathered."""
     gather_hides: bool
+    """Whether a pass can hide the gather of updated parameters."""
     ends_once: bool = False
+    """Embedding and head are gathered once for both passes."""
     sums_once: bool = False
+    """Copies of gradient shards are summed once a step, even where gradients are reduced for every microbatch."""
     compression: Compression = Compression()
+    """That of whole gradients."""
     synchronise: Synchronise = Synchronise()
+    """When workers synchronise."""
     narrower: float = 0.0
+    """Bytes saved for each parameter that is gathered for every use and multiplied in FP8."""
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -182,16 +187,14 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
 
 @dataclass(frozen=True)
 class DataLine:
-    """One collective over the shards or the replicas of a group of parameters, once per unit.
-
-    ``times`` is how often a step goes over all units.
-    """
+    """One collective over the shards or the replicas of a group of parameters, once per unit (a layer, or a bucket)."""
 
     payload: Payload
     kind: CollectiveKind
     over: Literal["shards", "replicas"]
     unit_bytes: Any
     times: Any
+    """How often a step sends all units."""
     window_share: Any
     last_only: bool
 
@@ -250,10 +253,10 @@ def data_lines(
 
 
 def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tuple[Role, CollectiveKind, Any]]:
-    """What sums gradients over copies of the same parameters: one all-reduce, or what compression makes of it.
+    """Collectives that sum gradients over replicas: one all-reduce, or what compression replaces it by.
 
-    Codes are exchanged and added by the owners of pieces, whose sums are gathered as codes; of thin factors the second
-    are made from the sum of the first.
+    Codes: an all-to-all gives each rank the codes of its piece, which it adds up; the sums are gathered as codes.
+    Powersgd: the first factors are summed, then the second, which are computed from that sum.
     """
     reduce = CollectiveKind.ALL_REDUCE
     if not compression.is_used:
@@ -273,8 +276,8 @@ def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tup
 def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataLine:
     """What workers send if they do not sum their gradients in every step.
 
-    Weights after every so many steps, which nothing hides; or gradients, under all of the next steps (a forward pass
-    takes about half as long as a backward pass).
+    Either weights once in several steps, which nothing hides; or gradients, asynchronously, which hide under all of the
+    steps until they are used. A forward pass takes half as long as a backward pass, so a step is 1.5 backward passes.
     """
     reduce = CollectiveKind.ALL_REDUCE
     if synchronise.is_async:
@@ -285,7 +288,7 @@ def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataL
 
 
 def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
-    """Share of a pass in which gradients are complete: the last microbatch; of every chunk, in rounds."""
+    """Share of a pass in which gradients are complete: that of the last microbatch; the last round, if in rounds."""
     return minimum(1.0, schedule_record(schedule).rounds(pp) / microbatches)
 
 

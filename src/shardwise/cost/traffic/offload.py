@@ -31,34 +31,35 @@ from shardwise.spec.job import Job
 from shardwise.spec.training import Recipe
 
 Target = Literal["cpu", "nvme"]
-
-
-_NEVER_AWAITED = 1e6  # times a pass: as good as without an end
+_NEVER_AWAITED = 1e6  # times a pass: longer than any transfer
 
 
 @dataclass(frozen=True)
 class OffloadLine:
-    """One kind of transfer: its size, how many in a step, its overlap, and its link.
-
-    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides. Computation can hide it for
-    ``window_share`` of its pass, which depends on the microbatches; of what has to be there before the head, or in a
-    backward pass comes after it, only ``of_layers`` of the time in layers. It begins once ``after_bytes`` have left.
-    ``both_ways``: as much goes the other way at the same time.
-    """
+    """One kind of transfer: its size, how many in a step, its overlap, and its link."""
 
     payload: Payload
     size_bytes: Any
     count: Any
+    """Transfers in a step."""
     window_share: Any = 1.0
+    """The share of its pass, over all microbatches, that can hide it."""
     last_only: bool = False
+    """It can hide in the last microbatch only."""
     hidden: bool = True
-    link: Target | None = None  # by default that of the offload's target
-    of_layers: Any = None  # None: all of the pass
+    """Whether it can be overlapped, if the strategy does."""
+    link: Target | None = None
+    """By default that of the offload's target."""
+    of_layers: Any = None
+    """The share of the time in layers that can hide it, where the head cannot: what must arrive before the head, or
+    leaves after it in a backward pass. None: the whole pass can."""
     after_bytes: Any = 0.0
+    """It begins once so many bytes have been sent the other way."""
     both_ways: bool = False
+    """As much is sent the other way at the same time."""
 
     def window(self, in_layers: Any) -> Any:
-        """The share of its pass that can hide it, of which ``in_layers`` is spent in layers (about as much of both)."""
+        """The share of its pass that can hide it; ``in_layers`` is the share of a pass that is spent in layers."""
         return self.window_share if self.of_layers is None else self.window_share * self.of_layers * in_layers
 
     def topology(self, cluster: Cluster, target: Target) -> Topology:
@@ -80,9 +81,9 @@ def state_lines(
 
     ``on_device``: the device updates the states, and the next forward pass waits for them (`_device_update`).
 
-    Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
-    gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
-    gradients is known, since a step may be skipped because of it: no pass is left to overlap them with.
+    Where shards are fp32, or all states have one format, the device has the master weights: they go to the host with
+    the gradients, unless they are there already. Our engine does this, and moves both only once the norm of all
+    gradients is known, since the norm may skip the step: no pass is left to overlap them with.
     """
     offload, m = sharding.offload, microbatches
     owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
@@ -130,12 +131,12 @@ def state_lines(
 def _device_update(
     elements: Any, first: Any, head: Any, kept: Any, microbatches: Any, layers: Any
 ) -> list[OffloadLine]:
-    """States that are ``kept`` on the host to the device, and back.
+    """States that are ``kept`` on the host, sent to the device for the update and back.
 
-    States of the ``first`` elements at least have come before the update begins, beside the step before. The next comes
-    into the room of one that has left. Each layer waits for its own, and the last one so for all but the share that is
-    the ``head``'s, which are waited for once that layer has run.
-    Nothing waits for what goes back: as much comes at the same time, in the other direction.
+    At least the states of the ``first`` elements have arrived, during the step before, when the update begins. Every
+    further chunk takes the place of one that has been sent back. Each layer of the forward pass waits for its own
+    states: the last layer for all but the ``head``'s share, which the head waits for.
+    Nothing waits for what is sent back: as much arrives in the other direction at the same time.
     """
     ahead = share_on_device(elements, minimum(first, elements))
     during = kept * (1 - ahead)
@@ -153,7 +154,7 @@ def _device_update(
 
 
 def _before_last(layers: Any) -> Any:
-    """Share of a pass through all layers before its last one begins, for which the last of them waits."""
+    """Share of a pass through all layers that is over when its last layer begins."""
     return 1 - 1 / maximum(1, layers)
 
 
@@ -201,8 +202,8 @@ def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]
 def activation_lines(job: Job, moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
     """Activations of every microbatch, out in the forward and back in the backward pass.
 
-    Where a loss follows, all have to be out before a head computes it. What a layer has sent comes back while the
-    backward pass is in the one after it, and the first layer's so before it gets there.
+    Where the loss follows at once, all must have left before the head computes it. The activations of a layer come
+    back while the backward pass is in the layer after it, so those of the first layer before the pass reaches it.
     """
     stays, layers = last_layer_stays(job), job.model.layers
     out, back = (1.0, _before_last(layers)) if stays else (None, None)
@@ -244,7 +245,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 def sent_seconds(link: Topology, size_bytes: Any) -> Any:
-    """What a message takes; nothing, not even the latency, if there is none."""
+    """What a message takes; an empty one takes nothing, not even the latency."""
     return collective_price(CollectiveKind.SEND_RECV, size_bytes, link, "auto").seconds * (size_bytes > 0)
 
 
@@ -267,21 +268,18 @@ def disk_topology(cluster: Cluster, *, out: bool) -> Topology:
 
 
 def host_topology(cluster: Cluster, target: Target, *, out: bool = False, both_ways: bool = False) -> Topology:
-    """The link to the offload target, as a network of two; of the host's, one direction, ``both_ways`` if the other is
-    used as much.
+    """One direction of the link to the offload target, as a network of two; ``both_ways``: the other is as busy.
 
-    It is no faster than the device's share of host memory, which reads or writes every byte: both for traffic in both
-    directions, and for what a disk reads or writes on the other side.
+    It is no faster than the device's share of the host's memory bandwidth. That share halves where every byte is both
+    read and written there: traffic in both directions, and traffic with a disk.
     """
     if cluster.host_link is None:
         raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
     link, of_memory = cluster.host_link, cluster.host.copied_bytes / cluster.node_devices
     share = link.duplex if both_ways else link.outward if out else 1.0
     name = "host link, out" if out else "host link, in"
-    bandwidth, latency = (
-        min(link.bandwidth * link.efficiency * share, of_memory / (2 if both_ways else 1)),
-        link.latency,
-    )
+    bandwidth = min(link.bandwidth * link.efficiency * share, of_memory / (2 if both_ways else 1))
+    latency = link.latency
     if target == "nvme":
         disk = disk_topology(cluster, out=out).levels[0]
         bandwidth, latency, name = min(bandwidth, of_memory / 2, disk.bandwidth), latency + disk.latency, disk.name

@@ -15,26 +15,28 @@ Window = Literal["none", "forward", "backward", "attention forward", "attention 
 
 @dataclass(frozen=True)
 class OverlappedTransfer:
-    """One kind of communication of a step; every figure may be an array.
-
-    ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may overlap with, and
-    ``window_share`` the part of it that is left once the data is ready: with ``last_only`` that of the last microbatch,
-    when gradients are complete. ``hideable`` is the share of the communication that may overlap (not the first gather,
-    nor the last bucket), ``units_taken`` the share of the compute units that it occupies. ``repeated`` is the share of
-    a forward pass's communication that recompute sends, in the backward pass. It begins ``delay`` seconds after its
-    window does.
-    """
+    """All transfers of one kind in a step; every figure may be an array."""
 
     in_pass: Pass
+    """The pass that waits for it."""
     seconds: Any
+    """Duration if nothing is overlapped."""
     link_seconds: Mapping[str, Any]
+    """How long it keeps each link busy."""
     window: Window = "none"
+    """The computation that it may overlap with."""
     window_share: Any = 1.0
+    """The part of that computation which is left once the data is ready."""
     last_only: bool = False
+    """It may overlap with the last microbatch only, when gradients are complete."""
     hideable: Any = 1.0
+    """The share that may overlap: not the first gather, nor the last bucket."""
     units_taken: Any = 0.0
+    """The share of the compute units that it occupies."""
     repeated: Any = 0.0
+    """The share of a forward pass's transfers that recompute sends again, in the backward pass."""
     delay: Any = 0.0
+    """Seconds from the beginning of its window to its own."""
 
     def beside(self, link: str) -> Any:
         """Seconds in which it does not use the link."""
@@ -61,7 +63,7 @@ class ComputeWindows:
 
 
 def hidden_in_layers(transfers: Sequence[OverlappedTransfer], windows: ComputeWindows) -> list[Any]:
-    """Hidden seconds of transfers inside a layer, which overlap with their pass's computation one after the other."""
+    """Hidden seconds of transfers inside a layer: each takes its part of the pass's computation in turn."""
     used: dict[str, Any] = {}
     hidden: list[Any] = []
     for transfer in transfers:
@@ -93,11 +95,11 @@ def layer_windows(
 def hidden_across_layers(
     transfers: Sequence[OverlappedTransfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Hidden seconds of transfers that span layers: gradients, gathered parameters and offload.
+    """Hidden seconds of transfers that span layers (gradients, gathered parameters, offload), in all and on each link
+    that several of them share.
 
     They overlap with the whole pass (``lasting``, including exposed transfers of the layers), except while the layers
-    keep the same link ``busy``. Those of all microbatches claim their time before those of the last one. Besides, how
-    much of its time on every link that it shares with others each of them hides.
+    keep the same link ``busy``. Transfers of every microbatch claim their time before those of the last microbatch.
     """
     hidden: list[Any] = [0.0 for _ in transfers]
     on_links: list[dict[str, Any]] = [{} for _ in transfers]
@@ -119,13 +121,12 @@ def hidden_across_layers(
 
 @dataclass(frozen=True)
 class Waiting:
-    """What is left of the transfers of one pass, which run and are waited for at the same time.
-
-    ``left`` are the seconds of each; ``longest`` is the longest of them, or the busiest link, and so the step's wait.
-    """
+    """The exposed parts of the transfers of one pass, which run, and are waited for, at the same time."""
 
     left: tuple[Any, ...]
+    """Exposed seconds of each transfer."""
     longest: Any
+    """How long the step waits: for the longest of them, or for the busiest link."""
 
     @property
     def alone(self) -> Any:
@@ -140,10 +141,10 @@ class Waiting:
 def waiting(
     transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], on_links: Sequence[Mapping[str, Any]], which: Pass
 ) -> Waiting:
-    """What remains of the pass's transfers that may be overlapped.
+    """What overlap leaves exposed of the transfers of a pass.
 
-    While one of them waits for its latencies another may use the link, so a link is waited for as long as its own
-    seconds that are not hidden: the sum of what is left of the transfers would fall faster than their window grows.
+    While one of them waits for its latencies another may use the link. So a link is waited for as long as it is busy
+    with bytes that are not hidden. (The sum of the exposed seconds would fall faster than the window grows.)
     """
     together = [
         (transfer, transfer.seconds - under, used)
@@ -170,14 +171,15 @@ def added_seconds(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any]
     return to
 
 
-# Time of a link in a pass that is taken: in all microbatches, and in the last; None spares an array operation.
+# Seconds of each link in each pass that are already claimed: in all microbatches, and in the last one. None instead of
+# 0 spares an array operation.
 _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
 def _hidden_across(
     transfer: OverlappedTransfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken
 ) -> tuple[Any, dict[str, Any]]:
-    """Its hidden seconds, and those in which each of its links is free for it."""
+    """Hidden seconds of a transfer, and the seconds in which each of its links is free for it."""
     share, late = transfer.window_share, is_array(transfer.delay) or transfer.delay > 0
     window = maximum(0.0, share * lasting - transfer.delay) if late else share * lasting
     hidden, free = minimum(transfer.seconds * transfer.hideable, window), dict.fromkeys(transfer.link_seconds, window)

@@ -92,7 +92,7 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
 
 
 def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Those of the `_blocks` that begin with a split projection of the hidden states, unlike latent queries."""
+    """How many of the `_blocks` begin with a split projection of the hidden states; latent attention does not."""
     dense, moe = _blocks(job, contents)
     if job.model.mla is None or job.model.mla.q_rank is None or _joined(job):
         return dense, moe
@@ -135,18 +135,18 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
 
 @dataclass(frozen=True)
 class _Line:
-    """A collective of every block, and the pass of the split matmul that it can overlap with.
-
-    ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers; ``once``: the same
-    without recompute.
-    """
+    """A collective of every block, and the pass of the split matmul that it can overlap with."""
 
     payload: Payload
     kind: CollectiveKind
     once: tuple[float, ...]
+    """``times`` without recompute."""
     times: tuple[float, ...]
+    """How often it runs for a microbatch, in the dense and in the mixture-of-experts layers."""
     split: Split
+    """How the matmul is split."""
     beside: Literal["forward", "input_gradient", "weight_gradient"]
+    """The pass of that matmul."""
 
     @property
     def independent(self) -> bool:

@@ -1,7 +1,4 @@
-"""One kind of communication in a step: its payload, its collective, how often it runs, its cost and its overlap.
-
-Prices depend on the fields of a `Payload`, never on their words, which are for tables only.
-"""
+"""One kind of communication in a step: its payload, its collective, how often it runs, its cost and its overlap."""
 
 from __future__ import annotations
 
@@ -28,32 +25,35 @@ IN_LAYER = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class Traffic:
-    """``count`` equal collectives of one step on the busiest device.
-
-    For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `OverlappedTransfer`;
-    ``delay_seconds`` is its ``delay``; ``unhideable`` is the share that cannot be overlapped. ``once`` marks what is
-    sent after the last microbatch, not overlapped. Where the schedule determines the exposed time (pipeline messages),
-    it is ``fixed_exposed_seconds``.
-    """
+    """Equal collectives of one step on the busiest device. Fields without a line are those of `OverlappedTransfer`."""
 
     dimension: str
     payload: Payload
     kind: CollectiveKind
     size_bytes: float
+    """Of one collective."""
     count: float
+    """Collectives in a step."""
     cost: CollectiveCost
+    """Of one collective."""
     network: str
+    """The network levels that its group spans, in words."""
     window: Window = "none"
     window_share: float = 1.0
     last_only: bool = False
     delay_seconds: float = 0.0
     unhideable: float = 0.0
+    """The share that cannot be overlapped."""
     units_taken: float = 0.0
     repeated: float = 0.0
     once: bool = False
+    """It is sent after the last microbatch, and not overlapped."""
     fixed_exposed_seconds: float | None = None
+    """Exposed seconds where the pipeline's schedule determines them, as of messages between stages."""
     exposed_seconds: float = 0.0
-    under_compute_seconds: float = 0.0  # the rest of what is not exposed overlaps with other transfers
+    """What the step waits for."""
+    under_compute_seconds: float = 0.0
+    """Hidden by computation; the rest of what is not exposed overlaps with other transfers."""
 
     @property
     def seconds(self) -> float:
@@ -130,7 +130,7 @@ def priced(
 ) -> Traffic:
     """A traffic with its collective priced on the network that its group spans.
 
-    Recompute sends a share ``again``, besides the ``count``.
+    Recompute repeats the share ``again`` of the ``count`` collectives.
     """
     cost, repeated = collective_price(kind, size_bytes, topology, algorithm), again / (1 + again)
     count, network = count * (1 + again), level_names(topology)
