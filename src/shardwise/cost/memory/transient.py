@@ -290,9 +290,8 @@ def gathered_bytes(
 
 def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool) -> Units:
     """What is gathered and reduced together; experts that one device holds alone are already whole."""
-    alone = (
-        sharding.offload.weights + sharding.offload.gradients > 0
-    )  # then even whole parameters come and go unit by unit
+    # Offloaded parameters come and go unit by unit, even those that are whole.
+    alone = sharding.offload.weights + sharding.offload.gradients > 0
     dense, experts = (alone | (shards > 1) for shards in (sharding.shards, sharding.expert_shards))
     layers = contents.layer_matrices * dense + contents.experts * experts
     ends = contents.others * dense
