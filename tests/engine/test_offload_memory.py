@@ -14,7 +14,7 @@ from engine.workers import on_ranks
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.collectives import reductions
 from shardwise.engine.collectives.reductions import SCRATCH
-from shardwise.engine.data.fsdp_collectives import IN_FLIGHT
+from shardwise.engine.data.fsdp import IN_FLIGHT
 from shardwise.engine.engine import Engine
 from shardwise.engine.parameters import local
 from shardwise.measure.reference import sample_batch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.optim import optimizer as optimizer_module
 from shardwise.engine.optim.gradient_norm import GradientNorm
-from shardwise.engine.optim.masters import joined, split_
+from shardwise.engine.optim.masters import master_values, split_
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer
 from shardwise.engine.optim.tables import TABLES
@@ -90,7 +90,7 @@ def test_a_master_in_two_halves_takes_the_same_steps(shift: int) -> None:
         OnePass()(update_of(0.0, 2.0), halves)
     for one, half in zip(whole, halves):
         assert half.weight is not None
-        master = joined(half.weight, half.value)
+        master = master_values(half.weight, half.value)
         assert torch.equal(half.weight, master.to(torch.bfloat16))
         for found, expected in ((master, one.value), (half.first, one.first), (half.second, one.second)):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # a compiler may fuse other products

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
-from shardwise.engine.optim.masters import joined, split_
+from shardwise.engine.optim.masters import master_values, split_
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.training import Optimization, Training
@@ -179,12 +179,14 @@ def test_masters_in_two_halves_are_the_same_numbers() -> None:
     weight, rest = torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16)
     split_(values, weight, rest)
     assert torch.equal(weight, values.to(torch.bfloat16))
-    found, expected = (one.view(torch.int32) for one in (joined(weight, rest), values))
+    found, expected = (one.view(torch.int32) for one in (master_values(weight, rest), values))
     between = expected % 2**16 == 2**15  # of two equally near weights: there the last bit may go
     assert torch.equal(found[~between], expected[~between]) and between.any()
     assert ((expected - found)[between].clamp(0, 1) == (expected - found)[between]).all()
-    split_(joined(weight, rest), weight, rest)
-    assert torch.equal(joined(weight, rest).view(torch.int32), found) and torch.equal(weight, values.to(torch.bfloat16))
+    split_(master_values(weight, rest), weight, rest)
+    assert torch.equal(master_values(weight, rest).view(torch.int32), found) and torch.equal(
+        weight, values.to(torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd-momentum", "muon"])

@@ -34,14 +34,15 @@ class _WithGradient(torch.autograd.Function):
         return ctx.gradient_of(gradient), None, None
 
 
-# -- What autograd saves in place of a tensor that is computed again or brought back: a view of a storage to come -----
+# -- What autograd saves instead of a tensor that is recomputed or fetched later: a view of a storage to come ----------
 
 
 @dataclass(frozen=True)
 class SavedView:
-    """``content`` returns a tensor that begins where the storage does."""
+    """A view whose storage is made when it is needed."""
 
     content: Callable[[], Tensor]
+    """Returns a tensor that begins where the storage does."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]

@@ -14,18 +14,18 @@ from shardwise.models.prediction import Ahead, ahead_of
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens`` and ``labels`` [sequences, seq]; the label of a token is the one after it, -100 where none counts.
-
-    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row, at
-    most ``most_documents``, where that is known. ``ahead`` is for prediction modules (`with_ahead`).
-    """
+    """Sequences of one step; all tensors are [sequences, seq]."""
 
     tokens: Tensor
     labels: Tensor
+    """The token after each one; -100 where it does not count."""
     positions: Tensor
     documents: Tensor | None = None
+    """Numbers of the documents that are packed into each row."""
     most_documents: int | None = None
+    """The most documents in any row, where that is known."""
     ahead: Ahead | None = None
+    """What prediction modules read and predict (`with_ahead`)."""
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class Batch:
         return Batch(*changed, documents, self.most_documents, ahead)
 
     def with_ahead(self, modules: int) -> Batch:
-        """With what so many prediction modules read and predict; of whole sequences, before they are cut."""
+        """Adds what so many prediction modules read and predict; call on whole sequences, before they are cut."""
         if modules == 0:
             return self
         return replace(self, ahead=ahead_of(self.tokens, self.labels, self.documents, modules))
@@ -58,7 +58,8 @@ class Batch:
         return self.changed(lambda tensor: tensor[chosen.start : chosen.stop])
 
     def microbatches(self, number: int, replicas: int = 1) -> list[Batch]:
-        """Equal parts, in turn; of the sequences of several ``replicas`` of another stage, which cut each its own."""
+        """Equal parts in order. A batch may hold the sequences of several ``replicas`` of another stage, each of which
+        cuts its own: then every part has some of each."""
         each = self.tokens.shape[0] // (number * replicas)
 
         def part(tensor: Tensor, which: int) -> Tensor:

@@ -1,8 +1,7 @@
 """The engine: a job's model, cut as its strategy says, and one training step of it.
 
 Techniques are applied from outside, always in this order: stages, tensor, context, experts, FP8, recompute, compile,
-data.
-Each is one file or folder that knows nothing of the others.
+data. Each is one file or folder that knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -62,7 +61,9 @@ class Engine(Trainer[Batch]):
             tied.follow()
         initialise_parts(stages.values(), job.model, seed)
         super().__init__(job, place, mesh, stages, tied, data, call_decoder, DECODER)
-        self.mixtures = [one for stage in stages.values() for one in stage.modules() if isinstance(one, MoELayer)]
+        self.mixtures = [
+            module for stage in stages.values() for module in stage.modules() if isinstance(module, MoELayer)
+        ]
         self.graphs = StepGraphs(job, self.optimizer.param_groups)
 
     def step(self, batch: Batch, *, loss_limit: Tensor | float | None = None) -> StepResult:
@@ -71,7 +72,7 @@ class Engine(Trainer[Batch]):
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         self.require_rows(batch.tokens.shape[0], exactly=True)
         balance = self.job.model.numerics.balance_loss / self.job.sequences
-        for mixture in self.mixtures:  # its loss is not divided as the other is
+        for mixture in self.mixtures:  # the balance loss is not divided by the number of labels
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
         mine = self.own_tokens(batch.with_ahead(self.job.model.mtp_layers))
         parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
@@ -110,7 +111,7 @@ def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
 
 
 def _tied_ends(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
-    """The last stage's head is the first one's embedding, or its prediction modules read that."""
+    """Ties the ends of a pipeline whose last stage reads the first one's embedding: as its head, or in prediction."""
     if job.strategy.pp == 1 or not embedding_on_both_ends(job):
         return None
     reading = {"embedding": job.model.mtp_layers > 0, "head": job.model.tied_embeddings}
@@ -130,12 +131,12 @@ def apply_compile(
 ) -> None:
     """Compiles each layer of a rank in place, at its first call. Recompute is applied before, data parallelism after.
 
-    Equal layers share one graph. A layer without communication is compiled whole; if selective recompute names any of
-    its cheap functions, all of them are recomputed. In one that communicates, the parts between its collectives are
-    compiled, each as a whole: a graph break at a collective would leave no recompute and no overlap.
+    Equal layers share one graph. A layer that does not communicate is compiled whole; if selective recompute names any
+    of its cheap functions, all of them are recomputed. In a layer that communicates, each part between collectives is
+    compiled separately: a graph break at a collective would allow neither recompute nor overlap.
     """
     if torch.cuda.is_available():
-        # The compiler would do it in the middle of a pass, which checkpointing refuses.
+        # Otherwise the compiler initialises CUDA in the middle of a pass, which checkpointing refuses.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     settings: dict[str, Any] = {"backend": backend, "fullgraph": True}
     for part in [stages] if isinstance(stages, nn.Module) else stages:
@@ -157,7 +158,7 @@ def _communicates(module: nn.Module, strategy: Strategy) -> bool:
 
 def _compile_parts(module: nn.Module, compiled: Any, strategy: Strategy) -> None:
     """Compiles the largest parts of the module that neither communicate nor are called by recompute."""
-    if not any(_communicates(one, strategy) or _recomputed(one) for one in module.modules()):
+    if not any(_communicates(part, strategy) or _recomputed(part) for part in module.modules()):
         module.forward = compiled(module.forward)
         return
     for name in _BETWEEN_MATMULS:

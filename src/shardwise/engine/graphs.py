@@ -1,9 +1,9 @@
 """A whole training step as one CUDA graph: recorded once for each shape of batch, then launched by one call.
 
-A step of a small model is a thousand kernels of a few microseconds, which the host launches more slowly than the device
-runs them. A graph runs the same kernels on the same memory again, so what changes from step to step has to be a tensor:
-tokens, learning rates and the limit of the loss are copied in before; the optimizer's step number and the scale of the
-loss are on the device anyway.
+A step of a small model is a thousand kernels of a few microseconds each, which the host launches more slowly than the
+device runs them. A graph runs the same kernels on the same memory again, so whatever changes from step to step has to
+be a tensor: tokens, learning rates and the limit of the loss are copied in before a replay; the optimizer's step number
+and the loss scale are on the device anyway.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.spec.units import readable_bytes
 
 _logger = logging.getLogger("shardwise.engine")
 
-WARM_STEPS = 3  # before a step is recorded: kernels are compiled and chosen; the last shows what a graph cannot do
+WARM_STEPS = 3  # not recorded: kernels are compiled and chosen; the last shows whether the host has to wait
 MOST_GRAPHS = 4  # rows of packed documents have a shape for each power of two
 USABLE = 0.95  # of a device's memory
 
@@ -54,10 +54,10 @@ def why_not_recorded(job: Job, device: torch.device) -> str | None:
 
 
 class StepGraphs:
-    """Runs steps, by graphs where it can; ``reason`` says why there are none, if so. ``groups`` are the optimizer's.
+    """Runs steps, by graphs where possible; otherwise ``reason`` says why not. ``groups`` are the optimizer's.
 
-    A recording computes nothing: after a failed one the step runs as it is written. Where the job requires graphs, that
-    is an error.
+    Recording computes nothing, so after a failed recording the step runs without a graph. Where the job requires
+    graphs, the failure is an error.
     """
 
     def __init__(self, job: Job, groups: list[dict[str, Any]]) -> None:
@@ -75,7 +75,7 @@ class StepGraphs:
     def __call__(
         self, step: PlainStep, forget: Callable[[], None], batch: Batch, loss_limit: Tensor | float | None
     ) -> StepResult:
-        """``forget`` drops what a failed recording of ``step`` has left in the host's bookkeeping."""
+        """Runs one step; ``forget`` clears what a failed recording of it has left in the host's bookkeeping."""
         if self.reason is not None or profiler_enabled():  # a profile needs the ranges that the host marks
             return step(batch, loss_limit=loss_limit)
         shape = _shape(batch)
@@ -106,8 +106,8 @@ class StepGraphs:
             except RuntimeError as error:
                 forget()
                 problem = f"the step cannot be recorded: {_first_problem(error)}"
-        gc.collect()  # what the failed step has made is in the frames of its error, and those are in cycles
-        free_matmul_workspaces()  # that of the stream on which it was recorded
+        gc.collect()  # tensors of the failed step are held by the frames of its error, which are in reference cycles
+        free_matmul_workspaces()  # those of the stream on which it was recorded
         self._give_up(problem)
         return None
 
@@ -120,7 +120,7 @@ class StepGraphs:
 
 
 def _first_problem(error: BaseException) -> str:
-    """What ended a recording; the end of one that has become invalid is another error, on top of it."""
+    """What made a recording fail: ending an invalid recording raises a second error on top of the first."""
     first = error.__context__ if error.__context__ is not None and "captur" in str(error) else error
     lines = str(first).strip().splitlines() or [type(first).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # the compiler names itself in a line of its own
@@ -141,7 +141,7 @@ class _Graph:
             self._numbers = torch.stack([result.loss, result.gradient_norm])
 
     def replay(self, batch: Batch, rates: list[float], loss_limit: Tensor | float | None) -> StepResult:
-        kept, given = ([_elements(one) for one in _tensors(some)] for some in (self._batch, batch))
+        kept, given = ([_elements(tensor) for tensor in _tensors(some)] for some in (self._batch, batch))
         foreach_copy_(kept, given)
         for tensor, rate in zip(self._rates, rates):
             tensor.fill_(rate)
@@ -151,14 +151,14 @@ class _Graph:
 
 
 def laid_out_as(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the tensor: compiled layers, which know it by them, are compiled anew for others."""
+    """A copy with the same strides: for other strides, compiled layers would be compiled again."""
     own = _elements(tensor)
     copy = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
     return copy.copy_(own).expand(tensor.shape)
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Those with memory of their own: positions that all rows share are there once."""
+    """The elements with memory of their own: positions that all rows share are kept once."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -167,29 +167,29 @@ def _elements(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _waits_of_the_host(seen: bool) -> Iterator[list[str]]:
-    """Where the host waits for the device inside, which no graph can do; known when it ends, if ``seen``."""
-    found: list[str] = []
+    """Lists, if ``seen``, where the host waits for the device inside, which no graph can do; complete at the end."""
+    waits: list[str] = []
     if not (seen and torch.cuda.is_available()):
-        yield found
+        yield waits
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for one in told:
-        if "called a synchronizing CUDA operation" in str(one.message):
-            found.append(f"{Path(one.filename).name}, line {one.lineno}")
-        elif "prototype feature" not in str(one.message):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    for warning in told:
+        if "called a synchronizing CUDA operation" in str(warning.message):
+            waits.append(f"{Path(warning.filename).name}, line {warning.lineno}")
+        elif "prototype feature" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextmanager
 def _rates_of(groups: list[dict[str, Any]], rates: list[Tensor]) -> Iterator[None]:
-    """The optimizer reads its learning rates from tensors meanwhile."""
+    """Makes the optimizer read its learning rates from tensors inside."""
     before = [group["lr"] for group in groups]
     try:
         for group, rate in zip(groups, rates):
@@ -201,20 +201,20 @@ def _rates_of(groups: list[dict[str, Any]], rates: list[Tensor]) -> Iterator[Non
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """What prediction modules read follows from these."""
-    return [one for one in (batch.tokens, batch.labels, batch.positions, batch.documents) if one is not None]
+    """The tensors of a batch, but for what prediction modules read, which follows from these."""
+    return [tensor for tensor in (batch.tokens, batch.labels, batch.positions, batch.documents) if tensor is not None]
 
 
 def _shape(batch: Batch) -> Hashable:
     """What a recorded step depends on, besides the values of tensors."""
-    shapes = tuple((one.shape, _elements(one).shape) for one in _tensors(batch))
+    shapes = tuple((tensor.shape, _elements(tensor).shape) for tensor in _tensors(batch))
     return shapes, batch.documents is None, batch.most_documents
 
 
 def _too_little_room() -> str | None:
-    """A graph keeps what a step takes beside the states; a step that is not replayed (profiled) takes it again.
+    """Why a graph would not fit: it keeps the memory of a step, and a step without it (profiled) needs as much again.
 
-    What other processes hold of the device is not there.
+    Memory that other processes hold is not counted as usable.
     """
     peak, states = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     needed, there = 2 * peak - states, (torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]) * USABLE

@@ -20,8 +20,10 @@ PASS_KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight gradients")
 
 
 class Called:
-    """The names of the engine's collectives in a profile: plain strings, which a compiled layer takes as constants.
-    `_PRICED_AS` has the kind of each."""
+    """The names of the engine's collectives in a profile; `_PRICED_AS` has the kind of each.
+
+    They are plain strings, which a compiled layer takes as constants.
+    """
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -121,28 +123,30 @@ WHOLE_PHASES = ("checkpoint", "evaluation")  # parts whose time is all theirs, w
 
 @dataclass(frozen=True)
 class Label:
-    """``part`` is the part of a step to which the range's own time counts; empty: the same as its surroundings.
-
-    ``what`` tells a collective (begin or wait) from others of its ``dimension`` and is not read further;
-    ``collective`` is its kind, if it has a price of its own; ``part_of`` the kind that several messages are together.
-    ``message`` is what the receiver of a message between
-    pipeline stages waits for.
-    """
+    """What the name of a range says."""
 
     kind: Kind
     part: str = ""
+    """The part of a step that the range's own time counts to; empty: that of the range around it."""
     dimension: str = ""
     what: str = ""
+    """Tells a collective (begin or wait) from others of its dimension; not interpreted further."""
     bytes: int = 0
-    number: int = 0  # of a step, a layer, or the microbatch of a pass
+    number: int = 0
+    """Of a step, a layer, or the microbatch of a pass."""
     pass_kind: PassKind | None = None
     stage: int | None = None
     collective: CollectiveKind | None = None
+    """The kind of the collective, if it has a price of its own."""
     part_of: CollectiveKind | None = None
+    """The kind of collective that several such messages make up together."""
     message: str = ""
+    """What the receiver of a message between pipeline stages waits for."""
     over_the_batch: bool = False
-    ends_when_waited: bool = False  # a send or a receive of gloo, whenever it was done
-    communicates: bool = False  # a kernel of a collective
+    ends_when_waited: bool = False
+    """A send or receive of gloo, whose range ends when it is waited for, not when it is done."""
+    communicates: bool = False
+    """A kernel of a collective."""
 
     @property
     def title(self) -> str:
@@ -166,12 +170,12 @@ def pass_name(kind: PassKind, microbatch: int, stage: int | None = None) -> str:
 
 
 def sorting_name(dimension: str, what: str) -> str:
-    """The device's work around an exchange of tokens."""
+    """Sorting and copying around an exchange of tokens."""
     return f"{dimension}: {what}"
 
 
 def begin_name(dimension: str, what: str, size_bytes: int) -> str:
-    """A collective begins; ``what`` is one of `Called`, or made by one of the functions below."""
+    """The start of a collective; ``what`` is one of `Called`, or made by one of the functions below."""
     return f"{dimension}: {what} {size_bytes} B"
 
 
@@ -228,32 +232,32 @@ _BACKEND_KINDS = (
 
 @lru_cache(maxsize=4096)
 def label_of(name: str) -> Label:
-    """The part of a collective over all ranks is ``world``."""
+    """The label of a range; collectives over all ranks count to the part ``world``."""
     if of_backend(name):
         return Label("backend", ends_when_waited=name in ("gloo:send", "gloo:recv"))
-    if found := _STEP.fullmatch(name):
-        return Label("step", "host", number=int(found[1]))
-    if found := _LAYER.fullmatch(name):
-        return Label("layer", "compute", number=int(found[1]))
-    if found := _BEGIN.fullmatch(name):
-        return _begun(found[1], found[2], int(found[3]))
-    if found := _WAIT.fullmatch(name):
-        return Label("wait", _part(found[1]), found[1], found[2])
-    if found := _PASS.fullmatch(name):
-        kind = next(one for one in PASS_KINDS if one == found[1])
-        stage = None if found[3] is None else int(found[3])
-        return Label("pass", "compute", number=int(found[2]), pass_kind=kind, stage=stage)
+    if match := _STEP.fullmatch(name):
+        return Label("step", "host", number=int(match[1]))
+    if match := _LAYER.fullmatch(name):
+        return Label("layer", "compute", number=int(match[1]))
+    if match := _BEGIN.fullmatch(name):
+        return _begun(match[1], match[2], int(match[3]))
+    if match := _WAIT.fullmatch(name):
+        return Label("wait", _part(match[1]), match[1], match[2])
+    if match := _PASS.fullmatch(name):
+        kind = next(kind for kind in PASS_KINDS if kind == match[1])
+        stage = None if match[3] is None else int(match[3])
+        return Label("pass", "compute", number=int(match[2]), pass_kind=kind, stage=stage)
     if name in _PARTS:
         return Label("phase", _PARTS[name])
     if name in _PURPOSES:
         return Label("phase", _PURPOSES[name], what=name)
-    if found := _SORTING.fullmatch(name):  # what is sent has a name of its own
-        return Label("phase", "compute", found[1], found[2])
+    if match := _SORTING.fullmatch(name):  # what is sent has a name of its own
+        return Label("phase", "compute", match[1], match[2])
     for start, part in _FOREIGN:
         if name.startswith(start):
             return Label("phase", part)
-    if found := _RUNTIME.match(name):
-        return Label("phase", "pp" if found[1] else "compute")
+    if match := _RUNTIME.match(name):
+        return Label("phase", "pp" if match[1] else "compute")
     return Label("none", communicates=name.startswith("nccl"))
 
 

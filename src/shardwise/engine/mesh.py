@@ -1,8 +1,8 @@
 """The process groups of a strategy's mesh.
 
-Not one `DeviceMesh` of all ranks, which cannot express that experts and dense parts are divided differently, and which
-makes a process group for every dimension, even unused, of one rank, or of the same ranks as another: each costs
-connections and, with gloo, a thread that wakes up a hundred times a second.
+It is not a `DeviceMesh` of all ranks: that cannot express that experts and dense parts are divided differently, and it
+makes a process group for every dimension, even if that is unused, has one rank, or the same ranks as another. Each
+group costs connections and, with gloo, a thread that wakes up a hundred times a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mesh:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """As the ranks of this rank's stage see it."""
+        """The strategy as this rank's stage sees it."""
         return self.whole.of_stage(self.pipeline_rank) if self.whole.has_unlike_stages else self.whole
 
     @cached_property
@@ -54,18 +54,21 @@ class Mesh:
 
     @property
     def pipeline(self) -> Sequence[int]:
-        """The ranks that hold the stages of this rank's pipeline, in order; of unlike stages, those opposite."""
+        """The ranks that hold the stages of this rank's pipeline, in order.
+
+        Between unlike stages these are the ranks with the same place in their stage.
+        """
         if not self.whole.has_unlike_stages:
             return own(self.divisions["pp"])
         inside = dist.get_rank() - first_rank(self.whole, self.pipeline_rank)
         return [first_rank(self.whole, stage) + inside for stage in range(self.whole.pp)]
 
-    def same(self, one: str, other: str) -> bool:
+    def same(self, group: str, other: str) -> bool:
         """Whether two names mean the same ranks everywhere."""
-        return self.divisions[one] == self.divisions[other]
+        return self.divisions[group] == self.divisions[other]
 
     def sharding(self, replicate: str, shard: str) -> DeviceMesh:
-        """This rank's neighbours as `fully_shard` takes them: two dimensions if there are several shard groups."""
+        """The mesh that `fully_shard` takes for this rank: two dimensions if there are several shard groups."""
         if self.size(replicate) == 1:
             return DeviceMesh.from_group(self.group(shard), self.device, mesh_dim_names=(shard,))
         columns = {rank: ranks for ranks in self.divisions[shard] for rank in ranks}
@@ -89,7 +92,7 @@ def build_mesh(strategy: Strategy, device: str = "cpu", key_value_heads: int | N
             groups[division] = new_group(own(division), name)
     mesh = Mesh(strategy, device, divisions, groups)
     if strategy.has_unlike_stages:
-        assert mesh._alone  # made by all ranks here, or by some of them later: a group's name counts those before it
+        assert mesh._alone  # made here by all ranks: names of groups count earlier groups, so all must make as many
     return mesh
 
 
@@ -102,7 +105,7 @@ def own(division: Division) -> tuple[int, ...]:
 def new_group(ranks: Sequence[int], meaning: str | None = None) -> dist.ProcessGroup:
     """A process group made by its own ranks; all ranks of the world must make equally many, or names differ.
 
-    ``meaning`` is what the flight recorder calls it.
+    ``meaning`` is the flight recorder's name for it.
     """
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=meaning)
     return group

@@ -1,4 +1,4 @@
-"""A user's own network under any strategy, in the user's own loop.
+"""A user's own network under any strategy, in the user's own loop; and its undivided tensors afterwards.
 
 The order is the engine's: stages, tensor, context, experts, recompute, data. The given module is changed in place: it
 *is* the parallel module afterwards.
@@ -6,13 +6,15 @@ The order is the engine's: stages, tensor, context, experts, recompute, data. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.fp8.apply import apply_fp8
@@ -22,10 +24,11 @@ from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.own_model import checks, forward
 from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages
 from shardwise.engine.own_model.tables import found_layers, job_for, supplied_table
-from shardwise.engine.own_model.unsharded import HeldPiece, kept_buffers, second_names, whole_tensors
+from shardwise.engine.parameters import HeldPart, plain_name
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
+from shardwise.engine.torch_private import persistent_buffers
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -157,10 +160,10 @@ class Parallel(Trainer[Any]):
         pieces: dict[str, HeldPiece] = {}
         for stage in self.stages.values():
             pieces |= kept_buffers(stage)
-        for one in self.parameters:
-            if one.part.counted:
-                dtype = self.optimizer.dtype(one.parameter, MASTER)
-                pieces[one.name] = HeldPiece(one.part, dtype, partial(self.weight, one))
+        for held in self.parameters:
+            if held.part.counted:
+                dtype = self.optimizer.dtype(held.parameter, MASTER)
+                pieces[held.name] = HeldPiece(held.part, dtype, partial(self.weight, held))
         yield from whole_tensors(pieces, self.aliases)
 
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
@@ -184,6 +187,91 @@ def gather_state_dict(parallel: Parallel, dtype: torch.dtype | None = None) -> d
     otherwise. Tied parameters appear under all their names.
     """
     return {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in parallel.whole_tensors()}
+
+
+# -- the undivided network: every tensor put together on rank 0, one at a time ------------------------------
+
+
+Described = Sequence[dict[str, tuple[HeldPart, torch.dtype]]]  # for every rank, what it holds
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """A rank's part of a tensor."""
+
+    part: HeldPart
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """Fetches the part, wherever it is stored."""
+
+
+def whole_tensors(pieces: dict[str, HeldPiece], aliases: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of the network with its name, on the CPU of rank 0.
+
+    The other ranks get nothing, but have to iterate too. ``pieces`` are this rank's; ``aliases`` are second names of
+    the same tensors.
+    """
+    rank = dist.get_rank()
+    described: list[dict[str, tuple[HeldPart, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(described, {name: (piece.part, piece.dtype) for name, piece in pieces.items()})
+    for name in dict.fromkeys(name for names in described for name in names):
+        mine = pieces[name].read().detach() if name in pieces else None
+        if isinstance(mine, DTensor):
+            mine = mine.full_tensor()  # a collective of all ranks that hold a shard
+        owners = _owners(name, described)
+        if rank == 0:
+            whole = _collected(name, owners, described, mine)
+            yield name, whole
+            yield from ((other, whole) for other, first in aliases.items() if first == name)
+        elif rank in owners and mine is not None:
+            dist.send(mine.contiguous(), 0)
+
+
+def _owners(name: str, described: Described) -> list[int]:
+    """The first rank that holds each part."""
+    owners: dict[object, int] = {}
+    for rank, pieces in enumerate(described):
+        if name in pieces:
+            owners.setdefault(pieces[name][0].cuts, rank)
+    return list(owners.values())
+
+
+def _collected(name: str, owners: Sequence[int], described: Described, mine: Tensor | None) -> Tensor:
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu") if mine is None else mine.device
+    first, dtype = described[owners[0]][name]
+    whole = torch.empty(first.shape, dtype=dtype)
+    for owner in owners:
+        part, _ = described[owner][name]
+        if owner == 0:
+            assert mine is not None
+            local = mine
+        else:
+            local = torch.empty(part.local_shape, dtype=dtype, device=device)
+            dist.recv(local, owner)
+        part.put(local.cpu(), whole)
+    return whole
+
+
+def kept_buffers(root: nn.Module) -> dict[str, HeldPiece]:
+    """Buffers that a state dict holds; they are whole on every rank."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): HeldPiece(
+            HeldPart(tuple(buffer.shape)), buffer.dtype, buffer.detach
+        )
+        for prefix, module in root.named_modules()
+        for name, buffer in persistent_buffers(module).items()
+    }
+
+
+def second_names(module: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond their first."""
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            others[name] = known
+    return others
 
 
 __all__ = ["Parallel", "gather_state_dict", "parallelize"]

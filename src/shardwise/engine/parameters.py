@@ -6,7 +6,7 @@ local tensor is; data parallelism (`fully_shard`) divides further what is descri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,19 +41,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """One rank's part of a parameter.
-
-    ``copies``: ranks inside one data-parallel replica that hold the same elements (1 where each holds others).
-    ``partial``: the mesh group over which the gradient has yet to be summed after the backward pass, since each rank
-    has seen only some of the tokens or heads. ``counted`` is false for a second copy of a tied parameter.
-    """
+    """One rank's part of a parameter."""
 
     shape: tuple[int, ...]
+    """Of the whole parameter."""
     cuts: tuple[Cut, ...] = ()
     copies: int = 1
+    """Ranks inside one data-parallel replica that hold the same elements."""
     partial: str | None = None
+    """The mesh group over which the gradient has yet to be summed after the backward pass, because each rank has seen
+    only some of the tokens or heads."""
     expert: bool = False
     counted: bool = True
+    """False for the second copy of a tied parameter."""
 
     def cut(self, dimension: int, start: int, stop: int, blocks: int = 1) -> HeldPart:
         """Elements ``start`` to ``stop`` of each of the equal ``blocks`` that a dimension consists of."""
@@ -65,17 +65,17 @@ class HeldPart:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what this rank holds, padding included."""
+        """The shape of what this rank holds, padding included."""
         shape = list(self.shape)
-        for one in self.cuts:
-            shape[one.dimension] = one.size
+        for cut in self.cuts:
+            shape[cut.dimension] = cut.size
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of the whole tensor; padding is zero."""
-        for one in self.cuts:
-            pieces = [_run_of(whole, one.dimension, start, stop) for start, stop in one.runs]
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, one.dimension)
+        for cut in self.cuts:
+            pieces = [_run_of(whole, cut.dimension, start, stop) for start, stop in cut.runs]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dimension)
         return whole
 
     def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
@@ -83,10 +83,10 @@ class HeldPart:
         if not self.cuts:
             whole.copy_(local)
             return
-        one, rest, at = self.cuts[0], replace(self, cuts=self.cuts[1:]), 0
-        for start, stop in one.runs:
-            first, present = _inside(whole.shape[one.dimension], start, stop)
-            rest.put(local.narrow(one.dimension, at, present), whole.narrow(one.dimension, first, present))
+        cut, rest, at = self.cuts[0], replace(self, cuts=self.cuts[1:]), 0
+        for start, stop in cut.runs:
+            first, present = _inside(whole.shape[cut.dimension], start, stop)
+            rest.put(local.narrow(cut.dimension, at, present), whole.narrow(cut.dimension, first, present))
             at += stop - start
 
 
@@ -140,15 +140,15 @@ def plain_name(name: str) -> str:
 
 def parts_of(root: nn.Module) -> dict[str, HeldPart]:
     """Every parameter of this rank by its plain name; a parameter shared under two names is listed once."""
-    found: dict[str, HeldPart] = {}
+    parts: dict[str, HeldPart] = {}
     seen: set[int] = set()
     for prefix, module in root.named_modules(remove_duplicate=True):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=True):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            found[plain_name(f"{prefix}.{name}" if prefix else name)] = part_of(module, name)
-    return found
+            parts[plain_name(f"{prefix}.{name}" if prefix else name)] = part_of(module, name)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class HeldParameter:
 
 def held(chunks: Iterable[nn.Module]) -> list[HeldParameter]:
     """All parameters of a rank's stages, each once."""
-    found: dict[int, HeldParameter] = {}
+    parameters: dict[int, HeldParameter] = {}
     for chunk in chunks:
         parts = parts_of(chunk)
         for name, parameter in chunk.named_parameters():
-            found.setdefault(id(parameter), HeldParameter(plain_name(name), parts[plain_name(name)], parameter))
-    return list(found.values())
+            parameters.setdefault(id(parameter), HeldParameter(plain_name(name), parts[plain_name(name)], parameter))
+    return list(parameters.values())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -188,20 +188,16 @@ def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
 
 def sum_partial(parameters: Sequence[HeldParameter], mesh: Mesh) -> None:
     """Completes the gradients of whole parameters for which each rank has seen only some tokens or heads."""
-    groups = sorted({one.part.partial for one in parameters if one.part.partial})
+    groups = sorted({parameter.part.partial for parameter in parameters if parameter.part.partial})
     for group in groups:
-        mine = [one.gradient for one in parameters if one.part.partial == group]
-        for same_type in _by_type([one for one in mine if one is not None]):
-            _sum_together(same_type, mesh.group(group))
-
-
-def _by_type(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    for dtype in sorted({one.dtype for one in tensors}, key=str):
-        yield [one for one in tensors if one.dtype == dtype]
+        mine = [parameter.gradient for parameter in parameters if parameter.part.partial == group]
+        gradients = [gradient for gradient in mine if gradient is not None]
+        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+            _sum_together([gradient for gradient in gradients if gradient.dtype == dtype], mesh.group(group))
 
 
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([one.flatten() for one in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     with sent("tp", Called.WHOLE_GRADIENTS, flat):
         all_reduce_sum(flat, group)
     foreach_copy_(tensors, split_like(flat, tensors))
@@ -224,23 +220,23 @@ def materialise(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> None:
-    """Fills parameters as `initialise` fills those of the whole model, one at a time; buffers become zero."""
+    """Gives parameters the values that `initialise` gives the whole model, one at a time; buffers become zero."""
     chunks = list(chunks)
     for chunk in chunks:
         for buffer in chunk.buffers():
             buffer.zero_()
-    for one in held(chunks):
-        fill(one, lambda name, part, like=one.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
+    for target in held(chunks):
+        fill(target, lambda name, part, like=target.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
 
 
 @torch.no_grad()
-def fill(one: HeldParameter, part_value: Whole) -> None:
+def fill(target: HeldParameter, part_value: Whole) -> None:
     """Writes into the local tensor what ``part_value`` gives for its part of the model."""
-    local(one.parameter).copy_(divided_as(one.parameter, part_value(one.name, one.part)))
+    local(target.parameter).copy_(divided_as(target.parameter, part_value(target.name, target.part)))
 
 
 def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
-    """The part of ``value``, of the size of the whole ``tensor``, that data parallelism gives to this rank."""
+    """The part of ``value`` that this rank holds of ``tensor``, which data parallelism may have divided."""
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         for dimension, (start, length) in enumerate(zip(offset, shape)):

@@ -20,9 +20,9 @@ class Pending(Protocol):
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """A profiler's range, or nothing without a profiler: a hundred ranges would make a step 1% slower.
+    """A range in a running profile, else nothing: a hundred ranges would make a step 1% slower.
 
-    In compiled layers always a range, which the compiler leaves out by itself.
+    In compiled layers it is always a range, which the compiler leaves out by itself.
     """
     if torch.compiler.is_compiling():
         return record_function(name)
@@ -34,7 +34,7 @@ def marked(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def nvtx_ranges() -> Iterator[None]:
-    """Ranges are those of NVTX inside, in the threads of backward passes too. A process has one profiler at a time."""
+    """Makes NVTX ranges of all ranges inside, also in the threads of backward passes; no other profiler may run."""
     enable_nvtx()
     try:
         yield
@@ -60,8 +60,8 @@ def wait_for(work: Pending | None, dimension: str, what: str) -> None:
 
 
 def waited(dimension: str, what: str) -> AbstractContextManager[object]:
-    """Marks where this rank's host is blocked on a collective that it started before, or on another rank's message.
+    """Marks where the host of this rank waits for a collective that it started, or for a message of another rank.
 
-    ``what`` is the name of the collective or message; waits of one name come in the order in which they began.
+    ``what`` is the name of the collective or message; waits of the same name come in the order of their starts.
     """
     return marked(wait_name(dimension, what))

@@ -17,7 +17,7 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
     if own_module and job.strategy.has_unlike_stages:
         problem = "the stages of a network from outside have equal degrees"
         raise SpecError("strategy.stage_tp", problem, "leave stage_tp and stage_dp out")
-    for worst in (one for one in verdict(job).findings if one not in aside):
+    for worst in (finding for finding in verdict(job).findings if finding not in aside):
         raise SpecError(worst.field, f"{' with '.join(worst.techniques)}: {worst.reason}", worst.remedy)
     require_gradient_schedules(job)
 

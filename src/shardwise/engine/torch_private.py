@@ -134,8 +134,8 @@ def enable_nvtx() -> None:
     """Sets the state of `torch.autograd.profiler.emit_nvtx`, which reaches the threads of backward passes, until
     `disable_profiler`.
 
-    The public class would make a range of every operator, with a number in its name that no two share. The state is set
-    for a scope that nothing here has instead, so that torch makes none (2.11 on; a build with CUDA).
+    The public class would make a range for every operator, with a unique number in its name. Here the state is set for
+    a scope that nothing in this project uses, so that torch makes no ranges itself (2.11 on; a build with CUDA).
     """
     kinds: Any = _C._profiler
     settings = (False, False, False, False, False, kinds._ExperimentalConfig())  # as emit_nvtx has them
@@ -149,12 +149,12 @@ PyTorchFileReader: Any = _C.PyTorchFileReader
 
 def flight_entries() -> list[dict[str, Any]]:
     """What the flight recorders have, oldest first for each backend: gloo's, and NCCL's where torch has it (2.13)."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump: Callable[[], str] | None = getattr(_C._distributed_c10d, name, None)
         if dump is not None:
-            found += json.loads(dump()).get("entries") or []
-    return found
+            entries += json.loads(dump()).get("entries") or []
+    return entries
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -202,7 +202,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def around_every_call(module: nn.Module, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-    """Not by hooks where the module is compiled: the compiler would take them into the graph (2.11 on)."""
+    """Calls ``before`` and ``after`` around every call of a module.
+
+    Where the module is compiled this is not done by hooks, which the compiler would take into the graph (2.11 on).
+    """
     compiled: Any = module._compiled_call_impl
     if compiled is None:
         module.register_forward_pre_hook(lambda module, arguments: before())
@@ -223,7 +226,7 @@ def around_every_call(module: nn.Module, before: Callable[[], None], after: Call
 def inside_every_call(module: nn.Module, block: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
     """Runs each call of a module in a block of its own, until the returned function is called.
 
-    Not by hooks where the module is compiled, as above. Else what other hooks do is outside of the block.
+    Without hooks where the module is compiled, as above. Otherwise what other hooks do is outside of the block.
     """
     compiled: Any = module._compiled_call_impl
     if compiled is not None:
@@ -274,9 +277,9 @@ def gather_in_background(root: Any) -> None:
 
 
 def copy_gradients_by_kernels() -> None:
-    """Has a rank that shards with no other copy what it reduces by kernels alone, in all of this process.
+    """Makes a rank that is alone in its shard group copy gradients by kernels alone, in the whole process.
 
-    FSDP's own copy sends a table to the GPU first, which waits behind long copies from the host.
+    FSDP's own copy first sends a table to the GPU, which would queue behind long copies from the host.
     """
     fsdp_collectives.foreach_reduce_scatter_copy_in = _copied_by_kernels
 
@@ -288,8 +291,8 @@ def _copied_by_kernels(unsharded_grads: list[Tensor], reduce_scatter_input: Tens
     if world_size > 1:
         _fsdp_copy_in(unsharded_grads, reduce_scatter_input, world_size)
     else:
-        parts = torch.split(reduce_scatter_input.view(-1), [one.numel() for one in unsharded_grads])
-        foreach_copy_(parts, [one.reshape(-1) for one in unsharded_grads])
+        parts = torch.split(reduce_scatter_input.view(-1), [gradient.numel() for gradient in unsharded_grads])
+        foreach_copy_(parts, [gradient.reshape(-1) for gradient in unsharded_grads])
 
 
 def finish_backward(root: nn.Module) -> None:
@@ -299,7 +302,7 @@ def finish_backward(root: nn.Module) -> None:
 
 
 def forget_forward_passes(group: Any) -> None:
-    """For which no backward pass comes: FSDP would gather for a later one what they had ended with (2.13)."""
+    """Drops FSDP's record of forward passes without a backward pass, which would make a later one gather (2.13)."""
     group.comm_ctx.post_forward_order.clear()
     group._post_forward_indices.clear()
 
@@ -326,7 +329,7 @@ def gather_stream(group: Any, async_op: bool) -> Any:
 
 
 def free_matmul_workspaces() -> None:
-    """Of every stream; the next matmul there has a new one. Nothing in a build of PyTorch for CPUs."""
+    """Frees the workspaces of all streams; the next matmul makes a new one. Does nothing without CUDA."""
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -337,7 +340,7 @@ def new_graph_pool() -> Any:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Records what is launched inside; relaxed, as calls of other threads, such as NCCL's, concern other streams."""
+    """Records what is launched inside. Relaxed mode allows calls of other threads, such as NCCL's, on other streams."""
     stream = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool, capture_error_mode="relaxed"):

@@ -28,9 +28,8 @@ from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.pipeline.routes import RoutedMailbox, routes_of
 from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
-from shardwise.engine.pipeline.stage import Call, Mailbox, Message
+from shardwise.engine.pipeline.stage import Call, Mailbox, Message, RoutedMailbox, routes_of
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.layout.ranks import rank_at
@@ -44,15 +43,16 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors on the device, equal on every rank: reading them waits for the step. If workers do not synchronise in
-    every step, the loss is that of this worker's part of the batch, and the norm that of its own gradient.
+    """Tensors on the device, equal on every rank; reading them waits for the step.
 
-    If a gradient was not finite on any rank, the norm is not finite on all; if the loss was above its limit, it is
-    minus infinity. In both cases no weight has moved on any rank.
+    If workers do not synchronise in every step, both are those of this worker's part of the batch.
     """
 
-    loss: Tensor  # mean over the labels that count, of the whole batch
+    loss: Tensor
+    """Mean over the labels of the whole batch that count."""
     gradient_norm: Tensor
+    """Not finite if a gradient was not finite on any rank; minus infinity if the loss was above its limit. In both
+    cases no weight has changed on any rank."""
 
 
 class Trainer(ABC, Generic[Given]):
@@ -74,7 +74,7 @@ class Trainer(ABC, Generic[Given]):
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
         self.own_job = job.of_stage(mesh.pipeline_rank)
-        # Data-parallel ranks of the stage with most of them whose sequences this rank takes.
+        # With unlike stages: how many data-parallel ranks of the stage with the most this rank takes the sequences of.
         self.replicas = job.strategy.data_parallel // self.own_job.strategy.data_parallel
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
         self.in_fp8 = weights_in_fp8(stages.values())
@@ -89,22 +89,22 @@ class Trainer(ABC, Generic[Given]):
             Store(offload, device, updates_on_device=updates_on_device(job, offload)) if may_offload(job) else None
         )
         self.optimizer = build_optimizer(
-            [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
+            [(held.name, held.parameter) for held in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload, whole_masters=job.whole_masters,
             on_split=lambda parameter: data.forget_masters([parameter]),
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
         self._stream_states(patterns)
-        data.offload(self.optimizer.stored, {one.parameter for one in self.parameters if self._stays(one)})
+        data.offload(self.optimizer.stored, {held.parameter for held in self.parameters if self._stays(held)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
         together = None if self.workers == 1 else mesh.group("worker")
-        copies = [ranks_with_copy(one.part, mesh) / self.workers for one in self.parameters]
+        copies = [ranks_with_copy(held.part, mesh) / self.workers for held in self.parameters]
         self.gradient_norm = GradientNorm(copies, device, together)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
         if job.strategy.compression.compresses_momentum:
-            data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
+            data.follow_momenta(lambda parameter: self.optimizer.state[parameter]["exp_avg"], optimization.beta1)
         self.reset_compression()
         if self.store is not None and offload.activations:
             offload_activations(
@@ -127,7 +127,7 @@ class Trainer(ABC, Generic[Given]):
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted) if self.workers == 1 else counted
         divisor = total if self.scaler is None else total / self.scaler.scale
-        if self.late is not None:  # what is summed in the end is the mean of all workers' means
+        if self.late is not None:  # so that the sum over workers is the mean of their means
             divisor = divisor * self.workers
         loss = self._passes(microbatches, divisor)
         with named(StepPhase.LAST_SUMS):
@@ -143,18 +143,18 @@ class Trainer(ABC, Generic[Given]):
     def update(self, refused: Tensor | None = None) -> Tensor:
         """Clips the gradients and updates the weights; returns the gradients' norm before clipping.
 
-        The norm is that of all ranks' gradients, so that all skip a step if it is not finite, or if one of them has
-        ``refused`` it.
+        The norm covers the gradients of all ranks, so that all skip a step if it is not finite or if any rank has
+        ``refused`` the step.
         """
         if self.late is not None and not self.late.exchange():
             self._end_step()
             return torch.zeros((), device=self.device)
         if self.late is not None and self.tied and self.tied.weight.grad is not None:
             self.tied.copy_of(self.tied.weight.grad)
-        gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
+        gradients, largest = [held.gradient for held in self.parameters], self.job.training.optimization.clip_norm
         if self.optimizer.learnt_steps is not None:
             largest = None  # the momentum was exchanged before the whole gradient was known
-        elsewhere = self.data.settle_gradients(one.parameter for one in self.parameters)
+        elsewhere = self.data.settle_gradients(held.parameter for held in self.parameters)
         norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
         bad = (~torch.isfinite(norm)).float()
         if self.scaler is not None:
@@ -180,8 +180,8 @@ class Trainer(ABC, Generic[Given]):
 
     def _forget_casts(self) -> None:
         """Weights may have changed since they were cast; the first microbatch casts them again."""
-        for one in self.in_fp8:
-            one.forms = None
+        for cast in self.in_fp8:
+            cast.forms = None
         if self.delayed is not None:
             self.delayed.begin_step()
         self.data.before_step()
@@ -206,10 +206,10 @@ class Trainer(ABC, Generic[Given]):
         synchronise = self.job.strategy.synchronise
         if synchronise.every_step or self.mesh.size("dp") == 1:
             return None, None
-        trained = [one.parameter for one in self.parameters if one.parameter.requires_grad]
+        trained = [held.parameter for held in self.parameters if held.parameter.requires_grad]
         if synchronise.is_async:
             return None, LateSums(trained, self.mesh.group("dp"), synchronise.staleness)
-        values = [self.optimizer.values(one) for one in trained]
+        values = [self.optimizer.values(parameter) for parameter in trained]
         return OuterSteps(values, self.mesh.group("dp"), synchronise), None
 
     def on_weights_loaded(self) -> None:
@@ -219,34 +219,34 @@ class Trainer(ABC, Generic[Given]):
         if self.outer is not None:
             self.outer.begin()
 
-    def weight(self, one: HeldParameter) -> Tensor:
+    def weight(self, held: HeldParameter) -> Tensor:
         """The fp32 values that are trained, wherever they are stored, divided like the parameter."""
-        return as_divided(self.optimizer.read(one.parameter, MASTER).to(self.device), one.parameter)
+        return as_divided(self.optimizer.read(held.parameter, MASTER).to(self.device), held.parameter)
 
-    def gradient(self, one: HeldParameter) -> Tensor | None:
-        """As `forward_backward` left it, wherever it is stored, divided like the parameter; None if there is none."""
+    def gradient(self, held: HeldParameter) -> Tensor | None:
+        """The gradient after `forward_backward`, wherever it is stored, divided like the parameter; or None."""
         self.data.settle_gradients(())
         stored = self.optimizer.stored
-        if one.parameter not in stored.summed:
-            return one.parameter.grad
-        values = stored.read(one.parameter, GRADIENT).view(local(one.parameter).shape)
-        return as_divided(values.to(self.device), one.parameter)
+        if held.parameter not in stored.summed:
+            return held.parameter.grad
+        values = stored.read(held.parameter, GRADIENT).view(local(held.parameter).shape)
+        return as_divided(values.to(self.device), held.parameter)
 
-    def _stays(self, one: HeldParameter) -> bool:
+    def _stays(self, held: HeldParameter) -> bool:
         """Whether something is added to the gradient after data parallelism has reduced it."""
         ends = () if self.tied is None else self.tied.modules
-        return bool(one.part.partial) or any(one.parameter is tied for end in ends for tied in end.parameters())
+        return bool(held.part.partial) or any(held.parameter is tied for end in ends for tied in end.parameters())
 
     def _stream_states(self, patterns: Patterns) -> None:
-        """Says when the passes need weights whose states are updated on the device."""
+        """Tells updates that run on the device when the passes need their weights."""
         streamed = self.optimizer.stored.streamed
         if streamed is None:
             return
-        layers = {one: [layer for _, layer in matching(one, patterns.layers)] for one in self.stages.values()}
+        layers = {stage: [layer for _, layer in matching(stage, patterns.layers)] for stage in self.stages.values()}
         stage, inside = next(iter(layers.items()))
         streamed.expect(needed_first(inside, stage))
         for stage, inside in layers.items():
-            if not self.data.is_sharded(stage):  # what is gathered waits for itself
+            if not self.data.is_sharded(stage):  # sharded weights wait when they are gathered
                 wait_before(inside, stage, streamed)
 
     def offload_optimizer(self, share: float) -> None:
@@ -260,18 +260,18 @@ class Trainer(ABC, Generic[Given]):
 
     @torch.no_grad()
     def evaluate(self, batch: Given) -> Tensor:
-        """The loss of a global batch, of which this is the rank's share; nothing is learnt."""
+        """The loss of a global batch, of which ``batch`` is this rank's share; without training."""
         self._forget_casts()
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted)
         if self.pipeline:
             loss = self.pipeline.evaluate(microbatches, total)
         else:
-            loss = torch.stack([self._loss(one) / total for one in microbatches]).sum()
+            loss = torch.stack([self._loss(microbatch) / total for microbatch in microbatches]).sum()
         return self._of_all(loss)
 
     def _of_all(self, loss: Tensor) -> Tensor:
-        """The loss of all ranks' tokens, from that of this rank's."""
+        """The loss summed over the tokens of all ranks."""
         loss = self.over_data(loss)
         if self.job.strategy.has_unlike_stages:  # some ranks have no peer in the last stage to receive the loss from
             source = rank_at(self.job.strategy, {"pp": placement(self.job)[-1]})
@@ -289,7 +289,7 @@ class Trainer(ABC, Generic[Given]):
         """This rank's microbatches of a step, and how many of their labels count (a fresh fp32 scalar)."""
 
     def after_update(self) -> None:
-        """Updates of anything beside the weights."""
+        """Hook for updates of anything but the weights."""
 
     def own_tokens(self, batch: Batch) -> Batch:
         """The part of every sequence that context parallelism gives to this rank."""
@@ -297,7 +297,7 @@ class Trainer(ABC, Generic[Given]):
         return batch.changed(lambda tensor: cut_sequence(tensor, rank, size, method))
 
     def over_data(self, number: Tensor) -> Tensor:
-        """The sum over all ranks that hold other tokens of the step."""
+        """The sum over all ranks that hold different tokens of the step."""
         for name in ("cp", "dp"):
             if self.mesh.size(name) > 1:
                 with sent(name, Called.OVER_THE_BATCH, number):

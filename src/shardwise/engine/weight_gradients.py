@@ -1,10 +1,10 @@
-"""Weight gradients that are computed later than those of the inputs: what a split pipeline schedule calls W.
+"""Weight gradients that are computed later than input gradients: the W of split pipeline schedules, after the I.
 
 PyTorch's own split (`torch.distributed.pipelining._backward`) asks autograd once for every group of weights: under
 recompute each call runs the layer again, all activations are kept until W, and before 2.13 the gradients of a function
 with several outputs are mixed up. Here the matmuls themselves are deferred: the inputs of a linear layer and the
 gradient of its outputs are kept, everything else is freed after I. All other gradients (norms, biases, functions that
-do not support this) are computed in I, which is early but never wrong.
+do not support this) are computed in I, which is early but correct.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def deferring() -> Iterator[Waiting]:
 
 @contextmanager
 def not_deferring() -> Iterator[None]:
-    """Forward passes inside defer no weight gradient: a recomputed layer would keep all its activations for it."""
+    """Makes forward passes inside compute weight gradients at once: deferred, they would keep the activations of a
+    recomputed layer."""
     global _at_once
     before, _at_once = _at_once, True
     try:
@@ -52,7 +53,7 @@ def not_deferring() -> Iterator[None]:
 
 
 def may_defer() -> bool:
-    """Whether weight gradients of the running forward pass may be deferred; for its backward pass to remember."""
+    """Whether weight gradients may be deferred; asked in the forward pass, remembered for its backward pass."""
     return not _at_once
 
 
@@ -68,7 +69,7 @@ def defer(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
 
 
 def is_deferring() -> bool:
-    """Whether the running backward pass defers weight gradients: then nothing they need is fetched now."""
+    """Whether the running backward pass defers weight gradients, so that what they need is not fetched yet."""
     return _waiting is not None
 
 
@@ -87,8 +88,8 @@ def compute(waiting: Waiting) -> None:
 class Deferrable(TorchFunctionMode):
     """Forward passes inside use linear layers whose weight gradients can be deferred.
 
-    Enter it around backward passes too: a layer that is recomputed there has to do what it did before. Such a pass
-    starts at a `GradientEdge`; started at a tensor, it would be one function call that modes do not enter.
+    Enter it around backward passes too, since a layer that is recomputed there has to do what it did before. Such a
+    pass has to start at a `GradientEdge`: started at a tensor, it is one function call, inside which modes are off.
     ``exempt`` are modules whose own ``weight`` is never deferred.
     """
 

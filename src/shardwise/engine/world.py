@@ -27,7 +27,7 @@ def store_at(address: str, port: int, rank: int, world: int, seconds: float = 30
 
 
 def silence_blas_fallback() -> None:
-    """On a CPU without bf16 PyTorch multiplies by BLAS, and warns in every process with the frames of an exception."""
+    """Hides a warning: on a CPU without bf16 PyTorch falls back to BLAS, and every process prints a stack trace."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
 
 
@@ -35,9 +35,9 @@ def silence_blas_fallback() -> None:
 def joined(
     rank: int, world: int, meeting: str | Store, *, device: str = "cpu", seconds: float = 120, on_cpu: str = "gloo"
 ) -> Iterator[None]:
-    """The default process group of ``world`` processes that rendezvous in a file or a store, destroyed at the end.
+    """The default process group of ``world`` processes that meet in a file or a store; destroyed at the end.
 
-    There is always a CPU backend, ``on_cpu``, next to NCCL on GPUs, for checkpoints and small agreements.
+    Besides NCCL on GPUs there is always a CPU backend, for checkpoints and small agreements; without GPUs, ``on_cpu``.
     """
     silence_blas_fallback()
     store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
@@ -45,9 +45,9 @@ def joined(
     if device == "cuda":
         torch.cuda.set_device(local_rank(rank, torch.cuda.device_count()))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
-    # Not in a finally clause: leaving after a failure breaks the others' connections, and they would fail first.
+    # Not in a finally clause: a failed rank that leaves breaks the connections of others, which would hide its error.
     yield
     dist.barrier()
     dist.destroy_process_group()
-    # PyTorch's cache of operators on DTensors names this world's groups, and equal meshes of the next would find it.
+    # PyTorch's cache of operators on DTensors names the groups of this world; equal meshes of the next would use them.
     clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

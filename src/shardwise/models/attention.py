@@ -1,8 +1,8 @@
 """Attention: grouped heads with rotary or no positions, and DeepSeek's latent attention.
 
-Both read the number of heads from the tensors, never from the model's description. ``project`` (linear layers from the
-hidden states to heads), ``every_head`` (between latent vectors and their up-projections) and ``attend`` (attention
-itself) are attributes that may be replaced by a callable of the same signature.
+Both read the number of heads from the tensors, never from the model's description, so that they may be cut. Three
+attributes may be replaced by a callable of the same signature: ``project`` (the linear layers from hidden states to
+heads), ``every_head`` (between latent vectors and their up-projections) and ``attend`` (attention itself).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention_scale(model: Model) -> float:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with as many or fewer key-value heads (arXiv 2305.13245)."""
+    """Multi-head attention; with fewer key-value heads than heads, grouped-query attention (arXiv 2305.13245)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments, residual: Tensor | None = None
     ) -> Tensor:
-        """Added to ``residual``, where it is given."""
+        """The output, added to ``residual`` if that is given."""
         return self.from_projections(self.project(hidden, *self.projections()), rotation, arguments, residual)
 
     def from_projections(
@@ -63,10 +63,10 @@ class Attention(nn.Module):
     ) -> Tensor:  # fmt: skip
         query, key, value = projected
         if self.clip is not None:
-            query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
+            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
         if self.normed_whole:
             query, key = self._normed(query, key)
-        query, key, value = (torch.unflatten(one, -1, (-1, self.head_size)) for one in (query, key, value))
+        query, key, value = (torch.unflatten(tensor, -1, (-1, self.head_size)) for tensor in (query, key, value))
         query, key = self.positioned(query, key, rotation)
         attended = self.attend(query, key, value, arguments)
         return plus_linear(residual, attended.flatten(-2), self.output)
@@ -119,7 +119,7 @@ class MultiHeadLatentAttention(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments, residual: Tensor | None = None
     ) -> Tensor:
-        """Added to ``residual``, where it is given."""
+        """The output, added to ``residual`` if that is given."""
         sizes = (self.latent_size, self.rotated_size)
         latent, key_rotated = self.key_value_down(hidden).split_with_sizes(sizes, dim=-1)
         latent = self.key_value_down_norm(latent)
@@ -134,7 +134,7 @@ class MultiHeadLatentAttention(nn.Module):
         return plus_linear(residual, attended.flatten(-2), self.output)
 
     def projections(self) -> tuple[nn.Linear, ...]:
-        """As of `Attention`."""
+        """Like `Attention.projections`."""
         return () if self.compressed_query else (self.query,)
 
     def expand(
@@ -152,7 +152,7 @@ class MultiHeadLatentAttention(nn.Module):
         return query, key, value.contiguous()  # a view would keep the keys' part of the matmul alive
 
     def query_parts(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every head, the part of its query without positions, and the part to be rotated."""
+        """Every head's query as two parts: without positions, and to be rotated."""
         if self.compressed_query:
             queries = self.query_up(queries)
         query = torch.unflatten(queries, -1, (-1, self.plain_size + self.rotated_size))

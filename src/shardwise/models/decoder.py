@@ -27,17 +27,17 @@ LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], 
 class Decoder(nn.Module):
     """A decoder-only language model by its description.
 
-    ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None and any of ``layers``, which are
-    keyed by their index, deleted: what is left maps hidden states to hidden states. Those from ``model.layers`` on are
-    prediction modules: they add to the loss, and read the embedding wherever they are. ``loss_function`` takes hidden
-    states, the head's weight and bias, labels and what each counts, so that it never has to hold all logits; it may be
+    ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None, and any of ``layers``, which are
+    keyed by index, deleted: what is left maps hidden states to hidden states. Layers from ``model.layers`` on are
+    prediction modules: they add to the loss and always read the embedding. ``loss_function`` takes hidden states, the
+    head's weight and bias, labels and the weight of each label, so that it never has to hold all logits; it may be
     replaced.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        for one in not_built(model):  # what the decoder would silently get wrong
-            raise SpecError(one.field, f"{one.reason} ({model.name})", one.remedy)
+        for part in not_built(model):  # what the decoder would silently get wrong
+            raise SpecError(part.field, f"{part.reason} ({model.name})", part.remedy)
         self.model = model
         learned = model.positions == "learned"
         self.embedding: nn.Embedding | None = TokenEmbedding(model.vocab, model.hidden)
@@ -61,14 +61,14 @@ class Decoder(nn.Module):
         most_documents: int | None = None,
         ahead: Ahead | None = None,
     ) -> Tensor:
-        """The summed loss, logits or hidden states, whatever the last remaining part produces.
+        """The summed loss, logits or hidden states: whatever the last remaining part produces.
 
-        ``inputs`` are token ids [batch, seq], or hidden states [batch, seq, hidden] where there is no embedding.
-        ``labels`` [batch, seq] stand where they are predicted (the caller has shifted them); those equal to
-        -100 do not count. ``positions`` [batch or 1, seq] count from 0 along the row unless given, and
-        ``documents`` [batch, seq] keep packed documents from seeing each other; no row has more than
-        ``most_documents`` (unless given, a GPU takes a slower way). ``ahead`` is what prediction modules read and
-        predict; it follows from whole sequences of tokens, and is given where there are none.
+        ``inputs`` are token ids [batch, seq], or hidden states [batch, seq, hidden] without an embedding. ``labels``
+        [batch, seq] are already shifted to the positions that predict them; -100 does not count. ``positions`` [batch
+        or 1, seq] count from 0 along the row unless given. ``documents`` [batch, seq] number packed documents, which do
+        not see each other; no row has more than ``most_documents`` (without this number a GPU takes a slower path).
+        ``ahead`` is what prediction modules read and predict; it has to be given unless ``inputs`` are whole sequences
+        of tokens.
         """
         places = positions
         if places is None:
@@ -118,13 +118,16 @@ class Decoder(nn.Module):
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in kept)
 
     def _embed(self, inputs: Tensor, places: Tensor, ahead: Ahead | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Hidden states of the inputs, and embeddings of the tokens ahead: one lookup for all of them."""
+        """Hidden states of the inputs, and embeddings of the tokens ahead, by a single lookup."""
         ids = [] if inputs.is_floating_point() else [inputs]
         ids += [] if ahead is None else ahead.tokens.unbind(-1)
         embedded: tuple[Tensor, ...] = ()
         if ids and self.embedding is not None:
-            found = self._scaled(self.embedding(ids[0] if len(ids) == 1 else torch.cat(ids)))
-            embedded = found.chunk(len(ids))
+            rows = self.embedding(ids[0] if len(ids) == 1 else torch.cat(ids))
+            scale = self.model.numerics.embedding_scale
+            if scale != 1:
+                rows = rows * torch.tensor(scale, dtype=rows.dtype).item()
+            embedded = rows.chunk(len(ids))
         hidden, others = (inputs, embedded) if inputs.is_floating_point() else (embedded[0], embedded[1:])
         if self.position_embedding is None:
             return hidden, others
@@ -132,10 +135,6 @@ class Decoder(nn.Module):
             problem = f"{places.shape[1]} tokens are more than the {self.model.max_seq} positions {self.model.name} has"
             raise SpecError("training.seq", problem, "use shorter sequences")
         return hidden + self.position_embedding(places), others
-
-    def _scaled(self, embedded: Tensor) -> Tensor:
-        scale = self.model.numerics.embedding_scale
-        return embedded if scale == 1 else embedded * torch.tensor(scale, dtype=embedded.dtype).item()
 
     def _rotations(self, places: Tensor) -> tuple[Rotation | None, Rotation | None]:
         """The rotation of layers that see all keys, and of those with a window."""

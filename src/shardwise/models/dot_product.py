@@ -1,6 +1,7 @@
 """Scaled dot-product attention, the default ``attend`` of the attention modules, and its kernel for packed rows.
 
-The kernel needs no mask, which would cost as much as attention over whole rows, with keys repeated per query head.
+The kernel needs no mask: with one, attention would cost as much as over whole rows, and keys would have to be repeated
+for every query head.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 
 def document_bounds(documents: Tensor, most: int) -> Tensor:
-    """Where the documents of all rows [batch, seq] begin and end, one behind the other: int32 [batch · most + 1].
+    """Where the documents of all rows [batch, seq], laid end to end, begin and end: int32 [batch · most + 1].
 
-    ``most`` is at least the number of documents in any row; given by the host, which must not wait for the device.
+    ``most`` is at least the number of documents in any row; the host has to know it without waiting for the device.
     """
     tokens = documents.numel()
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    found = torch.nonzero_static(begins.flatten(), size=documents.shape[0] * most, fill_value=tokens)
-    return torch.cat([found[:, 0], found.new_full((1,), tokens)]).to(torch.int32)
+    starts = torch.nonzero_static(begins.flatten(), size=documents.shape[0] * most, fill_value=tokens)
+    return torch.cat([starts[:, 0], starts.new_full((1,), tokens)]).to(torch.int32)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -65,27 +66,26 @@ SCORES_AT_ONCE = 2**26  # a quarter of a GiB in fp32
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """Which keys a query sees, and how scores are scaled.
-
-    ``window`` is the number of keys a query sees, its own included. ``documents`` [batch, seq] numbers the documents
-    packed into each row: a query sees only keys of its own. ``positions`` are those given by the caller (None: 0, 1,
-    2 ... along the row); implementations that reorder rows find the order there. ``bounds`` (`document_bounds`) say the
-    same as ``documents``, where known. ``softcap`` c makes c·tanh(x/c) of the scaled scores.
-    """
+    """Which keys a query sees, and how scores are scaled."""
 
     causal: bool
     window: int | None
+    """Number of keys that a query sees, its own included."""
     scale: float
     documents: Tensor | None = None
+    """Numbers of the documents packed into each row [batch, seq]: a query sees only keys of its own."""
     positions: Tensor | None = None
+    """Given by the caller (None: 0, 1, 2 ... along the row); the order of tokens for those who reorder rows."""
     bounds: Tensor | None = None
+    """The same as `documents`, by `document_bounds`; where known."""
     softcap: float | None = None
+    """Makes c·tanh(x/c) of the scaled scores."""
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
     """Attention of tensors [batch, seq, heads, features]; each key head serves an equal share of query heads.
 
-    The tokens of a row stand in the order of time.
+    The tokens of a row are in sequence order.
     """
     reach = _window(query.shape[1], arguments)
     if arguments.softcap is not None and flexible_attention.takes(query, value):
@@ -119,7 +119,7 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
 
 def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
-    """The same by plain matmuls: all scores are materialised, and their softmax is kept."""
+    """The same by plain matmuls: all scores are materialised, and their softmax is kept for the backward pass."""
     return attention_from(query, key, value, arguments, 0)
 
 
@@ -161,7 +161,7 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: Atte
 
 
 def _bounds(query: Tensor, arguments: AttentionArguments) -> Tensor | None:
-    """Bounds of what a query sees; None for plain attention, and where the documents' bounds are not known."""
+    """Bounds for the packed kernel; None for plain attention, or if the documents' bounds are not known."""
     if arguments.documents is not None:
         return arguments.bounds
     batch, seq = query.shape[:2]

@@ -1,7 +1,7 @@
 """The embedding of tokens, whose gradient on a GPU is one pass over the gradients of the tokens.
 
-PyTorch's own takes several, each as long as several of ours, and rounds every sum more than once. Where gradients are
-accumulated in fp32, ours is made so: rounded first, it would be there twice.
+PyTorch's own takes several passes, each several times as long, and rounds every sum more than once. Where gradients are
+accumulated in fp32, ours is computed in fp32: a rounded gradient would have to be widened into a second tensor.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shardwise.models import kernels
 
 
 class TokenEmbedding(nn.Embedding):
-    """Looks like PyTorch's."""
+    """`nn.Embedding` with that gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not kernels.run_on(input.device) or torch.compiler.is_compiling():
             return super().forward(input)
-        found: Tensor = _Found.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return found
+        rows: Tensor = _LookedUp.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return rows
 
 
-class _Found(torch.autograd.Function):
+class _LookedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)

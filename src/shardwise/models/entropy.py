@@ -1,4 +1,4 @@
-"""Cross-entropy from the logits of some tokens, which it writes over by their gradients: there is one tensor of both.
+"""Cross-entropy from the logits of some tokens, which are overwritten by their gradients: one tensor serves both.
 
 On a GPU a kernel does it in one pass. Elsewhere a few tokens at a time are computed in fp32, by the same formulas.
 """
@@ -22,7 +22,7 @@ def softly_capped(logits: Tensor, softcap: float | None) -> Tensor:
 def entropy_(logits: Tensor, labels: Tensor, factors: Tensor, softcap: float | None, differentiated: bool) -> Tensor:
     """The cross-entropy of each token times its factor, in fp32, of logits [tokens, vocabulary].
 
-    If ``differentiated``, they become the gradients of each token's by its logits.
+    If ``differentiated``, the logits become their gradients.
     """
     lost = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if kernels.run_on(logits.device):
@@ -40,29 +40,29 @@ def entropy_(logits: Tensor, labels: Tensor, factors: Tensor, softcap: float | N
 
 
 def statistics(logits: Tensor, columns: Tensor, present: int, softcap: float | None) -> Tensor:
-    """Of logits [tokens, columns] of a part of the vocabulary, whose first ``present`` columns exist.
+    """What the loss needs of logits [tokens, columns] of a part of the vocabulary; ``present`` columns are no padding.
 
-    fp32 [3, tokens]: the largest logit, the sum of exponentials beyond it, and the logit in the column of the label,
-    0 where that is -1, being in another part.
+    fp32 [3, tokens]: the largest logit, the sum of exponentials relative to it, and the label's logit, which is 0 where
+    the label's column is -1, because it is in another part.
     """
-    found = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
+    sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
     if kernels.run_on(logits.device):
-        run_statistics(logits, columns, found, present, softcap)
-        return found
-    found[0] = torch.finfo(torch.float32).min  # of no columns at all
+        run_statistics(logits, columns, sums, present, softcap)
+        return sums
+    sums[0] = torch.finfo(torch.float32).min  # of no columns at all
     for part in _slices(logits) if present else ():
         wide, column = _wide(logits[part, :present], softcap).float(), columns[part]
-        found[0, part] = wide.amax(-1)
-        found[2, part] = wide.gather(1, column.clamp(min=0)[:, None])[:, 0].where(column >= 0, 0.0)
-        found[1, part] = (wide - found[0, part, None]).exp_().sum(-1)
-    return found
+        sums[0, part] = wide.amax(-1)
+        sums[2, part] = wide.gather(1, column.clamp(min=0)[:, None])[:, 0].where(column >= 0, 0.0)
+        sums[1, part] = (wide - sums[0, part, None]).exp_().sum(-1)
+    return sums
 
 
 def differentiate_(
     logits: Tensor, columns: Tensor, factors: Tensor, largest: Tensor, total: Tensor, present: int,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    """Logits of a part become gradients, from the largest of all parts and all parts' sum of exponentials beyond it."""
+    """Turns logits of a part into gradients, given the largest logit and the sum of exponentials over all parts."""
     if kernels.run_on(logits.device):
         run_differentiate(logits, columns, factors, largest, total, present, softcap)
         return
@@ -75,7 +75,7 @@ def differentiate_(
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product with a number: in another format with no copy in its own, in the same one in place."""
+    """The product with a number: in place, or in another format without an intermediate copy."""
     if dtype == tensor.dtype:
         return tensor.mul_(factor)
     result = torch.empty_like(tensor, dtype=dtype)
@@ -95,7 +95,7 @@ def _wide(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _before_the_cap(gradient: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    """The gradient by logits from that by capped ones."""
+    """The gradient of logits from the gradient of capped logits."""
     return gradient if softcap is None else gradient.mul_(1 - (capped / softcap).square())
 
 
@@ -114,12 +114,12 @@ def run_whole(
     )  # fmt: skip
 
 
-def run_statistics(logits: Tensor, columns: Tensor, found: Tensor, present: int, softcap: float | None) -> None:
+def run_statistics(logits: Tensor, columns: Tensor, sums: Tensor, present: int, softcap: float | None) -> None:
     from shardwise.models.kernels.entropy_kernel import BLOCK, WARPS, statistics
 
     tokens = len(logits)
     statistics[(tokens,)](
-        logits, columns, found, tokens, logits.stride()[0], present, softcap or 0.0, softcap is not None, BLOCK,
+        logits, columns, sums, tokens, logits.stride()[0], present, softcap or 0.0, softcap is not None, BLOCK,
         num_warps=WARPS,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The routed experts of a layer: how tokens reach them, and their stacked matrices, each in one grouped GEMM."""
+"""The routed experts of a layer: how tokens reach them, and their stacked matrices, multiplied by grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.models.mlp import activation_of
 from shardwise.spec.model import Model
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-Work = Callable[[Tensor, Multiply], Any]  # with rows, and what multiplies rows by their experts
+Work = Callable[[Tensor, Multiply], Any]  # takes rows, and the function that multiplies rows by their experts
 
 
 def at_once(counts: Tensor) -> Work:
@@ -22,7 +22,7 @@ def at_once(counts: Tensor) -> Work:
 
 
 class GroupedExperts(nn.Module):
-    """``gate`` and ``up`` are [experts, hidden, ffn], ``down`` [experts, ffn, hidden]; biases where there are any.
+    """Stacked experts: ``gate`` and ``up`` are [experts, hidden, ffn], ``down`` is [experts, ffn, hidden].
 
     No token is dropped: every expert gets as many rows as were routed to it.
     """
@@ -41,11 +41,11 @@ class GroupedExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden)) if biased else None
 
     def forward(self, rows: Tensor, work: Work) -> Any:
-        """What ``work`` makes of the rows: parameters are gathered once for all its calls of `multiply`."""
+        """The result of ``work``, which may call `multiply` several times: parameters are gathered once for all."""
         return work(rows, self.multiply)
 
     def multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each."""
+        """Each expert's MLP on its own rows: ``rows`` [n, hidden] are sorted by expert, ``counts`` [experts] each."""
         ends = counts.cumsum(0).to(torch.int32)
         up = _product(rows, self.up, self.up_bias, ends)
         gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends),)
@@ -58,7 +58,7 @@ def _matrix(experts: int, inputs: int, outputs: int) -> nn.Parameter:
 
 
 def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
-    """Each row times the matrix of its expert, whose rows stop at its entry of ``ends``."""
+    """Each row times the matrix of its expert, plus bias; the rows of an expert stop at its entry of ``ends``."""
     product = grouped_product(rows, matrices, ends)
     if biases is None:
         return product
@@ -69,8 +69,8 @@ def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor
     return product + owned @ biases
 
 
-# In bf16 the grouped matmul is torch's own, which the compiler knows. In other formats torch computes it but refuses to
-# compile it, and its backward refuses a gradient that a broadcast has made: a small operator of our own stands in.
+# In bf16 the grouped matmul is torch's own, which the compiler knows. In other formats torch computes it but does not
+# compile it, and its backward refuses a broadcast gradient, so a small operator of our own replaces it.
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -138,7 +138,8 @@ class TokenExchange(Protocol):
     """How tokens get to their experts and back; the handle is private to the exchange."""
 
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Of ``rows`` [tokens, hidden] going to ``indices`` [tokens, k]: rows by expert, counts [experts], handle."""
+        """Sends ``rows`` [tokens, hidden] to experts ``indices`` [tokens, k]; returns rows sorted by expert, counts
+        [experts] and a handle."""
 
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
         """The experts' rows back at their tokens [tokens, hidden], weighted by ``weights`` [tokens, k] and summed."""
@@ -152,7 +153,7 @@ def mix_in_turn(
     exchange: TokenExchange, experts: GroupedExperts, rows: Tensor, indices: Tensor, weights: Tensor,
     beside: Beside | None,
 ) -> Mixed:  # fmt: skip
-    """Each token's experts, weighted and summed; and what ``beside`` computes of the same tokens."""
+    """The weighted sum of each token's experts, and what ``beside`` (the shared expert) computes of the same tokens."""
     sorted_rows, counts, handle = exchange.dispatch(rows, indices)
     mixed = exchange.combine(experts(sorted_rows, at_once(counts)), weights, handle)
     return mixed, None if beside is None else beside()
@@ -193,7 +194,7 @@ def reorder_rows(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 
 class _CopiedRows(torch.autograd.Function):
-    """Row i of the result is row ``source[i]``, each of them ``copies`` times; ``back`` lists the copies row by row."""
+    """Row i of the result is row ``source[i]``; each row has ``copies``, which ``back`` lists row by row."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -210,10 +211,10 @@ class _CopiedRows(torch.autograd.Function):
 
 
 class _WeightedRows(torch.autograd.Function):
-    """The sum of each token's rows by their ``weights`` [tokens, k]; ``order`` and ``back`` as of a dispatch.
+    """The sum of each token's rows, weighted by ``weights`` [tokens, k]; ``order`` and ``back`` are the handle.
 
-    The backward pass is written for rows as they stand, expert by expert: a batched matmul of a token's few rows takes
-    ten times as long as reading them.
+    The backward pass works on rows sorted by expert: a batched matmul of the few rows of each token takes ten times as
+    long as reading them.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """FlashAttention-4 (arXiv 2603.05451; on Hopper the design of FlashAttention-3, arXiv 2407.08608), where installed.
 
-Each pass is one operator, which autograd, the compiler, recompute and CUDA graphs take as they take PyTorch's own
-attention; `torch.nn.attention` can put the package beneath that, but not in this version of both. Tensors are
-[batch, seq, heads, features] with the log-sum-exp [batch, heads, seq] in fp32; of packed rows, whose ``bounds`` are
-given, [tokens, heads, features] and [heads, tokens].
+Each pass is one operator, which autograd, the compiler, recompute and CUDA graphs treat like PyTorch's own attention.
+(`torch.nn.attention` can use the package as a backend, but not in the present versions of both.) Tensors are [batch,
+seq, heads, features] with the log-sum-exp [batch, heads, seq] in fp32; for packed rows, whose ``bounds`` are given,
+[tokens, heads, features] and [heads, tokens].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether it computes attention of these tensors.
 
-    Only if gradients will be asked for: to import and to compile it takes longer than a prompt or a test needs.
+    Only if gradients are needed: importing and compiling it takes longer than a prompt or a test.
     """
     differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return differentiated and fits(query, value)
@@ -58,7 +58,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def version() -> str | None:
-    """Of the installed package, which is not imported for that."""
+    """The version of the installed package, found without importing it."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -67,24 +67,24 @@ def version() -> str | None:
 
 @cache
 def _missing() -> str:
-    found = version()
-    if found is None:
+    installed = version()
+    if installed is None:
         return "it is not installed: pip install 'shardwise[fa4]'"
-    if _numbers(found) < _numbers(OLDEST):
-        return f"{PACKAGE} {found} is older than {OLDEST}: pip install 'shardwise[fa4]'"
+    if _numbers(installed) < _numbers(OLDEST):
+        return f"{PACKAGE} {installed} is older than {OLDEST}: pip install 'shardwise[fa4]'"
     try:
         importlib.import_module(_KERNELS)
     except Exception as error:  # whatever its compiler finds wrong with this machine
-        return f"{PACKAGE} {found} cannot be imported: {' '.join(str(error).split()) or type(error).__name__}"
+        return f"{PACKAGE} {installed} cannot be imported: {' '.join(str(error).split()) or type(error).__name__}"
     return ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """4.0.0b36 as (4, 0, 0, 1, 36); a release comes after its previews."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?", version)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?", version)
+    if match is None:
         return ()
-    *release, kind, preview = found.groups()
+    *release, kind, preview = match.groups()
     stage = (3, 0) if kind is None else (("a", "b", "rc").index(kind), int(preview))
     return (*map(int, release), *stage)
 
@@ -92,7 +92,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, *, causal: bool, window: int | None, scale: float
 ) -> Tensor:
-    """Of tensors [batch, seq, heads, features], within ``bounds``; ``window`` counts the query's own key."""
+    """Attention of tensors [batch, seq, heads, features], within ``bounds``; ``window`` counts the query's own key."""
     batch, seq = query.shape[:2]
     if bounds is None:
         whole: Tensor = forward(query, key, value, None, seq, causal, window, scale)[0]
@@ -141,7 +141,7 @@ def backward(
 ) -> Gradients:
     """The gradients of queries, keys and values; sums in a fixed order where PyTorch is told to be deterministic."""
     kernels: Any = importlib.import_module(_KERNELS)
-    of_query, of_key, of_value = (one.new_empty(one.shape) for one in (query, key, value))
+    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     kernels._flash_attn_bwd(
         query, key, value, out, gradient.contiguous(), log_sum, dq=of_query, dk=of_key, dv=of_value,
         deterministic=torch.are_deterministic_algorithms_enabled(), **_settings(*seen),

@@ -1,7 +1,7 @@
-"""Attention with capped scores, with a window or within documents too: PyTorch's FlexAttention, for GPUs.
+"""Attention with capped scores, also with a window or within documents: PyTorch's FlexAttention, for GPUs.
 
-It compiles a kernel for the cap, which PyTorch's other fused kernels do not have. Blocks of keys that no query of a
-block sees are skipped; they are found from the blocks' ends, never from a mask of every score.
+It compiles a kernel with the cap, which PyTorch's other fused kernels do not support. Blocks of keys that no query of a
+block sees are skipped; they are found from the first and last token of each block, not from a mask of all scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
     causal: bool, window: int | None, scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """Of tensors [batch, seq, heads, features]; ``window`` counts the query's own key."""
+    """Attention of tensors [batch, seq, heads, features]; ``window`` counts the query's own key."""
     blocks = block_mask(query.shape[1], query.device, documents, causal=causal, window=window)
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -53,7 +53,7 @@ def attention(
 def block_mask(
     seq: int, device: torch.device, documents: Tensor | None, *, causal: bool, window: int | None
 ) -> BlockMask:
-    """Which blocks of keys a block of queries sees in part, and which whole; ``documents`` are numbered in order."""
+    """Which blocks of keys a block of queries sees in part, which completely; ``documents`` are numbered in order."""
     first = torch.arange(0, seq, BLOCK, device=device)
     last = (first + BLOCK - 1).clamp(max=seq - 1)
     nearest, farthest = first[:, None] - last[None, :], last[:, None] - first[None, :]  # keys behind queries
@@ -77,10 +77,10 @@ def block_mask(
 
 
 def _options(query: Tensor, *, plain: bool) -> dict[str, Any]:
-    """Facts that save the kernel checks; ``plain``: no window and no documents.
+    """Options that let the kernel skip checks; ``plain``: there is neither a window nor documents.
 
-    Then blocks that are seen lie side by side, and every query sees a key of the first. With a window a query may see
-    none of a block that another needs: called safe all the same, its sums would be NaN.
+    Then the blocks that a query sees are adjacent, and every query sees a key of the first one. With a window, a query
+    may see no key of a block that another query needs: without the check its sums would be NaN.
     """
     wide = query.shape[-1] > 128 and _is_hopper(query.device)
     return {"ROWS_GUARANTEED_SAFE": plain, "BLOCKS_ARE_CONTIGUOUS": plain, **(WIDE_ON_HOPPER if wide else {})}
@@ -92,7 +92,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks [batch, queries, keys]: how many of keys, and which, those first."""
+    """For each block of queries, the number of marked blocks of keys, and all blocks of keys with the marked first."""
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 

@@ -1,7 +1,7 @@
 """Initial values of the parameters: each from its own generator, so that none depends on which others are present.
 
-Normal with a deviation of 0.02 (GPT-2), the projections back into the hidden states smaller by the square root of
-their number (arXiv 1909.08053 and GPT-2), norms such that they multiply by one, biases zero.
+Normal with a standard deviation of 0.02 (GPT-2); for projections back into the hidden states it is divided by the
+square root of their number (arXiv 1909.08053 and GPT-2). Norms start by multiplying by one, biases are zero.
 """
 
 from __future__ import annotations

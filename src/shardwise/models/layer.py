@@ -21,9 +21,9 @@ from shardwise.spec.model import Model
 class Layer(nn.Module):
     """``attention`` is `Attention` or `MultiHeadLatentAttention`, ``mlp`` an `MLP` or a `MoELayer`.
 
-    ``attention_norm`` and ``mlp_norm`` come before them, ``attention_out_norm`` and ``mlp_out_norm`` after; what the
-    model does not have is None. In a ``parallel`` layer both read the layer's input. One that ``remakes`` keeps neither
-    normed states nor activations for its backward pass, once it is compiled.
+    ``attention_norm`` and ``mlp_norm`` come before them, ``attention_out_norm`` and ``mlp_out_norm`` after; a norm that
+    the model does not have is None. In a ``parallel`` layer both read the layer's input. A compiled layer that
+    ``remakes`` keeps neither normed states nor activations for its backward pass.
     """
 
     def __init__(self, model: Model, *, moe: bool) -> None:
@@ -51,21 +51,21 @@ class Layer(nn.Module):
         return self._plus(hidden, self.mlp, self.mlp_out_norm, inner)
 
     def can_remake(self) -> bool:
-        """Whether the backward pass of this layer, compiled, can make norms and activations again in its kernels."""
+        """Whether the compiled backward pass of this layer can recompute norms and activations in its own kernels."""
         plain = type(self.attention) is Attention and type(self.mlp) is MLP and self.mlp.is_swiglu
         behind = self.parallel or self.attention_out_norm or self.mlp_out_norm
         norms = (self.attention_norm, self.mlp_norm)
-        linear = (self.attention, self.mlp)
+        parts = (self.attention, self.mlp)
         return (
             plain
             and not behind
-            and all(type(one) is RMSNorm and one.weighted and not one.plus_one for one in norms)
-            and all(part.project is project_each for part in linear)
-            and all(is_plain(one) for part in linear for one in part.modules() if isinstance(one, nn.Linear))
+            and all(type(norm) is RMSNorm and norm.weighted and not norm.plus_one for norm in norms)
+            and all(part.project is project_each for part in parts)
+            and all(is_plain(linear) for part in parts for linear in part.modules() if isinstance(linear, nn.Linear))
         )
 
     def _remaking(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        """The same, where neither the normed states nor the activation are kept."""
+        """`forward` that keeps neither the normed states nor the activation."""
         attention: Any = self.attention
         mlp: Any = self.mlp
         projected, hidden = normed_projection(self.attention_norm, hidden, attention.projections())
@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return gated_down(gate, up, mlp.down, hidden)
 
     def _plus(self, hidden: Tensor, part: nn.Module, behind: nn.Module | None, *inputs: Any) -> Tensor:
-        """Adds what attention or the MLP makes of its inputs, and the norm behind it."""
+        """Adds the output of attention or MLP to the hidden states, through the norm behind it if there is one."""
         if behind is None and not isinstance(part, MoELayer):
             summed: Tensor = part(*inputs, residual=hidden)
             return summed

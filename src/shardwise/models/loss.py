@@ -1,6 +1,7 @@
-"""Cross-entropy from hidden states, whose logits are computed once, together with their gradients.
+"""Cross-entropy from hidden states; logits are computed once, together with their gradients.
 
-Of many tokens, some at a time: at a vocabulary of 128k their logits would otherwise be the largest tensor of the step.
+Many tokens are processed some at a time: with a vocabulary of 128k, the logits of all would be the largest tensor of
+the step.
 """
 
 from __future__ import annotations
@@ -27,17 +28,16 @@ def cross_entropy_sum(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """The sum of the cross-entropy over all labels that count, in fp32; each times its share, where they are given.
+    """The sum of the cross-entropy over all labels that count, in fp32; each times its share, if ``shares`` are given.
 
-    ``hidden`` [..., features], ``labels`` [...] and ``shares`` agree in their leading dimensions. Logits are bounded to
-    ``softcap``, where it is given.
+    ``hidden`` [..., features], ``labels`` [...] and ``shares`` have the same leading dimensions. Logits are bounded by
+    ``softcap``, if that is given.
     """
     return summed_loss(hidden, head_weight, head_bias, labels, shares, softcap, _entropy)
 
 
-# Of the logits of some tokens, their labels (any, where the factor is 0) and factors: the cross-entropy of each times
-# its factor. It takes the bound of the logits as well; if the last argument is true, it writes over the logits by their
-# gradients.
+# Takes logits of some tokens, their labels (any label where the factor is 0), their factors, the bound of the logits,
+# and whether to overwrite the logits by their gradients; returns the cross-entropy of each token times its factor.
 Entropy = Callable[[Tensor, Tensor, Tensor, float | None, bool], Tensor]
 
 
@@ -50,7 +50,7 @@ def summed_loss(
     softcap: float | None,
     entropy: Entropy,
 ) -> Tensor:
-    """`cross_entropy_sum` by any ``entropy``."""
+    """`cross_entropy_sum` with any ``entropy``."""
     flat = labels.flatten()
     factors = (flat != IGNORED).float()
     if shares is not None:
@@ -80,7 +80,7 @@ class _CrossEntropySum(torch.autograd.Function):
         softcap: float | None,
         entropy: Entropy,
     ) -> Tensor:
-        for_hidden, for_weight, for_bias = wanted = [one and differentiated for one in ctx.needs_input_grad[:3]]
+        for_hidden, for_weight, for_bias = wanted = [needed and differentiated for needed in ctx.needs_input_grad[:3]]
         ctx.dtypes = hidden.dtype, _gradient_format(weight), None if bias is None else _gradient_format(bias)
         vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -92,7 +92,7 @@ class _CrossEntropySum(torch.autograd.Function):
             part = slice(start, start + tokens_at_once)
             logits = F.linear(hidden[part], weight, bias)
             total += entropy(logits[:, :vocabulary], labels[part], factors[part], softcap, any(wanted)).sum()
-            # They are gradients now; beyond the vocabulary both are zero.
+            # The logits are gradients now; in padding beyond the vocabulary both are zero.
             if of_bias is not None:
                 of_bias += logits.sum(0, dtype=torch.float32)
             if of_hidden is not None:
@@ -101,28 +101,33 @@ class _CrossEntropySum(torch.autograd.Function):
                 of_weight = logits.T @ hidden
             elif for_weight:  # in fp32: a bf16 sum of many parts would lose the small ones, fp16 may be too narrow
                 of_weight = plus_product(of_weight, logits.T, hidden[part])
-            del logits  # the largest tensor of the step: none stays beside that of the next part
-        parts = (None if one is None else one[:vocabulary] for one in (of_weight, of_bias))
-        ctx.gradients = (of_hidden, *parts)  # not saved: what may become a gradient as it is must have no other owner
+            del logits  # the largest tensor of the step: it must not stay beside that of the next part
+        parts = (None if gradient is None else gradient[:vocabulary] for gradient in (of_weight, of_bias))
+        ctx.gradients = (
+            of_hidden,
+            *parts,
+        )  # not saved for backward: a tensor that becomes a gradient must have no other owner
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the first backward pass of a loss takes its gradients: compute the loss again")
-        found, ctx.gradients = ctx.gradients, None
-        scaled_ones = (None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(found, ctx.dtypes))
-        return (*scaled_ones, None, None, None, None, None)
+        kept, ctx.gradients = ctx.gradients, None
+        gradients = (
+            None if tensor is None else scaled(tensor, gradient, dtype) for tensor, dtype in zip(kept, ctx.dtypes)
+        )
+        return (*gradients, None, None, None, None, None)
 
 
 def _gradient_format(weight: Tensor) -> torch.dtype:
-    """Of the gradient that a parameter accumulates."""
+    """The format in which a parameter accumulates its gradient."""
     wanted = weight.grad_dtype if weight.is_leaf else None
     return wanted or weight.dtype
 
 
 def _in_whole_columns(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """With rows of zeros on a GPU, without which products of an odd vocabulary are several times slower."""
+    """Pads with rows of zeros on a GPU, where matmuls with an odd vocabulary are several times slower."""
     beyond = padded_vocabulary(weight.shape[0]) - weight.shape[0]
     if not (weight.is_cuda and beyond):
         return weight, bias
@@ -130,7 +135,7 @@ def _in_whole_columns(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
 
 
 def plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Adds a matmul to an fp32 ``total`` (None: zero) in its place; on a GPU in one pass, without rounding it first."""
+    """Adds a matmul to an fp32 ``total`` (None: zero) in place; on a GPU in one pass, without rounding the matmul."""
     if total is None:
         wide = left.is_cuda and left.dtype != torch.float32
         return torch.mm(left, right, out_dtype=torch.float32) if wide else (left @ right).float()

@@ -32,7 +32,7 @@ def _gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The activated gate times up. Autograd would keep the activated gate besides gate and up; it is recomputed."""
+    """The activated gate times up. Autograd would also keep the activated gate; here it is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -69,7 +69,7 @@ class MLP(nn.Module):
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Added to ``residual``, where it is given."""
+        """The output, added to ``residual`` if that is given."""
         return plus_linear(residual, self.activation(*self.project(hidden, *self.projections())), self.down)
 
     def projections(self) -> tuple[nn.Linear, ...]:
@@ -77,27 +77,27 @@ class MLP(nn.Module):
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
-# Several linear layers of the same hidden states as one call, which the engine replaces: inputs may be gathered again,
-# and one large matmul beats three small ones.
+# Several linear layers of the same hidden states as one call, which the engine may replace: it gathers inputs once for
+# all of them, or makes one large matmul of three small ones.
 Project = Callable[..., tuple[Tensor, ...]]
 EveryHead = Callable[..., tuple[Tensor, ...]]
 
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
     """The outputs of each linear layer, in turn."""
-    if torch.compiler.is_compiling() and len(maps) > 1 and all(is_plain(one) for one in maps):
-        each: tuple[Tensor, ...] = _Projected.apply(hidden, *(one.weight for one in maps))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() and len(maps) > 1 and all(is_plain(linear) for linear in maps):
+        each: tuple[Tensor, ...] = _Projected.apply(hidden, *(linear.weight for linear in maps))  # type: ignore[no-untyped-call]
         return each
-    return tuple(one(hidden) for one in maps)
+    return tuple(linear(hidden) for linear in maps)
 
 
 class _Projected(torch.autograd.Function):
-    """Several matmuls of the same inputs; in the backward pass each adds to the inputs' gradient by itself."""
+    """Several matmuls of the same inputs; in the backward pass each adds to the inputs' gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        # One parameter: without gradients Dynamo (torch 2.11 to 2.13, `AutogradFunctionVariable`) takes `ctx` away if
-        # the arguments are as many as the parameters, as they would be with two weights.
+        # Only one parameter: without gradients Dynamo (torch 2.11 to 2.13, `AutogradFunctionVariable`) drops `ctx` if
+        # there are as many arguments as parameters, as there would be with two weights.
         hidden, *weights = given
         ctx.save_for_backward(hidden, *weights)
         return tuple(F.linear(hidden, weight) for weight in weights)
@@ -105,7 +105,7 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         hidden, *weights = ctx.saved_tensors
-        rows, flat = hidden.flatten(0, -2), [one.flatten(0, -2) for one in gradients]
+        rows, flat = hidden.flatten(0, -2), [gradient.flatten(0, -2) for gradient in gradients]
         return (sum_of_matmuls(flat, weights).view_as(hidden), *(gradient.T @ rows for gradient in flat))
 
 
@@ -118,7 +118,7 @@ def sum_of_matmuls(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Te
 
 
 def plus_linear(residual: Tensor | None, inputs: Tensor, last: nn.Module) -> Tensor:
-    """The last linear layer of ``inputs``, added to ``residual``; compiled, the matmul itself adds."""
+    """The output of the ``last`` linear layer, added to ``residual``; when compiled, by the matmul itself."""
     if residual is not None and torch.compiler.is_compiling() and is_plain(last):
         summed = torch.addmm(residual.flatten(0, -2), inputs.flatten(0, -2), last.weight.T)
         return summed.view_as(residual)
@@ -127,7 +127,7 @@ def plus_linear(residual: Tensor | None, inputs: Tensor, last: nn.Module) -> Ten
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a whole linear layer without bias that PyTorch itself multiplies."""
+    """Whether it is an uncut linear layer without bias, multiplied by PyTorch itself."""
     replaced = "forward" in layer.__dict__  # by a matmul in FP8
     return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and not replaced
 

@@ -28,7 +28,7 @@ def _unchanged(counts: Tensor) -> Tensor:
 
 
 class BuffersInFp32(nn.Module):
-    """Keeps buffers in fp32, for running sums: bf16 cannot count beyond 256, nor add a thousandth to one."""
+    """Keeps buffers in fp32 for running sums: bf16 can neither count beyond 256 nor add a thousandth to one."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ class TopKRouter(BuffersInFp32):
 
     Softmax routing as in Mixtral (arXiv 2401.04088), Qwen3 and DeepSeek-V2; sigmoid routing with a balancing bias and
     groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
-    ``bias`` (None without bias balancing) is added to the scores only while picking: it moves load between
-    experts and leaves the weights alone. It is a buffer; no gradient reaches it.
-    ``held``, if set from outside, picks the experts of ``hidden`` instead.
+    ``bias`` (None without bias balancing) is added to the scores only for picking: it moves load between experts and
+    does not change the weights. It is a buffer; no gradient reaches it. ``held``, if set from outside, picks the
+    experts of ``hidden`` instead.
     """
 
     bias: Tensor | None
@@ -119,9 +119,9 @@ _wide_product.register_autograd(_backward, setup_context=save_inputs)
 def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
     """The balance loss of each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), without its coefficient: [batch].
 
-    ``scores`` [batch, seq, experts] are of the tokens at hand, ``counts`` [batch, experts] how many tokens of the
-    *whole* sequence chose each expert. Of a part of a sequence the value is that part's share, so the shares of
-    all parts add up to the value of the whole. It is 1 for an even load and larger for any other.
+    ``scores`` [batch, seq, experts] are those of the tokens at hand; ``counts`` [batch, experts] says how many tokens
+    of the *whole* sequence chose each expert. For a part of a sequence the value is that part's share: the shares of
+    all parts add up to the value of the whole, which is 1 for an even load and larger for any other.
     """
     chosen = counts.sum(-1, keepdim=True)
     frequency = counts * (counts.shape[-1] / chosen)
@@ -133,13 +133,14 @@ def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
 def with_gradient_of(states: Tensor, loss: Tensor) -> Tensor:
     """``states`` unchanged, through which the backward pass also reaches ``loss``, with a gradient of one.
 
-    A loss inside a layer thus needs no output of its own, even where layers and loss are on different stages.
+    So a loss inside a layer needs no output of its own, even where the layer and the model's loss are on different
+    stages.
     """
-    joined: Tensor = _Joined.apply(states, loss)  # type: ignore[no-untyped-call]
-    return joined
+    attached: Tensor = _AttachedLoss.apply(states, loss)  # type: ignore[no-untyped-call]
+    return attached
 
 
-class _Joined(torch.autograd.Function):
+class _AttachedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, loss: Tensor) -> Tensor:
         ctx.like = (loss.shape, loss.dtype, loss.device)
@@ -157,11 +158,11 @@ class MoELayer(BuffersInFp32):
     What may be replaced or set from outside:
 
     - ``exchange`` carries tokens to experts and back (see `TokenExchange`);
-    - ``mix`` has tokens, experts and the shared expert meet: one after the other, or overlapped;
+    - ``mix`` runs exchange, experts and shared expert: one after the other, or overlapped;
     - ``sum_over_sequence`` turns the counts [batch, experts] of the tokens at hand into those of whole sequences;
-    - ``balance_scale`` is what each sequence's balance loss is multiplied by: the coefficient over the number of
-      sequences of the step, times whatever else the gradients of the loss are later divided by. A tensor may change
-      every step without a recompilation. None: the coefficient over the sequences of this call.
+    - ``balance_scale`` is the factor on each sequence's balance loss: the coefficient divided by the number of
+      sequences of the step, times whatever the gradients of the loss are divided by later. A tensor may change every
+      step without recompilation. None: the coefficient divided by the number of sequences of this call.
 
     ``load`` counts the tokens routed to each expert in training, until `update_bias` clears it. A layer that is
     recomputed in the backward pass adds its load twice; `update_bias` only compares it with the mean.
@@ -202,7 +203,7 @@ class MoELayer(BuffersInFp32):
     def _balanced(self, weights: Tensor, indices: Tensor, scores: Tensor, batch: int) -> Tensor:
         """``weights`` with the gradient of the balance loss attached; counts the load.
 
-        To the weights and not to the output: a recomputed layer then need not compute its output again.
+        It is attached to the weights, not to the output, so that a recomputed layer need not compute its output again.
         """
         counts = count_tokens(indices.view(batch, -1), self.number).float()
         # Not `+=`: the compiler refuses to assign an attribute inside a recomputed layer.

@@ -1,6 +1,6 @@
 """RMS norms of compiled layers on a GPU: one kernel for the gradient of a norm and of the residual path around it.
 
-The compiler reads the gradient of the output and the input twice: once for the gradient of the input, once for that of
+The compiler's own code reads the output's gradient and the input twice: for the gradient of the input, and for that of
 the weight.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from shardwise.models import kernels
 from shardwise.models.norms import RMSNorm
 
-PROGRAMS = 528  # four for each multiprocessor of an H100; the weight's gradient has a partial sum of each
+PROGRAMS = 528  # four for each multiprocessor of an H100; each makes a partial sum of the weight's gradient
 WIDEST = 16384  # features of a row, which a program holds at once
 
 
 def normed_beside(norm: nn.Module | None, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The normed states, and the states themselves for the path around what follows."""
+    """The normed states, and the states themselves for the residual path."""
     if norm is None:
         return states, states
     if not (torch.compiler.is_compiling() and type(norm) is RMSNorm and norm.weighted and not norm.plus_one):
@@ -49,10 +49,8 @@ class _Beside(torch.autograd.Function):
 def rms_norm_gradients(
     gradient: Tensor, around: Tensor, states: Tensor, weight: Tensor, epsilon: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the states, added to that ``around`` the norm; of the weight, partial sums [any, features] in fp32.
-
-    ``again``: the normed states as well.
-    """
+    """The gradient of the states, plus that of the path ``around`` the norm; and that of the weight, as partial sums
+    [any, features] in fp32. With ``again``, the normed states as well."""
     if not kernels.run_on(states.device):
         return _plain_gradients(gradient, around, states, weight, epsilon, again)
     from shardwise.models.kernels.norm_kernel import norm_gradients
@@ -82,7 +80,7 @@ def _plain_gradients(
     gradient: Tensor, around: Tensor, states: Tensor, weight: Tensor, epsilon: float, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(states.dtype, torch.float32)
-    x, dy, w = (one.to(wide) for one in (states, gradient, weight))
+    x, dy, w = (tensor.to(wide) for tensor in (states, gradient, weight))
     inverse = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normed, of_normed = x * inverse, dy * w
     of_states = (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True)) * inverse + around

@@ -20,10 +20,10 @@ def norm_of(model: Model, features: int | None = None, epsilon: float | None = N
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's own, which has a fused kernel on GPUs only; elsewhere torch composes it and saves fp32 copies.
+    """torch's own has a fused kernel on GPUs only; elsewhere torch composes it and saves fp32 copies.
 
-    This one saves only its input, as the kernel does, so that a CPU holds the tensors that a GPU would. ``plus_one``:
-    it multiplies by one more than its weight, in fp32, as a weight near zero has more bits than one near one.
+    This one saves only its input, like the kernel, so that a CPU holds the same tensors as a GPU. ``plus_one``: it
+    multiplies by its weight plus one, in fp32; a weight near zero is more precise than one near one.
     """
 
     def __init__(self, features: int, epsilon: float, *, weighted: bool = True, plus_one: bool = False) -> None:

@@ -55,13 +55,15 @@ def is_behind_layers(name: str, model: Model) -> bool:
 
 @dataclass(frozen=True)
 class Ahead:
-    """``tokens`` [batch, seq, modules] that each module reads, and ``labels`` that it predicts."""
+    """What prediction modules read and predict: [batch, seq, modules]."""
 
     tokens: Tensor
+    """That each module reads."""
     labels: Tensor
+    """That it predicts."""
 
     def with_labels(self, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """All labels along the batch, the model's first, and what each counts: L + weight/D · Σ L_k (equation 25)."""
+        """All labels along the batch, the model's first, and the weight of each: L + weight/D · Σ L_k (equation 25)."""
         every = torch.cat((labels, *self.labels.unbind(-1)))
         shares = torch.full_like(every, weight / self.labels.shape[-1], dtype=torch.float32)
         shares[: labels.shape[0]] = 1.0
@@ -69,7 +71,7 @@ class Ahead:
 
 
 def ahead_of(tokens: Tensor, labels: Tensor, documents: Tensor | None, modules: int) -> Ahead:
-    """What prediction modules read and predict, of whole sequences; nothing counts beyond the end of its document."""
+    """What prediction modules read and predict, from whole sequences; labels in other documents do not count."""
     read, predicted = [], []
     for distance in range(1, modules + 1):
         step = min(distance, tokens.shape[1])

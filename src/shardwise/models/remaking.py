@@ -1,7 +1,7 @@
-"""Parts of a compiled layer that keep neither normed states nor activations: their backward kernels make them again.
+"""Parts of a compiled layer that keep neither normed states nor activations: their backward kernels recompute them.
 
-What selective recompute of norms and activations is otherwise, without passes over memory of its own. (A formula that
-autograd would see twice the compiler computes once, and keeps.)
+This is selective recompute of norms and activations without extra passes over memory. (It needs operators of its own:
+if a formula were simply written twice, the compiler would compute it once and keep the result.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardwise.models.norms import RMSNorm
 def normed_projection(
     norm: nn.Module | None, states: Tensor, maps: Sequence[nn.Linear]
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Linear layers without bias of the normed states; the states themselves, for the path around what follows."""
+    """Linear layers without bias of the normed states; and the states themselves, for the residual path."""
     assert isinstance(norm, RMSNorm)
-    weights = [one.weight for one in maps]
+    weights = [linear.weight for linear in maps]
     *outputs, around = _NormedProjection.apply(states, norm.weight, norm.eps, *weights)  # type: ignore[no-untyped-call]
     return tuple(outputs), around
 
@@ -42,7 +42,7 @@ class _NormedProjection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, scale, *weights = ctx.saved_tensors
         *of_outputs, around = gradients
-        flat = [one.flatten(0, -2) for one in of_outputs]
+        flat = [gradient.flatten(0, -2) for gradient in of_outputs]
         of_normed = sum_of_matmuls(flat, weights).view_as(states)
         of_states, partial, normed = rms_norm_gradients(of_normed, around, states, scale, ctx.epsilon, True)
         rows = normed.flatten(0, -2)
@@ -72,8 +72,8 @@ class _GatedDown(torch.autograd.Function):
 
 @torch.library.custom_op("shardwise::swiglu_gradients", mutates_args=())
 def swiglu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of gate and up, and silu(gate) · up again."""
-    gradient, gate, up = (one.contiguous() for one in (gradient, gate, up))
+    """The gradients of gate and up, and silu(gate) · up once more."""
+    gradient, gate, up = (tensor.contiguous() for tensor in (gradient, gate, up))
     if not kernels.run_on(gate.device):
         wide = gate.float() if gate.dtype != torch.float64 else gate
         share = wide.sigmoid()

@@ -19,7 +19,7 @@ Rotation = tuple[Tensor, Tensor]
 def rotation_of(model: Model, positions: Tensor, *, windowed: bool = False) -> Rotation:
     """The cosines and sines [batch or 1, seq, 1, features / 2] that rotate heads at ``positions`` [batch or 1, seq].
 
-    ``windowed``: of layers with a sliding window, in a model that gives them their own frequencies.
+    ``windowed``: for layers with a sliding window, if the model gives these their own frequencies.
     """
     theta, scaling = model.numerics.rope_theta, model.numerics.rope_scaling
     if windowed:
@@ -49,7 +49,9 @@ def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, p
         return plain
     if scaling.kind == "longrope":
         assert scaling.original_seq
-        short, long = (torch.tensor(one, device=device) for one in (scaling.short_factors, scaling.long_factors))
+        short, long = (
+            torch.tensor(factors, device=device) for factors in (scaling.short_factors, scaling.long_factors)
+        )
         return plain / torch.where(positions.max() >= scaling.original_seq, long, short)
     slowed = plain / scaling.factor
     if scaling.kind == "linear":
@@ -60,7 +62,7 @@ def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, p
 
 
 def _llama3_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency is kept: all of those that rotate often within the original sequence."""
+    """How much of each frequency is kept: all of it where it rotates often within the original sequence."""
     assert scaling.original_seq
     turns = scaling.original_seq * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency, scaling.high_frequency

@@ -1,7 +1,7 @@
 """How gradients are summed: by the backend's own collective, or by the schedule that `strategy.collective` names.
 
-"auto" takes the backend's own unless, by the cluster's description, one of our schedules is faster for this size on the
-network that the group spans.
+"auto" takes the backend's own unless one of our schedules is predicted to be faster for this size on the network that
+the group spans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUN_ON = ("gloo", "nccl")
 
 
 class GradientSums:
-    """Sums over the groups of a mesh; without a job, the backend's own."""
+    """Sums over the groups of a mesh; without a job, by the backend's own collectives."""
 
     def __init__(self, mesh: Mesh, job: Job | None = None) -> None:
         self.job = job
@@ -32,7 +32,9 @@ class GradientSums:
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         self._chosen: dict[tuple[dist.ProcessGroup, CollectiveKind, int], Schedule | None] = {}
         if job is not None:
-            self._runs = {mesh.group(one.name): one.runs for one in gradient_groups(job) if mesh.size(one.name) > 1}
+            self._runs = {
+                mesh.group(group.name): group.runs for group in gradient_groups(job) if mesh.size(group.name) > 1
+            }
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> Pending | None:
         """Starts to sum ``tensor`` in place."""
@@ -66,7 +68,7 @@ class GradientSums:
         return self._communicators[group]
 
     def _schedule(self, group: dist.ProcessGroup, kind: CollectiveKind, tensor: Tensor) -> Schedule | None:
-        """The same on all ranks: it depends only on what all of them know."""
+        """The schedule for a tensor, or None; the same on all ranks, since it depends only on what all of them know."""
         runs = self._runs.get(group)
         if runs is None or self.job is None or backend_of(group, tensor.device.type) not in RUN_ON:
             return None
@@ -79,5 +81,5 @@ class GradientSums:
             except SpecError:
                 if wanted not in UNNAMED:
                     raise
-                self._chosen[key] = None  # a group that lies across the levels: no network is known for it
+                self._chosen[key] = None  # a group across the levels of the cluster, for which no network is described
         return self._chosen[key]

@@ -1,4 +1,4 @@
-"""Runs schedules on the tensors of a process group, by messages from rank to rank."""
+"""Runs schedules on the tensors of a process group, by messages from rank to rank; and messages around a ring."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from shardwise.engine.collectives.program import (
     program_of,
 )
 from shardwise.engine.collectives.reductions import NARROW, Completion, Pending, backend_of
+from shardwise.engine.profiler_ranges import sent, waited
 
 MOST_PROGRAMS = 256
 KEPT_STAGING_BYTES = 128 * 2**20
-# Tags of gloo: apart from those of other messages of the group, and different for collectives that follow one another.
+# Tags on gloo: none that other messages of the group use, and different ones for successive collectives.
 FIRST_TAG, MESSAGES, COLLECTIVES = 2**24, 2**12, 2**10
 
 
@@ -103,7 +104,7 @@ class Communicator:
         return {**tensors, STAGING: staging[:needed].view(like.dtype)}
 
     def _step(self, prepared: _Prepared, tensors: dict[str, Tensor], tag: int) -> None:
-        """gloo: each step as soon as its messages arrive; tags number the messages."""
+        """On gloo: runs each step as soon as its messages have arrived; tags number the messages."""
         buffers = self._with_staging(prepared.program, tensors)
         works: dict[Any, Any] = {}
         with torch.no_grad():
@@ -121,26 +122,26 @@ class Communicator:
                         _add(buffers, target, sources)
 
     def _in_rounds(self, program: Program, tensors: dict[str, Tensor]) -> None:
-        """NCCL: the messages of a round as one operation, in the order of the stream; the host waits for nothing."""
+        """On NCCL: enqueues the messages of each round as one operation; the host waits for nothing."""
         buffers = self._with_staging(program, tensors)
         with torch.no_grad():
             for copy in program.copies:
                 _add(buffers, copy.target, copy.sources)
-            for one in program.rounds:
-                self._round(one, buffers)
+            for own_round in program.rounds:
+                self._round(own_round, buffers)
 
-    def _round(self, one: OwnRound, buffers: dict[str, Tensor]) -> None:
+    def _round(self, own_round: OwnRound, buffers: dict[str, Tensor]) -> None:
         operations = []
-        for send in one.sends:
+        for send in own_round.sends:
             source = _packed(buffers, send.source, send.packed)
             operations.append(dist.P2POp(dist.isend, source, group=self.group, group_peer=send.peer))
-        for receive in one.receives:
+        for receive in own_round.receives:
             into = _part(buffers, receive.region)
             operations.append(dist.P2POp(dist.irecv, into, group=self.group, group_peer=receive.peer))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        for arrival in one.arrivals:
+        for arrival in own_round.arrivals:
             if arrival.sources:
                 _add(buffers, arrival.target, arrival.sources)
 
@@ -159,7 +160,7 @@ def _flat(kind: CollectiveKind, input: Tensor | None, output: Tensor | None) -> 
         assert input is not None
         return {OUTPUT: input.detach().view(-1)}
     given = {INPUT: input, OUTPUT: output}
-    return {name: one.detach().view(-1) for name, one in given.items() if one is not None}
+    return {name: tensor.detach().view(-1) for name, tensor in given.items() if tensor is not None}
 
 
 def _elements(schedule: Schedule, tensors: dict[str, Tensor]) -> int:
@@ -183,7 +184,7 @@ def _packed(buffers: dict[str, Tensor], source: TensorRegion, pieces: tuple[Tens
 
 
 def _add(buffers: dict[str, Tensor], into: TensorRegion, summands: Sequence[TensorRegion]) -> None:
-    """In order; more than two 16-bit numbers in fp32, rounded once. ``into`` may be one of the first two."""
+    """Adds in order; more than two 16-bit summands in fp32, rounded once. ``into`` may be one of the first two."""
     target, sources = _part(buffers, into), [_part(buffers, region) for region in summands]
     if len(sources) == 1:
         if target.data_ptr() != sources[0].data_ptr():
@@ -191,10 +192,40 @@ def _add(buffers: dict[str, Tensor], into: TensorRegion, summands: Sequence[Tens
         return
     if len(sources) > 2 and target.dtype in NARROW:
         total = sources[0].float()
-        for one in sources[1:]:
-            total += one
+        for source in sources[1:]:
+            total += source
         target.copy_(total)
         return
     torch.add(sources[0], sources[1], out=target)
-    for one in sources[2:]:
-        target += one
+    for source in sources[2:]:
+        target += source
+
+
+class RingMessages:
+    """Messages around a ring in the background: each rank sends to the next and receives from the one before it.
+
+    One message each way at a time. ``tag`` tells apart the messages of several rings in flight on gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dimension: str, what: str, tag: int = 0) -> None:
+        self.group, self.dimension, self.what, self.tag = group, dimension, what, tag
+        self._works: list[dist.Work] = []
+        self._sending: Tensor | None = None
+
+    def start(self, sending: Tensor, arriving: Tensor) -> None:
+        rank, size = self.group.rank(), self.group.size()
+        with sent(self.dimension, self.what, sending):
+            self._works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sending, group=self.group, tag=self.tag, group_peer=(rank + 1) % size),
+                    dist.P2POp(dist.irecv, arriving, group=self.group, tag=self.tag, group_peer=(rank - 1) % size),
+                ]
+            )
+        self._sending = sending  # kept until it is sent
+
+    def wait(self) -> None:
+        """On a GPU only the stream waits."""
+        with waited(self.dimension, self.what):
+            for work in self._works:
+                work.wait()
+        self._works, self._sending = [], None

@@ -30,7 +30,7 @@ class TensorRegion:
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
 
 
-def joined(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
+def merged(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
     """The same regions, with adjacent ones merged."""
     runs: list[TensorRegion] = []
     for region in regions:
@@ -43,21 +43,22 @@ def joined(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """``first``: where each chunk that a rank holds at the beginning is; ``home``: where it has to end up.
-
-    ``order`` is the order of chunks in a message, ``sizes`` their elements.
-    """
+    """Where the chunks of a schedule lie on one rank."""
 
     first: dict[int, TensorRegion]
+    """Where each chunk that the rank holds at the beginning is."""
     home: dict[int, TensorRegion]
+    """Where each chunk that it needs in the end has to be."""
     order: list[int]
+    """The order of chunks in a message."""
     sizes: list[int]
+    """Elements of each chunk."""
 
 
 def layout_of(schedule: Schedule, rank: int, elements: int) -> ChunkLayout:
-    """``elements`` are those of the tensor (all-reduce, broadcast, reduce) or of one rank's block of it.
+    """The layout for a tensor (all-reduce, broadcast, reduce), or one rank's block of it, of so many ``elements``.
 
-    What does not divide evenly is cut into chunks that differ by one element; some may be empty.
+    If they do not divide evenly, chunks differ by one element; some may be empty.
     """
     held, wanted = starts(schedule)[rank], dict(enumerate(goals(schedule))).get(rank, {})
     if schedule.kind in IN_PLACE:
@@ -97,8 +98,10 @@ def _blocks(schedule: Schedule) -> tuple[Callable[[int], int], Callable[[int], i
 
 
 def _neighbours(schedule: Schedule) -> list[int]:
-    """Chunks of a whole tensor in an order that makes those of one message adjacent, so that they are sent without
-    packing. Every rank finds the same order; nothing else is promised about which chunk is which part."""
+    """Chunks of a whole tensor, ordered so that the chunks of one message are adjacent and need no packing.
+
+    The order is the same on every rank; otherwise nothing is promised about which chunk is which part of the tensor.
+    """
     travels: list[list[int]] = [[] for _ in range(schedule.chunk_count)]
     for number, transfer in enumerate(chain.from_iterable(schedule.rounds)):
         for chunk in transfer.chunks:
@@ -108,12 +111,14 @@ def _neighbours(schedule: Schedule) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """``number`` counts the messages of a pair of ranks. ``packed`` regions are copied into ``source`` first."""
+    """A message to another rank."""
 
     peer: int
     number: int
+    """Counts the messages between the two ranks."""
     source: TensorRegion
     packed: tuple[TensorRegion, ...] = ()
+    """Regions that are copied into `source` first."""
 
     @property
     def reads(self) -> tuple[TensorRegion, ...]:
@@ -122,21 +127,23 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """``post_round``: before the sends of that round the region is free to be written."""
+    """A message from another rank."""
 
     peer: int
     number: int
     region: TensorRegion
     post_round: int = 0
+    """The round before whose sends the region is free to be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedChunk:
-    """Once ``receives`` are there, the sum of ``sources``, in order, goes to ``target`` (none: it is there)."""
+    """What to do once ``receives`` have arrived: sum ``sources``, in order, into ``target``."""
 
     receives: tuple[Receive, ...]
     target: TensorRegion
     sources: tuple[TensorRegion, ...] = ()
+    """Empty if the message was received in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +163,13 @@ class Add:
 
 @dataclass(frozen=True)
 class Program:
-    """``copies`` are of what a rank sends to itself; ``staging_elements`` is the staging memory it takes."""
+    """Everything that one rank does in a collective."""
 
     rounds: tuple[OwnRound, ...]
     copies: tuple[Add, ...]
+    """Of what the rank sends to itself."""
     staging_elements: int
+    """Staging memory that it takes."""
 
 
 def program_of(schedule: Schedule, rank: int, elements: int) -> Program:
@@ -168,12 +177,16 @@ def program_of(schedule: Schedule, rank: int, elements: int) -> Program:
     return _Translation(schedule, rank, layout_of(schedule, rank, elements)).program()
 
 
-_Arriving = tuple[int, tuple[Receive, ...], tuple[TensorRegion, ...], bool]  # a chunk, its messages; whether summed
+# A chunk, the messages that bring it, where they put it, and whether it is added to what is there.
+_Arriving = tuple[int, tuple[Receive, ...], tuple[TensorRegion, ...], bool]
 
 
 class _Translation:
-    """What is received is written to its final place if nothing there is still needed; otherwise, and before it is
-    added, to staging memory of its own, so that the receive can be posted before the first round."""
+    """Translates a schedule into the program of one rank.
+
+    A message is received in its final place if nothing there is still needed. Otherwise, and if it is to be added, it
+    gets staging memory of its own, so that its receive can be posted before the first round.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, layout: ChunkLayout) -> None:
         self.schedule, self.rank, self.layout = schedule, rank, layout
@@ -183,11 +196,11 @@ class _Translation:
         self.messages: dict[tuple[int, int], int] = {}
 
     def program(self) -> Program:
-        rounds = tuple(self._round(index, one) for index, one in enumerate(self.schedule.rounds))
+        rounds = tuple(self._round(index, transfers) for index, transfers in enumerate(self.schedule.rounds))
         home, sizes = self.layout.home, self.layout.sizes
         away = [chunk for chunk in home if sizes[chunk] and self.place[chunk] != home[chunk]]
         copies = [(home[chunk], (self.place[chunk],)) for chunk in away]
-        return Program(rounds, tuple(Add(*one) for one in _together(copies)), self.staged)
+        return Program(rounds, tuple(Add(*run) for run in _together(copies)), self.staged)
 
     def _round(self, index: int, transfers: Round) -> OwnRound:
         sends: list[Send] = []
@@ -195,7 +208,8 @@ class _Translation:
         added: dict[int, list[tuple[Receive, TensorRegion]]] = {}
         moved: list[_Arriving] = []
         for t in transfers:
-            chunks = self._chunks(t)
+            present = filter(self.layout.sizes.__getitem__, t.chunks)
+            chunks = sorted(present, key=self.layout.order.__getitem__)  # as they lie in memory
             if not chunks:
                 continue
             number = self.messages.get((t.src, t.dst), 0)
@@ -212,13 +226,9 @@ class _Translation:
                         moved.append((chunk, (receive,), (piece,), False))
         sums: list[_Arriving] = []
         for chunk, arriving in added.items():
-            sums.append((chunk, tuple(one for one, _ in arriving), tuple(piece for _, piece in arriving), True))
+            sums.append((chunk, tuple(receive for receive, _ in arriving), tuple(piece for _, piece in arriving), True))
         arrivals = [*self._arrivals(moved, index), *self._arrivals(sums, index)]
         return OwnRound(tuple(sends), tuple(receives), tuple(arrivals))
-
-    def _chunks(self, transfer: Transfer) -> list[int]:
-        """Those that have elements, in the order in which they lie."""
-        return sorted(filter(self.layout.sizes.__getitem__, transfer.chunks), key=self.layout.order.__getitem__)
 
     def _stage(self, elements: int) -> TensorRegion:
         self.staged += elements
@@ -227,18 +237,18 @@ class _Translation:
     def _send(self, peer: int, number: int, chunks: list[int], index: int) -> Send:
         for chunk in chunks:
             self.used[chunk] = index
-        runs = joined(self.place[chunk] for chunk in chunks)
+        runs = merged(self.place[chunk] for chunk in chunks)
         if len(runs) == 1:
             return Send(peer, number, runs[0])
         return Send(peer, number, self._stage(sum(run.elements for run in runs)), runs)
 
     def _receive(self, t: Transfer, number: int, chunks: list[int], index: int) -> tuple[Receive, list[TensorRegion]]:
-        """Straight to its final place unless it is added to, scattered over several places, or was just in use."""
+        """Receives in the final place, unless it is to be added, is not contiguous there, or was just in use."""
         homes = [self.layout.home.get(chunk) for chunk in chunks]
         settled = [home for home in homes if home is not None]
         last = max(self.used.get(chunk, -1) for chunk in chunks)
-        if not t.reduce and len(settled) == len(homes) and len(joined(settled)) == 1 and last < index - 1:
-            (home,) = joined(settled)
+        if not t.reduce and len(settled) == len(homes) and len(merged(settled)) == 1 and last < index - 1:
+            (home,) = merged(settled)
             return Receive(t.src, number, home, index - 1 if last >= 0 else 0), settled
         staged = self._stage(sum(self.layout.sizes[chunk] for chunk in chunks))
         pieces, start = [], staged.start
@@ -265,15 +275,15 @@ class _Translation:
 def _together(
     each: Sequence[tuple[TensorRegion, tuple[TensorRegion, ...]]],
 ) -> list[tuple[TensorRegion, tuple[TensorRegion, ...]]]:
-    """Sums of neighbours as one sum."""
+    """Merges sums of adjacent regions into one sum."""
     runs: list[tuple[TensorRegion, ...]] = []
     for target, sources in each:
         regions = (target, *sources)
         follows = (
-            runs and len(runs[-1]) == len(regions) and all(len(joined(pair)) == 1 for pair in zip(runs[-1], regions))
+            runs and len(runs[-1]) == len(regions) and all(len(merged(pair)) == 1 for pair in zip(runs[-1], regions))
         )
         if follows:
-            runs[-1] = tuple(joined(pair)[0] for pair in zip(runs[-1], regions))
+            runs[-1] = tuple(merged(pair)[0] for pair in zip(runs[-1], regions))
         else:
             runs.append(regions)
     return [(run[0], run[1:]) for run in runs]
@@ -301,9 +311,12 @@ def ordered(program: Program) -> tuple[Step, ...]:
 
 
 class _Order:
-    """Rounds are not barriers: a message is sent as soon as its data is there, and the rank waits for a receive only
-    when something that depends on it is sent or written. All receives whose memory is free are posted first: gloo
-    sends a message only once its receiver has named the buffer, so that a late receive costs a round trip."""
+    """Puts the steps of a program into order, without barriers between rounds.
+
+    A message is sent as soon as its data is there, and the rank waits for a receive only when something that depends on
+    it is sent or written. All receives whose memory is free are posted first: gloo sends a message only once its
+    receiver has named the buffer, so a late receive costs a round trip.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -313,20 +326,24 @@ class _Order:
 
     def of(self, program: Program) -> tuple[Step, ...]:
         posts: dict[int, list[Receive]] = {}
-        for one in program.rounds:
-            for receive in one.receives:
+        for own_round in program.rounds:
+            for receive in own_round.receives:
                 posts.setdefault(receive.post_round, []).append(receive)
-        for index, one in enumerate(program.rounds):
+        for index, own_round in enumerate(program.rounds):
             for receive in posts.get(index, ()):
-                self._free(receive.region)
+                for arrival in [pending for pending in self.pending if _uses(pending, receive.region)]:
+                    self._finish(arrival)
+                self._no_longer_sent(receive.region)
                 self.steps.append(Start(receive))
-            for send in one.sends:
-                self._complete(send.reads)
+            for send in own_round.sends:
+                for region in send.reads:  # what earlier rounds write there comes first
+                    for arrival in [pending for pending in self.pending if pending.target.overlaps(region)]:
+                        self._finish(arrival)
                 self.steps.append(Start(send))
                 self.in_flight.append(send)
             if index == 0:
                 self.steps += program.copies  # while the first messages are in flight
-            self.pending += one.arrivals
+            self.pending += own_round.arrivals
         if not program.rounds:
             self.steps += program.copies
         while self.pending:
@@ -334,25 +351,13 @@ class _Order:
         self.steps += [Wait(send) for send in self.in_flight]
         return tuple(self.steps)
 
-    def _complete(self, regions: Iterable[TensorRegion]) -> None:
-        """Finishes what earlier rounds have to write to ``regions``."""
-        for region in regions:
-            for arrival in [one for one in self.pending if one.target.overlaps(region)]:
-                self._finish(arrival)
-
-    def _free(self, region: TensorRegion) -> None:
-        """Finishes all reads and writes of ``region``."""
-        for arrival in [one for one in self.pending if _uses(one, region)]:
-            self._finish(arrival)
-        self._no_longer_sent(region)
-
     def _no_longer_sent(self, region: TensorRegion) -> None:
-        for send in [one for one in self.in_flight if one.source.overlaps(region)]:
+        for send in [started for started in self.in_flight if started.source.overlaps(region)]:
             self.in_flight.remove(send)
             self.steps.append(Wait(send))
 
     def _finish(self, arrival: ReceivedChunk) -> None:
-        """Finishes first whatever uses the same memory earlier."""
+        """Waits for an arrival and adds it, after whatever used the same memory earlier."""
         if arrival not in self.pending:
             return
         earlier = self.pending[: self.pending.index(arrival)]
@@ -370,4 +375,4 @@ class _Order:
 
 
 def _uses(arrival: ReceivedChunk, region: TensorRegion) -> bool:
-    return any(one.overlaps(region) for one in (arrival.target, *arrival.sources))
+    return any(used.overlaps(region) for used in (arrival.target, *arrival.sources))

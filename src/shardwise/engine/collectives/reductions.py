@@ -28,20 +28,20 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 @dataclass(frozen=True)
 class Completion:
-    """A collective that is over when ``wait`` returns; by default nothing was sent, or all is on the current stream."""
+    """A collective that is over when ``wait`` returns; by default there is nothing left to wait for."""
 
     wait: Callable[[], object] = lambda: None
 
 
 def all_reduce_bytes(tensor: torch.Tensor, ranks: int) -> int:
-    """What each rank sends in an all-reduce that sends no more than it must."""
+    """Bytes that each rank sends in a bandwidth-optimal all-reduce."""
     return 2 * tensor.numel() * tensor.element_size() * (ranks - 1) // ranks
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of ``flat`` in the shapes of ``tensors``, one after the other."""
-    pieces = torch.split(flat, [one.numel() for one in tensors])
-    return [piece.view_as(one) for piece, one in zip(pieces, tensors)]
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors)]
 
 
 def reduce_scatter_sum(
@@ -97,12 +97,12 @@ def all_reduce_sum(
 def all_gather(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Pending | None:
-    """All ranks' ``input``, one after the other; it may be a part of ``output`` already."""
+    """Gathers all ranks' ``input`` one after the other; ``input`` may already be its part of ``output``."""
     work: Pending | None
     if group.size() != 2 or not on_gloo(group, input.device.type):
         work = _all_gather(output, input, group=group, async_op=async_op)
         return work
-    # Two ranks on gloo: its all-gather copies a rank's own part to where it is, at half of the whole cost.
+    # Two ranks on gloo: half of the cost of its all-gather is copying a rank's own part, even onto itself.
     rank, parts = group.rank(), output.detach().view(2, -1)
     if parts[rank].data_ptr() != input.data_ptr() or not input.is_contiguous():
         parts[rank].copy_(input.detach().reshape(-1))
@@ -119,7 +119,7 @@ def on_gloo(group: dist.ProcessGroup, device: str) -> bool:
 
 
 def _is_ours(group: dist.ProcessGroup, tensor: torch.Tensor, in_fp32: bool) -> bool:
-    """Not on the fake backend, which shows what a GPU would send."""
+    """Whether to use our own collective. Never on the fake backend, which shows what a GPU would send."""
     backend = backend_of(group, tensor.device.type)
     return backend == "gloo" or (backend == "nccl" and in_fp32 and tensor.dtype in NARROW)
 
@@ -183,7 +183,7 @@ class _Scratch:
         if elements * dtype.itemsize > TEMPORARY_BYTES // 2:
             return torch.empty(elements, dtype=dtype)
         back = [buffer for lent, buffer in self.lent if lent() is None]
-        self.lent = [one for one in self.lent if one[0]() is not None]
+        self.lent = [loan for loan in self.lent if loan[0]() is not None]
         for buffer in back:
             self.give_back(buffer)
         buffer = self.take(elements, dtype)

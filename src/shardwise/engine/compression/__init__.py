@@ -1,4 +1,4 @@
-"""Gradients sent in fewer bytes than they have, with the same sum on every rank: which sum a strategy asks for."""
+"""Compressed sums of gradients, equal on every rank: which kind a strategy asks for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompressedSum(Protocol):
 def compressed_sum(
     compression: Compression, shapes: Sequence[torch.Size], group: dist.ProcessGroup, device: torch.device
 ) -> CompressedSum | None:
-    """For a bucket of tensors of these shapes, one after the other; None without compression."""
+    """The sum of a bucket that holds tensors of these shapes one after the other; None without compression."""
     if not compression.is_used:
         return None
     if compression.method == "powersgd":

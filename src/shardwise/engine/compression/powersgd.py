@@ -1,7 +1,7 @@
 """PowerSGD: every matrix as the product of two low-rank factors, by one power iteration from the last step's result.
 
-Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, algorithm 1. All matrices of a bucket are summed together; what is
-not a matrix, or not smaller as two, is summed whole with the first factors.
+Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, algorithm 1. All matrices of a bucket are summed together. What is
+not a matrix, or would not be smaller as two factors, is summed uncompressed together with the first factors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.spec.less_communication import low_rank
 
 
 class LowRankSum:
-    """The sums of one bucket, whose tensors have ``shapes``; as `ExchangedSum`.
+    """The sums of one bucket, whose tensors have ``shapes``; used like `ExchangedSum`.
 
-    The ranks have the same sum to the last bit where they have the same kind of device.
+    The sum is the same to the last bit on all ranks with the same kind of device.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LowRankSum:
         error_feedback: bool,
     ) -> None:
         self.shapes, self.group, self.ranks = list(shapes), group, group.size()
-        self.widths = [_width(rank, shape) for shape in self.shapes]
+        self.widths = [int(low_rank(rank, shape[-2], shape[-1])) if len(shape) >= 2 else 0 for shape in self.shapes]
         self.states: dict[str, Tensor] = {}
         random = torch.Generator().manual_seed(0)  # the same on all ranks
         for number, (shape, width) in enumerate(zip(self.shapes, self.widths)):
@@ -74,7 +74,7 @@ class LowRankSum:
         second, work = self._summed(Called.SECOND_FACTORS, rights)
         if work is not None:
             work.wait()
-        for number, right in zip(self.matrices, _cut(second, [tuple(one.shape) for one in rights])):
+        for number, right in zip(self.matrices, _cut(second, [tuple(right.shape) for right in rights])):
             whole = lefts[number] @ right.transpose(1, 2)
             self._keep(number, whole, right)
             self.places[number].copy_(whole.view(self.shapes[number]))
@@ -91,15 +91,11 @@ class LowRankSum:
     def _summed(self, what: str, tensors: list[Tensor]) -> tuple[Tensor, Pending | None]:
         if not tensors:
             return torch.empty(0), None
-        flat = torch.cat([one.reshape(-1) for one in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         with sent("dp", what, flat):
             work = all_reduce_sum(flat, self.group, async_op=True)
         self.sent_bytes += all_reduce_bytes(flat, self.ranks)
         return flat, work
-
-
-def _width(rank: int, shape: torch.Size) -> int:
-    return int(low_rank(rank, shape[-2], shape[-1])) if len(shape) >= 2 else 0
 
 
 def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

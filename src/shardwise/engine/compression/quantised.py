@@ -19,7 +19,7 @@ from shardwise.spec.less_communication import SCALE_BYTES, Compression
 
 
 class Codec(Protocol):
-    """A row of ``block`` elements takes ``bytes_per_block``."""
+    """Encodes blocks of fp32 elements as bytes."""
 
     block: int
     bytes_per_block: int
@@ -111,12 +111,12 @@ def _without_scale(encoded: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ExchangedSum:
-    """The sums of one bucket of ``elements``, one after the other. ``start`` begins one, ``wait`` writes it.
+    """The sums of one bucket of ``elements``, step after step: ``start`` begins a sum, ``wait`` writes it.
 
-    Every rank adds up its piece of all ranks' codes in fp32 and sends the sum as codes. All ranks decode the same
-    bytes, so that they have the same sum to the last bit. ``states`` are what error feedback keeps from one sum to the
-    next: what a rank's own codes left out, and what the codes of its piece of the sum did. ``sent_bytes`` is what this
-    rank has sent.
+    Every rank decodes its piece of all ranks' gradients, adds them in fp32 and sends the sum as codes. All ranks decode
+    the same bytes, so they have the same sum to the last bit. ``states`` hold the error feedback from one sum to the
+    next: the rounding errors of this rank's own codes, and of the codes of its piece of the sum. ``sent_bytes`` counts
+    what this rank has sent.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class ExchangedSum:
 
 
 class MomentumSum:
-    """1-bit Adam: like `ExchangedSum`, for the momentum that the gradients of one bucket make.
+    """1-bit Adam: like `ExchangedSum`, but ranks exchange momentum instead of gradients.
 
-    Ranks exchange momentum, whose errors feed back into itself and never reach the second moments (Tang et al. 2021,
-    arXiv 2102.02888, algorithm 1): after some exact steps the second moments are frozen, every rank moves the common
-    momentum by its own gradient, and the mean of these, as signs, is the next momentum. Here the optimizer gets the
-    gradient that moves its momentum there, so that all that is linear in gradients (sums over tensor-parallel ranks,
-    tied ends) needs no change. Call `follow` before the first sum.
+    The errors of compressed momentum never reach the second moments (Tang et al. 2021, arXiv 2102.02888, algorithm 1):
+    after some exact steps these are frozen, every rank moves the common momentum by its own gradient, and the mean of
+    the results, as signs, is the next momentum. Here the optimizer is given the gradient that leads to that momentum,
+    so that everything linear in gradients (sums over tensor-parallel ranks, tied ends) needs no change. Call `follow`
+    before the first sum.
     """
 
     def __init__(self, exchanged: ExchangedSum) -> None:
@@ -196,7 +196,7 @@ class MomentumSum:
         return self.exchanged.sent_bytes
 
     def follow(self, momenta: Sequence[Tensor], kept: float) -> None:
-        """``kept`` of the momentum is left after a step (the optimizer's beta1); the rest is the new gradient."""
+        """Sets the optimizer's ``momenta``, of which ``kept`` (its beta1) is left after a step."""
         self.momenta, self.kept = momenta, kept
 
     def start(self, flat: Tensor) -> Pending:
@@ -213,4 +213,4 @@ class MomentumSum:
         del self.flat, self.moved
 
     def _kept_momentum(self) -> Tensor:
-        return torch.cat([one.view(-1) for one in self.momenta]).mul_(self.kept)
+        return torch.cat([momentum.view(-1) for momentum in self.momenta]).mul_(self.kept)

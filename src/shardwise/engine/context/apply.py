@@ -23,7 +23,7 @@ from shardwise.spec.training import Training
 
 
 def apply_attention(module: nn.Module, training: Training) -> None:
-    """Modules with an ``attend`` have the fused one from the beginning."""
+    """Replaces ``attend`` where the job asks for unfused attention; modules start with the fused one."""
     if training.attention == "unfused":
         for part in module.modules():
             if hasattr(part, "attend"):
@@ -31,7 +31,7 @@ def apply_attention(module: nn.Module, training: Training) -> None:
 
 
 def kernel_words(job: Job, device: torch.device) -> str:
-    """Whose kernel computes the attention of a job's steps on a device; where it is not FlashAttention-4, why."""
+    """Says whose kernel computes a job's attention on a device and, if it is not FlashAttention-4, why not."""
     model = job.model
     if job.training.attention == "unfused":
         return "plain matmuls, scores are stored"
@@ -55,7 +55,9 @@ def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: Ker
     if strategy.cp == 1:
         return
     group = mesh.group("cp")
-    documents = WholeDocuments(group, strategy.context_method)  # one for all layers: gathered once
+    documents = WholeDocuments(
+        group, strategy.context_method
+    )  # shared by all layers, so that documents are gathered once
     across: AcrossRanks | None = None
     if strategy.context_method != "ulysses":
         kind = RingAttention if strategy.context_method == "ring" else GatheredAttention

@@ -1,10 +1,9 @@
-"""Attention by blocks of keys, behind the ring and the all-gather: kernels, masks, and the outputs merged.
+"""Attention by blocks of keys, for the ring and the all-gather: kernels, masks, and merging of outputs.
 
-A kernel returns, beside the output, the logarithm of the sum of exponentials of each query's scores; by it the outputs
-of several blocks of keys are merged into that of all of them, and with the merged one the backward pass of a block
-gives its share of the whole gradient (Liu et al. 2023, arXiv 2310.01889). `scaled_dot_product_attention` keeps it to
-itself, hence the operators under it. All tensors are [batch, seq, heads, features], key heads unrepeated, log-sum-exp
-[batch, heads, seq] in fp32.
+Besides the output, a kernel returns the log-sum-exp of each query's scores. With it the outputs of several blocks of
+keys are merged; given the merged log-sum-exp, the backward pass of a block yields its share of the whole gradient (Liu
+et al. 2023, arXiv 2310.01889). `scaled_dot_product_attention` does not return it, so the operators beneath are called.
+All tensors are [batch, seq, heads, features], key heads unrepeated, log-sum-exp [batch, heads, seq] in fp32.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 @dataclass(frozen=True)
 class Scores:
-    """How queries and keys are multiplied and which pairs are seen.
-
-    ``causal``: query i sees keys up to i, of as many. ``bias`` [batch or 1, 1, queries, keys] is added.
-    """
+    """How queries and keys are multiplied, and which keys a query sees."""
 
     scale: float
     causal: bool = False
+    """Query i sees keys up to i; there are as many keys as queries."""
     bias: Tensor | None = None
+    """Added to the scores: [batch or 1, 1, queries, keys]."""
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward pass starts from; ``out`` and ``log_sum`` are those over all blocks of keys, merged."""
+    """What a backward pass starts from."""
 
     gradient: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
     out: Tensor
+    """Merged over all blocks of keys, as is `log_sum`."""
     log_sum: Tensor
 
     def block(self, queries: slice, key: Tensor, value: Tensor) -> BackwardInputs:
@@ -69,7 +68,7 @@ class BackwardInputs(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """``backward`` gives the gradients of this block's queries, keys and values."""
+    """A kernel for one block: ``backward`` returns the gradients of its queries, keys and values."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
@@ -90,20 +89,20 @@ def kernel_for(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
             return EFFICIENT
         if not biased and flash_attention_4.fits(query, value):
             return FLASH_4
-        if _made_for_cudnn(query.device.index):
+        if _is_hopper_or_blackwell(query.device.index):
             return CUDNN
         return EFFICIENT if biased else FLASH
     return MATH
 
 
 @cache
-def _made_for_cudnn(device: int) -> bool:
-    """Hopper and Blackwell (AMD counts its own generations by the same numbers)."""
+def _is_hopper_or_blackwell(device: int) -> bool:
+    """AMD uses the same numbers for generations of its own, hence the check for CUDA."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class Math:
-    """Unfused, for everything that no fused kernel takes; the scores of the block are materialised."""
+    """Plain matmuls, for what no fused kernel takes; the scores of the block are materialised."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         logits = self._logits(query, key, scores)
@@ -140,11 +139,15 @@ class Math:
 
 
 class _Fused(ABC):
-    """A fused operator of PyTorch. It takes [batch, heads, seq, features], features padded to a ``multiple``; with
-    ``one_width``, those of the narrower tensors to the widest (MLA). Zeros change no dot product."""
+    """A fused operator of PyTorch, which takes [batch, heads, seq, features].
+
+    Features are padded by zeros, which change no dot product.
+    """
 
     multiple = 8
+    """Of which the number of features has to be a multiple."""
     one_width = False
+    """Queries, keys and values are padded to the widest of the three (MLA)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = self.fitted(query, key, value)
@@ -156,14 +159,16 @@ class _Fused(ABC):
         q, k, v = self.fitted(*inputs)
         do, o = (_widened(tensor, v.shape[-1]).transpose(1, 2) for tensor in (saved.gradient, saved.out))
         gradients = self.differentiate(BackwardInputs(do, q, k, v, o, saved.log_sum), scores)
-        dq, dk, dv = (_gradient(one, like) for one, like in zip(gradients, inputs))
+        dq, dk, dv = (_gradient_of(tensor, gradient) for tensor, gradient in zip(inputs, gradients))
         return dq, dk, dv
 
     def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         tensors = (query, key, value)
         widest = max(tensor.shape[-1] for tensor in tensors) if self.one_width else 0
         widths = [max(widest, tensor.shape[-1]) for tensor in tensors]
-        return [_widened(one, width + -width % self.multiple).transpose(1, 2) for one, width in zip(tensors, widths)]
+        return [
+            _widened(tensor, width + -width % self.multiple).transpose(1, 2) for tensor, width in zip(tensors, widths)
+        ]
 
     @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
@@ -221,7 +226,7 @@ class Cudnn(_Fused):
 
 
 class Flash4:
-    """FlashAttention-4, for what it `fits`: no bias. It takes tensors as they are."""
+    """FlashAttention-4, where it `fits`; without a bias. It takes tensors as they are."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, log_sum = flash_attention_4.forward(query, key, value, *self._seen(query, scores))
@@ -267,13 +272,13 @@ MATH, CPU_FLASH, FLASH, FLASH_4, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(),
 def hidden_score(dtype: torch.dtype) -> float:
     """The score of a masked pair: finite, so that a row without any key gives no NaN.
 
-    Such a row's log-sum-exp is so small that merging gives its block the weight zero, exactly.
+    The log-sum-exp of such a row is so small that merging gives its block a weight of exactly zero.
     """
     return torch.finfo(dtype).min / 2
 
 
 def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """[batch, heads, queries, keys], with rows aligned for GPUs, heads without a copy."""
+    """The bias as [batch, heads, queries, keys], rows aligned for GPUs; expanded over heads without a copy."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -290,23 +295,24 @@ def _back(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.transpose(1, 2)[..., : like.shape[-1]]
 
 
-def _gradient(tensor: Tensor, like: Tensor) -> Tensor:
-    """The gradient of ``like``: summed over the copies of its heads, without padding."""
-    if tensor.shape[1] > like.shape[2]:
-        tensor = torch.unflatten(tensor, 1, (like.shape[2], -1)).sum(2)
-    return _back(tensor, like)
+def _gradient_of(tensor: Tensor, fitted: Tensor) -> Tensor:
+    """The gradient of ``tensor`` from that of its ``fitted`` form: repeated heads are summed, padding is dropped."""
+    if fitted.shape[1] > tensor.shape[2]:
+        fitted = torch.unflatten(fitted, 1, (tensor.shape[2], -1)).sum(2)
+    return _back(fitted, tensor)
 
 
-# -- A window or packed documents: some of the keys are seen -----------------------------------------
+# -- A window or packed documents: a query sees only some of the keys --------------------------------
 
 
 @dataclass(frozen=True)
 class WindowKernel:
-    """FlashAttention for the tensors that `dot_product.takes`: a query sees so many keys ``before`` and ``behind``
-    its own, and the last query's own key is the last key."""
+    """FlashAttention for tensors that `dot_product.takes`. The last query's own key is the last key."""
 
     before: int
+    """Keys that a query sees before its own."""
     behind: int
+    """Keys that it sees behind its own."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         lengths = None, None, query.shape[1], key.shape[1]
@@ -325,21 +331,20 @@ class WindowKernel:
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys a query sees if it is neither all nor the plain causal ones: by a window, or by packed documents.
-
-    Queries and keys are contiguous runs that start at ``first_query`` and ``first_key`` of one sequence;
-    ``query_documents`` and ``key_documents`` [batch, seq] number their documents.
-    """
+    """Which keys a query sees where a window or packed documents hide some. Queries and keys are contiguous runs."""
 
     causal: bool
     window: int | None = None
     first_query: int = 0
+    """Where in the sequence the queries start."""
     first_key: int = 0
+    """Where the keys start."""
     query_documents: Tensor | None = None
+    """The number of each query's document, [batch, seq]."""
     key_documents: Tensor | None = None
 
     def window_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> WindowKernel | None:
-        """The kernel for a window by itself, where one takes the tensors (on a GPU)."""
+        """The kernel for a window without documents, if it takes the tensors (on a GPU)."""
         if self.window is None or self.query_documents is not None or not takes(query, key, value):
             return None
         last = self.first_key + key.shape[1] - self.first_query - query.shape[1]  # keys behind the last query's own
@@ -347,7 +352,7 @@ class Seen:
         return WindowKernel(before, behind) if min(before, behind) >= 0 else None
 
     def pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Runs of queries, the run of keys that any of them sees, and the bias that masks the others."""
+        """Runs of queries, for each the run of keys that some of them see, and the bias that masks the other pairs."""
         queries, keys = query.shape[1], key.shape[1]
         rows = max(SHORTEST_PIECE, MASK_ELEMENTS // (query.shape[0] * keys))
         if self.window is not None:
@@ -358,7 +363,7 @@ class Seen:
             yield slice(start, stop), here, self._bias(start, stop, here, query)
 
     def _keys_of(self, start: int, stop: int, keys: int) -> slice:
-        """The keys of queries ``start`` to ``stop``; at least one, which kernels require."""
+        """The keys that queries ``start`` to ``stop`` see; at least one key, since kernels require it."""
         start, stop = start + self.first_query - self.first_key, stop + self.first_query - self.first_key
         first, end = 0, keys
         if self.window is not None:
@@ -424,7 +429,7 @@ def attention_block_backward(
 
 
 class Merged:
-    """The output and log-sum-exp over all blocks of keys so far, in fp32; blocks may cover some queries only."""
+    """The output and log-sum-exp over all blocks of keys so far, in fp32. A block may cover only some queries."""
 
     def __init__(self, out: Tensor, log_sum: Tensor) -> None:
         self.number = out.dtype
@@ -446,7 +451,7 @@ class Merged:
         before.copy_(torch.logaddexp(before, log_sum))
 
     def result(self, some_rows_empty: bool = False) -> tuple[Tensor, Tensor]:
-        """``some_rows_empty``: a query that saw no key at all gets zeros, and a log-sum-exp that gives no gradient."""
+        """Output and log-sum-exp. ``some_rows_empty``: a query that saw no key at all gets zeros and no gradient."""
         out, log_sum = self.out.to(self.number).contiguous(), self.log_sum.contiguous()
         if some_rows_empty:
             empty = log_sum < hidden_score(self.number) / 2

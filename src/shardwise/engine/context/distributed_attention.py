@@ -32,13 +32,14 @@ from shardwise.models.dot_product import AttentionArguments
 
 @dataclass(frozen=True)
 class AttentionCall(ABC):
-    """One attention over the ranks; ``documents`` are those of whole sequences."""
+    """One call of attention over the ranks."""
 
     group: dist.ProcessGroup
     causal: bool
     scale: float
     window: int | None
     documents: Tensor | None
+    """Of whole sequences."""
     overlap: bool
     choose: KernelChoice
 
@@ -61,7 +62,7 @@ class AttentionCall(ABC):
 class AcrossRanks:
     """An ``attend`` for tokens cut in zig-zag, by one ``kind`` of call.
 
-    Without ``overlap`` it waits for each message before it computes on; ``choose`` picks the kernel of a block.
+    Without ``overlap`` it waits for each message before it goes on computing; ``choose`` picks the kernel of a block.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class _Attention(torch.autograd.Function):
         return *ctx.call.backward(BackwardInputs(gradient.contiguous(), *ctx.saved_tensors)), None
 
 
-# -- the same as operators: they take numbers and tensors only, so objects are found by a number --------------------
+# -- The same as custom operators: these take only numbers and tensors, so objects are looked up by a number ----------
 
 _numbers = count()
 _known: WeakValueDictionary[int, AcrossRanks] = WeakValueDictionary()

@@ -22,7 +22,10 @@ from shardwise.engine.profiler_ranges import sent, wait_for
 
 
 class GatheredAttention(AttentionCall):
-    """Plain causal attention takes the own chunks separately (`own_apart`); all others see only runs (`_runs`)."""
+    """Attention over gathered keys and values.
+
+    Plain causal attention computes a rank's own chunks separately (`own_apart`); otherwise all is done by `_runs`.
+    """
 
     @property
     def masked(self) -> bool:
@@ -64,7 +67,7 @@ class GatheredAttention(AttentionCall):
             of_query[:, queries] += add_query
             of_key[:, keys] += add_key
             of_value[:, keys] += add_value
-        del key, value  # what was gathered, before the gradients are copied into the order of the ranks
+        del key, value  # frees what was gathered before the gradients are copied into the order of the ranks
         of_key, of_value = gather.reduce_gradients()
         if own:
             of_key, of_value = of_key + own[0], of_value + own[1]
@@ -82,23 +85,20 @@ class GatheredAttention(AttentionCall):
                 if first:
                     yield queries, slice(0, first), None
                 continue
-            keys, documents = self._keys_of(first, first + half, total), self.documents
+            reach = total if self.window is None else self.window - 1
+            keys = slice(max(0, first - reach), first + half if self.causal else min(total, first + half + reach))
+            documents = self.documents
             of_queries, of_keys = (
                 None if documents is None else documents[:, run] for run in (slice(first, first + half), keys)
             )
             yield queries, keys, Seen(self.causal, self.window, first, keys.start, of_queries, of_keys)
 
-    def _keys_of(self, first: int, end: int, total: int) -> slice:
-        """Keys that any query from ``first`` to ``end`` may see."""
-        reach = total if self.window is None else self.window - 1
-        return slice(max(0, first - reach), end if self.causal else min(total, end + reach))
-
 
 class _GatherKeys:
-    """The gather of keys and values of all ranks, and the way back of their gradients.
+    """The all-gather of keys and values, and the reduce-scatter of their gradients.
 
-    Both are sent as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send lies
-    one behind the other, and key and value are views.
+    Both are sent as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send is
+    concatenated in memory, and key and value are views.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: Tensor, value: Tensor, overlap: bool) -> None:

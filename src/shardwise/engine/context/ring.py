@@ -1,12 +1,12 @@
 """Ring attention: keys and values travel from rank to rank while each rank attends to those it holds.
 
 With the zig-zag cut (`sequence`), every rank has the same work in every step under a causal mask: its own tokens
-first, then half a square either way (all queries with the early half of the keys, or the late half of the queries
-with all keys; Brandon et al. 2023, arXiv 2311.09431, balance by stripes, Megatron-LM by these pairs of chunks).
-PyTorch's own ring does not run on CPUs and repeats key heads.
+first, then half of the pairs of queries and keys, which are either all queries with the early half of the keys or the
+late half of the queries with all keys. (Megatron-LM balances by such pairs of chunks too; Brandon et al. 2023, arXiv
+2311.09431, by stripes.) PyTorch's own ring does not run on CPUs and repeats key heads.
 
-The backward pass sends keys and values around again, and their gradients one step behind them; the part of a rank's
-own queries stays on that rank, so that both take cp−1 steps.
+The backward pass sends keys and values around again, and their gradients one step behind them. The share of a rank's
+own queries never leaves that rank, so both take cp−1 steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.collectives.ring_messages import RingMessages
+from shardwise.engine.collectives.communicator import RingMessages
 from shardwise.engine.context.blocks import BackwardInputs, Gradients, Merged, Seen
 from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.context.sequence import cut_sequence
@@ -91,12 +91,12 @@ class RingAttention(AttentionCall):
         whole, half = slice(0, length), length // 2
         if step == 0 or not self.causal:
             return whole, whole, self.causal
-        if step <= self.group.rank():  # keys of an earlier rank: their late half is later than all queries here
+        if step <= self.group.rank():  # keys of an earlier rank, whose late half comes after all queries here
             return whole, slice(0, half), False
         return slice(half, length), whole, False
 
     def _seen(self, step: int, queries: slice, keys: slice) -> Seen | None:
-        """Packed documents cross blocks: every block is masked by them."""
+        """The mask of a block by packed documents, which may cross blocks."""
         if self.documents is None:
             return None
         rank, size = self.group.rank(), self.group.size()

@@ -1,10 +1,9 @@
 """Which tokens of a sequence a context-parallel rank holds, and the documents of all of them.
 
-- ring and all-gather: of 2·cp equal chunks, rank r holds chunks r and 2·cp−1−r (zig-zag). Under a causal mask a token
-  sees all before it, so that a cheap early and an expensive late chunk balance the work of every rank. Without a mask
-  any cut is balanced, this one included.
-- ulysses: one contiguous piece each. Attention runs on whole sequences by heads, so there is nothing to balance, and
-  the exchanged pieces arrive in order.
+- ring and all-gather: of 2·cp equal chunks, rank r holds chunks r and 2·cp−1−r (zig-zag). Under a causal mask late
+  tokens see more keys than early ones, so every rank gets a cheap early chunk and an expensive late one.
+- ulysses: one contiguous piece each. Attention runs on whole sequences of some heads, so there is nothing to balance,
+  and the exchanged pieces arrive in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): all tokens of some heads instead of some tokens of all heads.
 
-One all-to-all carries queries, keys and values of each token there, another the output back; in between the module's
-own ``attend`` sees whole sequences in order, so that windows, documents and all else are its own business.
-Key heads fewer than ranks are repeated as they are packed; their gradients are summed as they are unpacked.
+One all-to-all sends queries, keys and values, another returns the output. In between, the module's own ``attend`` sees
+whole sequences in order, so it takes care of windows and documents itself. If there are fewer key heads than ranks,
+they are repeated when they are packed, and their gradients are summed when these are unpacked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UlyssesAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
         check_heads(query.shape[2], key.shape[2], self.group.size())
-        # Queries and keys are already rotated by their positions, and the whole rows are in order.
+        # No positions: queries and keys have been rotated already, and whole rows are in order.
         whole = replace(arguments, documents=self.documents.of(arguments.documents), positions=None, bounds=None)
         query, key, value = _to_heads((query, key, value), self.group)
         return _to_sequence(self.attend(query, key, value, whole), self.group)

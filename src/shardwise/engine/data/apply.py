@@ -24,15 +24,15 @@ from shardwise.engine.patterns import DECODER, Patterns, matching
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.job import Job
 
-PREFETCH = 1  # units gathered ahead of the one that computes: one hides the gather where it can be hidden at all
+PREFETCH = 1  # units gathered ahead of the one that computes: more than one would hide no more
 
 
 class DataParallel:
     """Data parallelism of all stages of this rank, as a step drives it.
 
-    Without a pipeline call `before_microbatch` before each forward pass and `after_step` after the optimizer. A
-    pipeline calls the ``parts``, each of one stage (`engine.pipeline.stage.Reduction`). Gradients are complete when the
-    last pass returns.
+    Without a pipeline, call `before_microbatch` before each forward pass and `after_step` after the optimizer. A
+    pipeline calls the ``parts`` of its stages itself (`engine.pipeline.stage.Reduction`). Gradients are complete when
+    the last pass returns.
     """
 
     def __init__(self, parts: dict[nn.Module, Sharded | Replicated]) -> None:
@@ -52,24 +52,26 @@ class DataParallel:
     def buckets(self) -> dict[str, Bucket]:
         """Whole parameters whose gradients are summed together; divided ones have none."""
         whole = [(number, part) for number, part in enumerate(self.parts.values()) if isinstance(part, Replicated)]
-        return {f"{number}.{index}": one for number, part in whole for index, one in enumerate(part.buckets)}
+        return {f"{number}.{index}": bucket for number, part in whole for index, bucket in enumerate(part.buckets)}
 
     @property
     def feedback(self) -> dict[str, Tensor]:
         """What compressed sums of gradients keep from one step to the next, on this rank alone."""
-        compressed = [(name, one.compressed) for name, one in self.buckets.items() if one.compressed]
-        return {f"{name}.{state}": tensor for name, one in compressed for state, tensor in one.states.items()}
+        compressed = [(name, bucket.compressed) for name, bucket in self.buckets.items() if bucket.compressed]
+        return {
+            f"{name}.{state}": tensor for name, compressor in compressed for state, tensor in compressor.states.items()
+        }
 
     @property
     def compressed_bytes(self) -> int:
         """What this rank has sent in compressed sums so far."""
-        return sum(one.compressed.sent_bytes for one in self.buckets.values() if one.compressed)
+        return sum(bucket.compressed.sent_bytes for bucket in self.buckets.values() if bucket.compressed)
 
     def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
-        """Where the optimizer keeps the momentum of a parameter, and how much of it is left after a step."""
+        """Tells compressed sums where the optimizer keeps momenta, and how much of these is left after a step."""
         for bucket in self.buckets.values():
             if isinstance(bucket.compressed, MomentumSum):
-                bucket.compressed.follow([momentum(one) for one in bucket.parameters], kept)
+                bucket.compressed.follow([momentum(parameter) for parameter in bucket.parameters], kept)
 
     def compress(self, now: bool) -> None:
         """Whether the next sums are compressed, where the strategy compresses at all."""
@@ -77,7 +79,7 @@ class DataParallel:
             bucket.compresses = now
 
     def forget_masters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Others keep the fp32 values of these from now on."""
+        """Drops the masters of these parameters, whose fp32 values others keep from now on."""
         for parameter in parameters:
             for part in self.parts.values():
                 part.masters.pop(parameter, None)
@@ -86,21 +88,21 @@ class DataParallel:
         return isinstance(self.parts[stage], Sharded)
 
     def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
-        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+        """Moves ``stored`` weights and gradients off the device, but not the gradients of parameters in ``stay``."""
         for part in self.parts.values():
             if isinstance(part, Sharded):
                 part.offload(stored, stay)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
-        """Waits for gradients that leave the device; returns the norms of those elsewhere, None if all are here."""
+        """Waits for gradients that leave the device; returns the norms of those, None if all are on the device."""
         away = [part.gradients for part in self.parts.values() if isinstance(part, Sharded) and part.gradients]
-        for one in away:
-            one.settle()
+        for gradients in away:
+            gradients.settle()
         return [away[0].stored.summed.get(parameter) for parameter in parameters] if away else None
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copies masters into the weights, after others than the optimizer have written them."""
+        """Copies masters into the weights, after something other than the optimizer has written them."""
         masters = self.masters
         if masters:
             foreach_copy_(list(masters), list(masters.values()))
@@ -138,9 +140,9 @@ def apply_data(
 ) -> DataParallel:
     """Puts a module, or each of the stages of this rank, under the data parallelism of the mesh's strategy.
 
-    ``layers`` are communicated one by one; they default to what ``patterns`` calls layers, else to the largest list
-    of equal blocks. Experts inside them have ranks of their own where expert parallelism makes them so. ``job`` says
-    by which collective gradients are summed, and on what network; without it, by the backend's own.
+    ``layers`` are communicated one by one; they default to what ``patterns`` calls layers, else to the largest list of
+    equal blocks. Under expert parallelism the experts inside them may be divided over other ranks. ``job`` says by
+    which collective gradients are summed, and on what network; without it, the backend's own is used.
     """
     roots = [root] if isinstance(root, nn.Module) else list(root)
     sums, strategy = GradientSums(mesh, job), mesh.strategy
@@ -148,13 +150,13 @@ def apply_data(
     divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
     sharded = strategy.zero and (divided or strategy.offload.weights or strategy.offload.gradients)
     parts: dict[nn.Module, Sharded | Replicated] = {}
-    for one in roots:
-        found = layers
-        if found is None:
-            found = [module for _, module in matching(one, patterns.layers)] or find_layers(one)
-        units = units_of(one, found, patterns, experts_apart)
+    for stage in roots:
+        blocks = layers
+        if blocks is None:
+            blocks = [module for _, module in matching(stage, patterns.layers)] or find_layers(stage)
+        units = units_of(stage, blocks, patterns, experts_apart)
         if sharded:
-            parts[one] = Sharded(one, units, mesh, precision, prefetch, sums)
+            parts[stage] = Sharded(stage, units, mesh, precision, prefetch, sums)
         else:
-            parts[one] = Replicated(one, units, mesh, precision, sums)
+            parts[stage] = Replicated(stage, units, mesh, precision, sums)
     return DataParallel(parts)

@@ -7,19 +7,24 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.data.fsdp_collectives import Unfinished, install
+from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
 from shardwise.engine.data.units import Unit
 from shardwise.engine.fp8.apply import gather_in_fp8
 from shardwise.engine.fp8.gathers import GatherScales
+from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights, await_updates
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
+from shardwise.engine.parameters import local
+from shardwise.engine.profiler_ranges import sent, wait_for
+from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, parameter_groups
 from shardwise.layout.sharding import gathers_in_fp8, last_weights_stay, sharding_of
 
 
@@ -27,10 +32,10 @@ class Sharded:
     """Parameters of ``root`` divided over the ranks of the mesh; each of ``units`` is gathered and reduced by itself.
 
     ZeRO-1: parameters are gathered once a step, gradients stay whole and are reduced with the last microbatch.
-    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally or no other rank has a part of
-    them, as of experts that as many ranks divide as there are copies. ZeRO-3: parameters are freed after every use,
-    unless they are kept. Hybrid: the all-reduce between shard groups comes with the last microbatch, whatever happens
-    inside them. ``prefetch`` units are gathered ahead of the one that computes.
+    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally or the shard group is a single
+    rank (experts, if expert parallelism already spreads them over all copies). ZeRO-3: parameters are freed after every
+    use, unless the strategy keeps them. Hybrid: the all-reduce between shard groups comes with the last microbatch,
+    whatever happens inside the groups. ``prefetch`` units are gathered ahead of the one that computes.
     """
 
     def __init__(
@@ -45,19 +50,19 @@ class Sharded:
         strategy = mesh.strategy
         self.mesh, self.scaling = mesh, precision.scaling
         self.fp8_scales: GatherScales | None = None  # of weights that are gathered in FP8
-        self._reduced_always: set[Any] = set()  # the other units with the last microbatch
+        self._reduced_always: set[Any] = set()  # units whose gradients every microbatch reduces, not only the last
         self.keeps_parameters = strategy.zero < 3 or strategy.keep_parameters
         self.in_pipeline = strategy.pp > 1
         self.units: list[Any] = [*(unit.module for unit in units), root]
         self._set_to: tuple[bool, bool, bool] | None = None
         self._staying = _last_layer(units) if last_weights_stay(strategy.pp, sharding_of(strategy)) else set()
         self.masters: dict[nn.Parameter, Tensor] = {}  # the shards themselves are fp32
-        for unit in sorted(units, key=lambda one: not one.expert):  # inner modules first
+        for unit in sorted(units, key=lambda unit: not unit.expert):  # inner modules first
             self._shard(unit, mesh, precision)
         self._shard(Unit(root, at_the_end=True), mesh, precision, root=True)
         _loss_through_head(root, units)
         self.unfinished = Unfinished()
-        self.reductions = [one for module in self.units for one in install(module, self.unfinished, sums)]
+        self.reductions = [reduction for module in self.units for reduction in install(module, self.unfinished, sums)]
         self.passes = _passes(root, units)
         _prefetch(*self.passes, units, prefetch)
         self.weights: OffloadedWeights | None = None
@@ -69,7 +74,7 @@ class Sharded:
         policy = MixedPrecisionPolicy(
             param_dtype=precision.compute if precision.has_masters else None,
             reduce_dtype=precision.gradient if precision.has_masters else None,
-            # Only what enters the whole network: inside, tables of angles and the like keep their own format.
+            # Cast only the inputs of the whole network: inside it, rotary tables and the like keep their own format.
             cast_forward_inputs=root,
         )
         again = not (self.keeps_parameters or unit.at_the_end or unit.module in self._staying)
@@ -78,7 +83,7 @@ class Sharded:
         if sharding_of(mesh.strategy).reduced_to_shards(ranks.size(ranks.ndim - 1)):
             self._reduced_always.add(unit.module)
         sharded = fully_shard(unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy)
-        if ranks.size() > 1:  # alone, FSDP would divide by the 1
+        if ranks.size() > 1:  # for a single rank FSDP would really divide, by 1
             # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use
             # a scaling reduction, which gloo does not have.
             sharded.set_gradient_divide_factor(1.0)
@@ -87,17 +92,17 @@ class Sharded:
             sharded.set_unshard_in_backward(False)
 
     def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
-        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+        """Moves ``stored`` weights and gradients off the device, but not the gradients of parameters in ``stay``."""
         if stored.weights:
             self.weights = OffloadedWeights(*self.passes, stored)
             torch_private.copy_gradients_by_kernels()
-        elif stored.streamed is not None and self.fp8_scales is None:  # which are found from all shards at once
+        elif stored.streamed is not None and self.fp8_scales is None:  # whose scales need all updated shards at once
             await_updates(self.units, stored.streamed)
         if stored.gradients:
             self.gradients = OffloadedGradients(self.units, stored, stay)
             for reduction in self.reductions:
-                if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
-                    reduction.unfinished = None  # what leaves has to be complete
+                if any(stored.has_gradients(parameter.sharded_param) for parameter in reduction.fsdp_parameters):
+                    reduction.unfinished = None  # a gradient leaves the device only when it is complete
 
     def start(self) -> None:
         """Call once the parameters have memory; the shards are the masters."""
@@ -125,14 +130,14 @@ class Sharded:
             self.gradients.stored.summed.clear()
 
     def after_evaluation(self) -> None:
-        """Does what a backward pass would have done: the next step gathers by itself, and no more than planned."""
+        """Frees what a backward pass would have freed, so that the next step gathers exactly what it should."""
         for unit in self.units:
             unit.reshard()
             for group in torch_private.parameter_groups(unit):
                 torch_private.forget_forward_passes(group)
 
     def before_input_gradients(self) -> None:
-        """Deferred weight gradients need inputs and output gradients but no weights, which may be freed."""
+        """The weights may be freed: deferred weight gradients need only inputs and output gradients."""
         self._set(False, not self.keeps_parameters, False)
 
     def after_weight_gradients(self, last: bool) -> None:
@@ -152,34 +157,37 @@ class Sharded:
         self._set_to = (reduce, reshard, last)
         for unit in self.units:
             unit.set_requires_gradient_sync(reduce and (last or unit in self._reduced_always), recurse=False)
-            # Between the shard groups once; in a pipeline each time, since a pass may bring only some gradients of a
-            # tied embedding, and FSDP cannot add tensors of different sizes.
+            # Sum between shard groups once a step. In a pipeline do it in every pass: a pass may bring only some of the
+            # gradients (a tied embedding), and FSDP cannot add tensors of different sizes.
             unit.set_requires_all_reduce(last or self.in_pipeline, recurse=False)
             unit.set_reshard_after_backward(reshard, recurse=False)
         self.units[-1].set_is_last_backward(last)
 
 
 def _complete(group: Any) -> None:
-    """Zeros for missing gradients: hybrid sharding accumulates all of them in one tensor between microbatches.
+    """Fills in zeros for missing gradients: hybrid sharding accumulates all gradients of a unit in one tensor.
 
-    Two input-gradient passes in a row leave those of norms for one reduction and none for the next.
+    After two input-gradient passes in a row, the first reduction takes the gradients of both passes' norms, and the
+    second has none.
     """
-    for one in group.fsdp_params:
-        if one.sharded_param.requires_grad and one.unsharded_accumulated_grad is None:
-            parameter = one.unsharded_param
+    for record in group.fsdp_params:
+        if record.sharded_param.requires_grad and record.unsharded_accumulated_grad is None:
+            parameter = record.unsharded_param
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
 def _last_layer(units: Sequence[Unit]) -> set[nn.Module]:
-    """With the experts inside it."""
+    """The modules of the last layer: itself and the experts inside it."""
     layers = [number for number, unit in enumerate(units) if not (unit.expert or unit.at_the_end or unit.by_index)]
     return {unit.module for unit in units[layers[-1] :] if not unit.at_the_end} if layers else set()
 
 
 def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:
-    """What each pass gathers, in order. The backward pass reverses layers only: it reaches a layer before the experts
-    inside it."""
+    """What the forward and the backward pass gather, in order.
+
+    The backward pass takes the layers in reverse, but still each layer before the experts inside it.
+    """
     layers: list[list[Any]] = []
     for unit in units:
         if unit.expert:
@@ -206,7 +214,7 @@ def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[U
 
 
 def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], None]:
-    """A recomputed layer calls its experts in the backward pass, which has already freed what follows."""
+    """Prefetches nothing while a layer is recomputed: the backward pass has already freed what follows it."""
 
     def choose(module: Any, _: Any) -> None:
         in_backward = torch_private.current_graph_task_id() >= 0
@@ -216,7 +224,7 @@ def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], Non
 
 
 def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
-    """A loss that reads the head's weight instead of calling the head: FSDP's hooks must run all the same."""
+    """Runs FSDP's hooks of the head for a loss that reads the head's weight instead of calling the head."""
     head, loss = getattr(root, "head", None), getattr(root, "loss_function", None)
     if loss is None or all(unit.module is not head for unit in units):
         return
@@ -229,3 +237,142 @@ def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
     head.summed_loss = summed_loss
     register_fsdp_forward_method(head, "summed_loss")
     root.loss_function = lambda hidden, weight, bias, labels, shares: head.summed_loss(hidden, labels, shares)  # type: ignore[assignment]
+
+
+# -- The collectives of `fully_shard`, named for the profiler, and in the background on gloo ----------------
+# FSDP2 overlaps by means of streams. A CPU has none, so on gloo FSDP2 would wait for every reduce-scatter. Ours starts
+# in the backward pass of a layer and is finished by the end of the whole pass, with at most two in flight.
+
+
+IN_FLIGHT = 2
+
+
+def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> list[GradientReduceScatter]:
+    """Gives a module under `fully_shard` our collectives."""
+    reductions = []
+    for group in parameter_groups(module):
+        mesh = group.mesh_info.mesh
+        lent = on_gloo(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+        overlapped = lent and mesh.ndim == 1  # hybrid: FSDP goes on to sum between the shard groups at once
+        fsdp: Any = module
+        reductions.append(GradientReduceScatter(group.fsdp_params, lent, unfinished if overlapped else None, sums))
+        fsdp.set_custom_reduce_scatter(reductions[-1])
+        fsdp.set_custom_all_gather(ParameterAllGather(lent))
+    return reductions
+
+
+class ParameterAllGather:
+    """All-gather of a unit's parameters; ``lent``: into scratch memory that is reused."""
+
+    def __init__(self, lent: bool) -> None:
+        self.lent = lent
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return SCRATCH.lend(size[0], dtype) if self.lent else torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Pending | None:
+        with sent("dp", Called.PARAMETERS, input_tensor):
+            return all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class Unfinished:
+    """Reductions started in the running backward pass, oldest first; they are finished when it ends.
+
+    For gradients made outside of a backward pass the caller sets ``will_finish``, and finishes them itself.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[_Reduction] = []
+        self.will_finish = False
+
+    @property
+    def may_begin(self) -> bool:
+        return self.will_finish or current_graph_task_id() != -1
+
+    def add(self, reduction: _Reduction) -> None:
+        if not self.will_finish:
+            self.will_finish = True
+            at_end_of_backward(self.finish)
+        self.started.append(reduction)
+        while len(self.started) > IN_FLIGHT:
+            self.started.pop(0).finish()
+
+    def finish(self) -> None:
+        self.will_finish = False
+        self.finish_started()
+
+    def finish_started(self) -> None:
+        while self.started:
+            self.started.pop(0).finish()
+
+
+class GradientReduceScatter:
+    """Sums the gradients of one unit; in the background where ``unfinished`` is given."""
+
+    def __init__(
+        self, fsdp_parameters: Sequence[Any], lent: bool, unfinished: Unfinished | None, sums: GradientSums
+    ) -> None:
+        self.fsdp_parameters, self.lent, self.unfinished, self.sums = fsdp_parameters, lent, unfinished, sums
+        self.allocations = 0
+        self.total: Tensor | None = None  # where FSDP accumulates: the output of the first reduction of a step
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called twice: for the input, which is freed soon, and the output, which becomes the gradients."""
+        self.allocations += 1
+        if self.lent and self.allocations % 2:
+            return SCRATCH.lend(size[0], dtype)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        with sent("dp", Called.GRADIENT_SHARDS, input_tensor):
+            if self.unfinished is None or not self._may_wait(output_tensor, self.unfinished):
+                if self.unfinished is not None:
+                    self.unfinished.finish_started()  # FSDP may add to one of them now
+                self.sums.reduce_scatter(output_tensor, input_tensor, group, in_fp32=True)
+                self.total = None
+                return
+            work = self.sums.reduce_scatter(output_tensor, input_tensor, group, async_op=True)
+        assert work is not None
+        gradients = [parameter.sharded_param.grad for parameter in self.fsdp_parameters]
+        if all(gradient is None for gradient in gradients):
+            # FSDP makes the output the gradients, unread.
+            self.total = output_tensor
+            self.unfinished.add(_Reduction(work, input_tensor, output_tensor, None))
+        elif self._accumulates_into_total(gradients, output_tensor):
+            output_tensor.zero_()  # FSDP adds these zeros now; `finish` adds the sum once it has arrived
+            self.unfinished.add(_Reduction(work, input_tensor, output_tensor, self.total))
+        else:
+            self.unfinished.finish_started()
+            wait_for(work, "dp", Called.GRADIENT_SHARDS)
+
+    def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
+        """Whether the output may arrive later: FSDP does not convert its format, and someone will wait for it."""
+        same_format = all(parameter.orig_dtype == output.dtype for parameter in self.fsdp_parameters)
+        return same_format and unfinished.may_begin
+
+    def _accumulates_into_total(self, gradients: Sequence[Any], output: Tensor) -> bool:
+        if self.total is None or self.total.numel() != output.numel():
+            return False
+        place = self.total.untyped_storage().data_ptr()
+        trained = [
+            gradient for gradient, other in zip(gradients, self.fsdp_parameters) if other.sharded_param.requires_grad
+        ]
+        return all(
+            gradient is not None and local(gradient).untyped_storage().data_ptr() == place for gradient in trained
+        )
+
+
+class _Reduction:
+    """A reduce-scatter in flight. ``sent`` is held on to: if it were freed, its memory would be reused."""
+
+    def __init__(self, work: Pending, sent: Tensor, output: Tensor, total: Tensor | None) -> None:
+        self.work, self.sent, self.output, self.total = work, sent, output, total
+
+    def finish(self) -> None:
+        wait_for(self.work, "dp", Called.GRADIENT_SHARDS)
+        if self.total is not None:
+            self.total += self.output

@@ -22,16 +22,14 @@ MakeOptimizer = Callable[[Tensor, float], torch.optim.Optimizer]  # of weights, 
 
 @dataclass
 class ServerRecord:
-    """What a server has counted: payload bytes in and out, and of each update how stale its gradient was.
-
-    ``gaps``: how many steps its worker was ahead of the slowest, when it was given the weights to go on with;
-    ``missed``: updates between the weights that the gradient was computed with and itself.
-    """
+    """What a server has counted: payload bytes, and for each update how stale its gradient was."""
 
     received_bytes: int = 0
     sent_bytes: int = 0
     gaps: list[int] = field(default_factory=list)
+    """For each update, how many steps its worker was ahead of the slowest one when it was sent new weights."""
     missed: list[int] = field(default_factory=list)
+    """For each update, how many others came since the weights that its gradient was computed with."""
 
 
 class ParameterServer:
@@ -77,7 +75,7 @@ class ParameterServer:
             self._update(optimizer, gradient * workers)
             clocks[worker] += 1
             waiting.add(worker)
-            for ready in sorted(one for one in waiting if clocks[one] - min(clocks) <= staleness):
+            for ready in sorted(other for other in waiting if clocks[other] - min(clocks) <= staleness):
                 waiting.remove(ready)
                 seen[ready] = updates + 1
                 self.record.gaps.append(clocks[ready] - min(clocks))
@@ -88,7 +86,7 @@ class ParameterServer:
         optimizer.step()
 
     def _receive(self, into: Tensor) -> int:
-        """From whichever worker is first; its rank."""
+        """Receives from whichever worker comes first, and returns its rank."""
         worker = int(dist.recv(into))
         self.record.received_bytes += into.nbytes
         return worker
@@ -108,17 +106,17 @@ class ServerClient:
     def pull(self) -> Tensor:
         """Waits for the weights of all servers."""
         waits = [dist.irecv(self._of(self.weights, server), self._rank(server)) for server in range(self.plan.servers)]
-        for one in waits:
-            assert one is not None
-            one.wait()
+        for wait in waits:
+            assert wait is not None
+            wait.wait()
         return self.weights
 
     def push(self, gradient: Tensor) -> None:
-        """Returns when the servers have, or will get, what they are sent."""
+        """Returns once the gradient is sent, or its memory is no longer needed for sending."""
         waits = [dist.isend(self._of(gradient, server), self._rank(server)) for server in range(self.plan.servers)]
-        for one in waits:
-            assert one is not None
-            one.wait()
+        for wait in waits:
+            assert wait is not None
+            wait.wait()
 
     def _of(self, tensor: Tensor, server: int) -> Tensor:
         part = self.plan.part(server)

@@ -52,8 +52,11 @@ class Replicated:
             return
         self._has_started = True
         if self.precision.has_masters:
-            for parameter in self.root.parameters():
-                self._lower(parameter)
+            with torch.no_grad():
+                for parameter in self.root.parameters():
+                    self.masters[parameter] = parameter.detach().float()
+                    parameter.data = parameter.to(self.precision.compute)
+                    parameter.grad_dtype = self.precision.gradient
         self.buckets = _buckets(self.root, self.units, self.mesh, self.sums)
         for bucket in self.buckets:
             bucket.expect(self.mesh.strategy.compression)
@@ -62,12 +65,6 @@ class Replicated:
                 module.register_forward_pre_hook(self._mark, with_kwargs=True)
         if self.buckets:
             self.root.register_forward_hook(self._see_backward)
-
-    @torch.no_grad()
-    def _lower(self, parameter: nn.Parameter) -> None:
-        self.masters[parameter] = parameter.detach().float()
-        parameter.data = parameter.to(self.precision.compute)
-        parameter.grad_dtype = self.precision.gradient
 
     def before_microbatch(self, last: bool) -> None:
         self.start()
@@ -117,17 +114,17 @@ class Replicated:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP's hooks are
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Puts a node before the layer, whose backward runs when all gradients of the layer are complete."""
+        """Inserts a graph node before the layer, whose backward runs when all gradients of the layer are complete."""
         if not torch.is_grad_enabled() or current_graph_task_id() != -1:
             return None  # the second forward pass of recompute is not counted
         values = [*arguments, *named.values()]
-        places = [place for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
+        places = [place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
         if not places:
             return None
         self._open[module] = self._open.get(module, 0) + 1
         marked = _Mark.apply(lambda: self._passed(module), *(values[place] for place in places))  # type: ignore[no-untyped-call]
-        for place, one in zip(places, marked):
-            values[place] = one
+        for place, value in zip(places, marked):
+            values[place] = value
         positional = len(arguments)
         return tuple(values[:positional]), dict(zip(named, values[positional:]))
 
@@ -142,20 +139,20 @@ class Replicated:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _see_backward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple | list) else [output]
-        for one in outputs:
-            if isinstance(one, Tensor) and one.requires_grad:
-                one.register_hook(self._at_the_end_finish)  # type: ignore[no-untyped-call]
+        for tensor in outputs:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._finish_at_the_end)  # type: ignore[no-untyped-call]
 
-    def _at_the_end_finish(self, gradient: Tensor) -> None:
+    def _finish_at_the_end(self, gradient: Tensor) -> None:
         if not self._will_finish:
             self._will_finish = True
             at_end_of_backward(self.finish if self.last else self._collect)
 
     def _collect(self) -> None:
-        """Buckets that no layer completes: gradients beside an empty bucket would take memory twice."""
+        """Fills buckets that no layer completes, so that gradients do not take memory beside an empty bucket."""
         self._will_finish = False
         for bucket in self.buckets:
-            if bucket.complete_after is None and all(one.grad is not None for one in bucket.parameters):
+            if bucket.complete_after is None and all(parameter.grad is not None for parameter in bucket.parameters):
                 bucket.collect()
 
 
@@ -186,7 +183,7 @@ def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientS
             if bucket.bytes >= (mesh.strategy.bucket or BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket = Bucket(mesh.group(name), sums)
-            bucket.parameters += [one for one in parameters if one.requires_grad]
+            bucket.parameters += [parameter for parameter in parameters if parameter.requires_grad]
             bucket.complete_after = after
         buckets.append(bucket)
     return [bucket for bucket in buckets if bucket.parameters]
@@ -197,14 +194,14 @@ def _completed(
 ) -> list[tuple[Unit | None, list[nn.Parameter], nn.Module | None]]:
     """Units with their parameters in the order of the backward pass, and the layer after which each is complete."""
     owned, rest = own_parameters(root, units)
-    found: list[tuple[Unit | None, list[nn.Parameter], nn.Module | None]] = []
+    completed: list[tuple[Unit | None, list[nn.Parameter], nn.Module | None]] = []
     layer: nn.Module | None = None
     for unit, parameters in zip(units, owned):
         if not (unit.expert or unit.at_the_end):
             layer = None if unit.by_index else unit.module
-        found.append((unit, parameters, layer))
+        completed.append((unit, parameters, layer))
     # The embedding, and what belongs to no layer, are complete at the end of the backward pass.
-    return [*reversed(found), (None, rest, None)]
+    return [*reversed(completed), (None, rest, None)]
 
 
 class Bucket:
@@ -225,7 +222,7 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in self.parameters)
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +230,7 @@ class Bucket:
 
     def expect(self, compression: Compression) -> None:
         """Sets up compression, before the first sum."""
-        shapes = [one.shape for one in self.parameters]
+        shapes = [parameter.shape for parameter in self.parameters]
         self.compressed = compressed_sum(compression, shapes, self.group, self.device)
 
     def reduce(self) -> Pending | None:
@@ -249,19 +246,23 @@ class Bucket:
         """All gradients in one tensor, of which they are views from now on; zero where a parameter had none."""
         if self.flat is None:
             first = self.parameters[0]
-            elements = sum(one.numel() for one in self.parameters)
+            elements = sum(parameter.numel() for parameter in self.parameters)
             self.flat = torch.empty(elements, dtype=first.grad_dtype or first.dtype, device=first.device)
             self.places = split_like(self.flat, self.parameters)
         if self.collected:
             return self.flat
         self.collected = True
-        missing = [place for place, one in zip(self.places, self.parameters) if one.grad is None]
+        missing = [place for place, parameter in zip(self.places, self.parameters) if parameter.grad is None]
         if missing:
             foreach_zero_(missing)
-        there = [(place, one.grad) for place, one in zip(self.places, self.parameters) if one.grad is not None]
+        there = [
+            (place, parameter.grad)
+            for place, parameter in zip(self.places, self.parameters)
+            if parameter.grad is not None
+        ]
         foreach_copy_([place for place, _ in there], [gradient for _, gradient in there])
-        for place, one in zip(self.places, self.parameters):
-            one.grad = place
+        for place, parameter in zip(self.places, self.parameters):
+            parameter.grad = place
         return self.flat
 
     def wait(self) -> None:

@@ -39,15 +39,15 @@ class OuterSteps:
         self.anchors: list[Tensor] = []
         self.momenta: list[Tensor] = []
         if synchronise.method == "diloco":
-            self.anchors = [one.detach().clone() for one in self.values]
-            self.momenta = [torch.zeros_like(one) for one in self.anchors]
+            self.anchors = [value.detach().clone() for value in self.values]
+            self.momenta = [torch.zeros_like(anchor) for anchor in self.anchors]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Call after weights were loaded, the same on all workers."""
         self.steps = 0
         if self.anchors:
-            foreach_copy_(self.anchors, [one.detach() for one in self.values])
+            foreach_copy_(self.anchors, [value.detach() for value in self.values])
             foreach_zero_(self.momenta)
 
     @torch.no_grad()
@@ -74,8 +74,8 @@ class OuterSteps:
         foreach_copy_(values, anchors)
 
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of all workers, with the same bits on each."""
-        flat = torch.cat([one.reshape(-1) for one in tensors])
+        """The mean over all workers, with the same bits on each."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         with sent("dp", Called.WORKERS_WEIGHTS, flat):
             all_reduce_sum(flat, self.group)
         ranks = self.group.size()
@@ -83,12 +83,12 @@ class OuterSteps:
         return split_like(flat.div_(ranks), tensors)
 
     def _pieces(self) -> Iterator[list[int]]:
-        """Numbers of tensors that are summed together."""
+        """Groups of tensors, by number, that are summed together."""
         piece: list[int] = []
         size = 0
-        for number, one in enumerate(self.values):
+        for number, value in enumerate(self.values):
             piece.append(number)
-            size += one.numel() * one.element_size()
+            size += value.numel() * value.element_size()
             if size >= PIECE_BYTES:
                 yield piece
                 piece, size = [], 0
@@ -111,9 +111,9 @@ class _InFlight:
 class LateSums:
     """Asynchronous SGD with bounded staleness: the sum of a step's gradients moves the weights some steps later.
 
-    A worker starts to send its gradients of ``parameters`` and continues; it waits only for sums over ``group`` that
-    are ``staleness`` steps old, so workers may be that many steps apart. All of them apply the same sums in the same
-    order: weights stay equal to the last bit.
+    A worker starts to send its gradients of ``parameters`` and goes on; it waits only for sums over ``group`` that are
+    ``staleness`` steps old, so workers may be that many steps apart. All of them apply the same sums in the same order,
+    so their weights stay equal to the last bit.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, staleness: int) -> None:
@@ -125,7 +125,10 @@ class LateSums:
     def exchange(self) -> bool:
         """Sends the gradients and replaces them by the sums of ``staleness`` steps ago. False: there are none yet."""
         flat = torch.cat(
-            [one.new_zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
+            [
+                parameter.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1)
+                for parameter in self.parameters
+            ]
         )
         with sent("dp", Called.LATE_GRADIENTS, flat):
             work = all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
@@ -133,8 +136,8 @@ class LateSums:
         self.in_flight.append(_InFlight(flat, work))
         if len(self.in_flight) <= self.staleness:
             return False
-        for one, gradient in zip(self.parameters, split_like(self.in_flight.popleft().settle(), self.parameters)):
-            one.grad = gradient
+        for parameter, gradient in zip(self.parameters, split_like(self.in_flight.popleft().settle(), self.parameters)):
+            parameter.grad = gradient
         return True
 
     def read(self, age: int, number: int) -> Tensor:
@@ -147,7 +150,7 @@ class LateSums:
     def expect(self, sums: int) -> None:
         """Allocates this many sums, to be written next."""
         first = self.parameters[0]
-        elements = sum(one.numel() for one in self.parameters)
+        elements = sum(parameter.numel() for parameter in self.parameters)
         self.in_flight = deque(
             _InFlight(torch.zeros(elements, dtype=first.grad_dtype or first.dtype, device=first.device), None)
             for _ in range(sums)

@@ -12,21 +12,21 @@ from shardwise.engine.patterns import Patterns, matching
 
 @dataclass(frozen=True)
 class Unit:
-    """``expert``: its parameters are those of routed experts, which other ranks hold than hold the dense parts.
-
-    ``at_the_end``: its backward pass directly follows its forward pass. ``by_index``: it looks rows up, so that its
-    backward pass needs no parameters.
-    """
+    """A module whose parameters are gathered and reduced together."""
 
     module: nn.Module
     expert: bool = False
+    """Routed experts, which are divided over other ranks than the dense parts."""
     at_the_end: bool = False
+    """Its backward pass directly follows its forward pass."""
     by_index: bool = False
+    """It looks up rows, so that its backward pass needs no parameters."""
 
 
 def units_of(root: nn.Module, layers: Sequence[nn.Module], patterns: Patterns, experts_apart: bool) -> list[Unit]:
-    """In the order of the forward pass; experts come after the layer that they are in. The root owns
-    the rest, a tied embedding included: both ends of the network need it.
+    """Units in the order of the forward pass, experts after the layer that they are in.
+
+    The root owns the rest, including a tied embedding, which both ends of the network need.
     """
     units: list[Unit] = []
     ends = list(_ends(root, patterns))
@@ -49,18 +49,23 @@ def own_parameters(root: nn.Module, units: Sequence[Unit]) -> tuple[list[list[nn
     owned: dict[int, list[nn.Parameter]] = {}
     inner_first = sorted(range(len(units)), key=lambda number: not units[number].expert)
     for number in inner_first:
-        mine = [one for one in units[number].module.parameters() if id(one) not in taken]
-        taken.update(id(one) for one in mine)
+        mine = [parameter for parameter in units[number].module.parameters() if id(parameter) not in taken]
+        taken.update(id(parameter) for parameter in mine)
         owned[number] = mine
-    return [owned[number] for number in range(len(units))], [one for one in root.parameters() if id(one) not in taken]
+    rest = [parameter for parameter in root.parameters() if id(parameter) not in taken]
+    return [owned[number] for number in range(len(units))], rest
 
 
 def find_layers(root: nn.Module) -> list[nn.Module]:
-    """The blocks of a network without a table: members of the largest list of modules of one kind."""
+    """The blocks of a network without a table: members of its largest list of modules of one class."""
     lists = nn.ModuleList | nn.ModuleDict | nn.Sequential
     candidates = [list(module.children()) for module in root.modules() if isinstance(module, lists)]
     alike = [blocks for blocks in candidates if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
-    return max(alike, key=lambda blocks: sum(one.numel() for block in blocks for one in block.parameters()), default=[])
+    return max(
+        alike,
+        key=lambda blocks: sum(parameter.numel() for block in blocks for parameter in block.parameters()),
+        default=[],
+    )
 
 
 def _ends(root: nn.Module, patterns: Patterns) -> Iterator[tuple[nn.Module, str]]:
@@ -71,5 +76,5 @@ def _ends(root: nn.Module, patterns: Patterns) -> Iterator[tuple[nn.Module, str]
     for pattern in (patterns.embedding, patterns.head):
         for _, module in matching(root, pattern):
             parameters = list(module.parameters())
-            if parameters and all(uses[id(one)] == 1 for one in parameters):
+            if parameters and all(uses[id(parameter)] == 1 for parameter in parameters):
                 yield module, pattern

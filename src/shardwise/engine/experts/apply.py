@@ -23,8 +23,8 @@ from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 
-# Which dimension of a parameter runs over the features inside an expert, and how many equal blocks it is made of; None:
-# only the output, once.
+# For each parameter of an expert: the dimension that counts the expert's inner features, and the number of equal blocks
+# in it. None: the parameter has no such dimension and is added to the output once.
 ExpertFeatures = Mapping[str, tuple[int, int] | None]
 _INNER = {"gate": (2, 1), "up": (2, 1), "down": (1, 1), "gate_bias": (1, 1), "up_bias": (1, 1), "down_bias": None}
 
@@ -32,12 +32,12 @@ _INNER = {"gate": (2, 1), "up": (2, 1), "down": (1, 1), "gate_bias": (1, 1), "up
 def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
     """Cuts every mixture of experts in ``module`` in place and gives it the exchange that the strategy asks for.
 
-    The exchange (None if there is nothing to exchange) is common to all layers and counts what is sent.
-    ``node_of_rank`` maps a rank of the world to its node. Groups may be made here: all ranks of the world must call
-    this equally often, whether or not their part of the model has experts.
+    All layers share the exchange (None if there is nothing to exchange), which counts what is sent. ``node_of_rank``
+    maps a rank of the world to its node. This may make process groups, so all ranks of the world must call it equally
+    often, whether or not their part of the model has experts.
     """
-    mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
-    numbers = {one.number for one in mixtures}
+    mixtures = [layer for layer in module.modules() if isinstance(layer, MoELayer)]
+    numbers = {layer.number for layer in mixtures}
     exchange = exchange_of(numbers.pop() if numbers else strategy.ep, mesh, strategy, node_of_rank)
     for mixture in mixtures:
         cut_experts(mixture.experts, mesh)
@@ -46,20 +46,20 @@ def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_ran
             mixture.exchange = exchange
         if strategy.overlap.ep and strategy.ep > 1:
             mixture.mix = mix_overlapped
-            # Its forward pass communicates, and is not to be compiled as a whole.
+            # Marks its forward pass as one that communicates, so that it is not compiled as a whole.
             mixture.experts.exchange = exchange  # type: ignore[assignment]
     return exchange
 
 
 def cut_experts(experts: nn.Module, mesh: Mesh, features: ExpertFeatures = _INNER) -> None:
-    """Keeps this rank's experts, of each its part of the inner features; works on the meta device too."""
+    """Keeps this rank's experts, and of each its part of the inner features; works on the meta device too."""
     for name, whole in list(experts.named_parameters(recurse=False)):
         held = _own_run(HeldPart(tuple(whole.shape), expert=True), 0, 1, mesh, "ep", "experts")
         inner = features[name]
         if inner is not None:
             held = _own_run(held, *inner, mesh, "expert_tp", "expert features")
         elif mesh.rank("expert_tp") > 0:
-            setattr(experts, name, None)  # only the first rank adds what a sum over ranks gets once
+            setattr(experts, name, None)  # only the first rank adds it, since outputs are summed over the ranks
             continue
         keep(experts, name, held)
 
@@ -92,7 +92,7 @@ def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: Node
 def _between_tokens(
     experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank, parts: Channel
 ) -> TokenExchange | None:
-    """For ranks that hold different tokens; ``parts`` split the same experts."""
+    """The exchange between ranks that hold different tokens; the ranks of ``parts`` split the same experts."""
     if strategy.ep == 1:
         return GatheredExchange(experts, parts) if parts.size > 1 else None
     if strategy.dispatch == "deduplicated":

@@ -1,7 +1,7 @@
 """Rows exchanged between the ranks of a group, forward and backward, and counted; which groups exchange tokens.
 
-Not PyTorch's `all_to_all_single_autograd`: here the backward pass has a name and a byte count too, nothing is copied
-into a wrapper tensor, and gloo, NCCL and the fake backend behave alike.
+Unlike PyTorch's `all_to_all_single_autograd`, the backward pass has a name and a byte count too, nothing is copied into
+a wrapper tensor, and gloo, NCCL and the fake backend behave alike.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class ExchangedBytes:
 
 @dataclass(frozen=True)
 class Channel:
-    """A group of ranks as one of them sees it: ``away[i]`` says whether member i is on another node."""
+    """A group of ranks as one of them sees it."""
 
     dimension: str
-    group: dist.ProcessGroup | None  # None: this rank alone
+    group: dist.ProcessGroup | None
+    """None: this rank alone."""
     away: tuple[bool, ...]
+    """For each member, whether it is on another node."""
     traffic: ExchangedBytes
 
     @property
@@ -62,7 +64,7 @@ class Channel:
         return self.run(swap, rows, sum(receive), send, what)
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> tuple[Tensor, Pending]:
-        """`exchange` in the background: the result, which is valid after the wait. ``rows`` are contiguous."""
+        """`exchange` in the background: returns a result that is valid after the wait. ``rows`` are contiguous."""
         swap = partial(dist.all_to_all_single, output_split_sizes=list(receive), input_split_sizes=list(send))
         works: list[Pending] = []
         result = self.run(lambda *a, **k: works.append(swap(*a, **k, async_op=True)), rows, sum(receive), send, what)
@@ -71,7 +73,7 @@ class Channel:
     def run(
         self, collective: Callable[..., Any], rows: Tensor, received: int, counts: Sequence[int], what: str
     ) -> Tensor:
-        """The ``received`` rows that a collective gives; ``counts[i]`` rows are for member i, and are counted."""
+        """Runs a collective that returns ``received`` rows; ``counts[i]`` rows to member i are added to the traffic."""
         size = rows.element_size() * prod(rows.shape[1:])
         for member, count in enumerate(counts):
             if member != self.rank:
@@ -99,10 +101,10 @@ def exchange_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> 
 
 
 class RowsInFlight:
-    """An all-to-all of rows that others compute beside, and of their gradients the other way, likewise.
+    """An all-to-all of rows that overlaps with computation, and of their gradients the other way, which does too.
 
-    `start` and `finish` are two functions to autograd: what is between them in the forward pass is computed while the
-    rows are on their way, and its gradients while theirs are.
+    `start` and `finish` are two functions to autograd: what lies between them in the forward pass is computed while the
+    rows travel, and its gradients while theirs travel.
     """
 
     def __init__(self, channel: Channel, splits: Splits, what: str) -> None:
@@ -155,7 +157,7 @@ class _FinishRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         flight = ctx.flight
         flight.leave(gradient, flight.splits.receive, flight.splits.send, in_backward(flight.what))
-        return gradient, None  # in the shape of what it is the gradient of; the other end reads what arrives
+        return gradient, None  # only its shape matters: `_StartRows.backward` reads what arrives instead
 
 
 def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Tensor:
@@ -176,7 +178,7 @@ def scatter_sum(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str)
 def _both_ways(
     rows: Tensor, channel: Channel, what: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Tensor:
-    """``forward`` of rows and ``backward`` of their gradients, each by its own name; one rank alone moves nothing."""
+    """``forward`` of the rows, ``backward`` of their gradients, each with its own name; a rank alone moves nothing."""
     if channel.size == 1:
         return rows
     return with_gradient(
@@ -189,7 +191,7 @@ def _gathered(channel: Channel, sizes: Sequence[int], rows: Tensor, what: str) -
         return rows
     if len(set(sizes)) == 1:
         return channel.run(all_gather, rows, sum(sizes), sizes, what)
-    # gloo gathers only equal sizes, and padding would send more: each member is sent a copy instead.
+    # gloo gathers only equal sizes, and padding would send more bytes: send a copy to each member instead.
     copies = rows.repeat(channel.size, *(1 for _ in rows.shape[1:]))
     return channel.exchange(copies, [rows.shape[0]] * channel.size, sizes, what)
 

@@ -44,16 +44,19 @@ class FlatRoute:
 
     copies: Copies
     splits: Splits
-    part_rows: tuple[int, ...]  # of each rank that splits the same experts
-    by_expert: Tensor  # order of the rows for the experts, and back
+    part_rows: tuple[int, ...]
+    """Rows of each rank that splits the same experts."""
+    by_expert: Tensor
+    """The order of received rows for the experts; `by_source` is its inverse."""
     by_source: Tensor
-    counts: Tensor  # rows of each expert here
+    counts: Tensor
+    """Rows of each expert of this rank."""
 
 
 class FlatExchange:
-    """Rank i of ``ranks`` holds the i-th of equal runs of consecutive experts, cut over the ranks of ``parts``.
+    """One all-to-all: rank i of ``ranks`` holds the i-th of equal runs of experts, each cut over the ranks ``parts``.
 
-    The ranks of ``parts`` hold different tokens, which are gathered for the experts and whose results are summed.
+    The ranks of ``parts`` hold different tokens; these are gathered for the experts, and their results are summed.
     """
 
     def __init__(self, experts: int, ranks: Channel, parts: Channel) -> None:
@@ -76,17 +79,20 @@ class FlatExchange:
             return collect(rows, handle.copies, weights.flatten())
 
     def routes(self, chosen: Sequence[Tensor]) -> list[FlatRoute]:
-        """Of tokens that are sent apart: those of ``chosen[i]`` [tokens, k] together. The host waits once for all."""
+        """Routes of several groups of tokens that are sent one by one, each by its ``chosen`` experts [tokens, k].
+
+        The host waits once for all of them.
+        """
         counted = [self._count(indices) for indices in chosen]
         hosts = [HostCopy(numbers) if self.assumed is None else self.assumed for _, numbers in counted]
         copies = [sorted_copies(indices) for indices in chosen]
-        found = []
+        routes = []
         for indices, (arriving, _), host, copied in zip(chosen, counted, hosts, copies):
             splits, part_rows = self._sizes(host, indices.numel())
             blocks = arriving.view(-1, self.local)
             by_expert = _by_expert(blocks, sum(part_rows))
-            found.append(FlatRoute(copied, splits, part_rows, by_expert, inverse(by_expert), blocks.sum(0)))
-        return found
+            routes.append(FlatRoute(copied, splits, part_rows, by_expert, inverse(by_expert), blocks.sum(0)))
+        return routes
 
     def arrived(self, rows: Tensor, route: FlatRoute) -> Tensor:
         """Rows that have been received, as the experts take them."""
@@ -100,7 +106,7 @@ class FlatExchange:
         return scatter_sum(rows, self.parts, route.part_rows, Called.EXPERT_OUTPUTS)
 
     def _count(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that arrive: [parts, ranks, local experts]; and the numbers that the host needs."""
+        """How many rows arrive [parts, ranks, local experts], and the numbers that the host needs."""
         leaving = count_tokens(indices.reshape(1, -1), self.experts).view(self.ranks.size, self.local)
         ones = [1] * self.ranks.size
         arriving = self.ranks.exchange(leaving, ones, ones, Called.COUNTS)
@@ -118,9 +124,9 @@ class FlatExchange:
 
 
 def _by_expert(blocks: Tensor, total: int) -> Tensor:
-    """The permutation of rows from source by source, expert by expert in each, to expert by expert.
+    """The permutation that sorts by expert rows that arrive sorted by source, and by expert within a source.
 
-    ``blocks`` [sources, experts] counts the rows of each block. Nothing is sorted: a block moves as one.
+    ``blocks`` [sources, experts] counts the rows of each source for each expert; such a block moves as a whole.
     """
     ends = blocks.flatten().cumsum(0).view_as(blocks)
     now = (ends - blocks).T.flatten()  # where each block begins, listed expert by expert
@@ -132,7 +138,7 @@ def _by_expert(blocks: Tensor, total: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExchangeLevel:
-    """One level: rows copied for the members of a channel that need them, and exchanged."""
+    """One level of an exchange: rows copied for the members of a channel that need them, and exchanged."""
 
     channel: Channel
     copies: Copies
@@ -147,23 +153,27 @@ class ExchangeLevel:
 
 @dataclass(frozen=True)
 class HierarchicalRoute:
-    """The handle of a dispatch: both levels, the rows of the ranks that split the same experts, the last copies."""
+    """The handle of a dispatch over two levels."""
 
     levels: tuple[ExchangeLevel, ExchangeLevel]
     part_rows: tuple[int, ...]
+    """Rows of each rank that splits the same experts."""
     copies: Copies
-    listed: Tensor  # which of the arrived choices [rows, k] are experts of this rank, flattened
+    """Of arrived rows, for the experts of this rank."""
+    listed: Tensor
+    """Which of the arrived choices [rows, k], flattened, are experts of this rank."""
 
 
-# The row counts that the host needs: of nodes, of devices, of each rank of ``parts``, and for the experts.
+# The row counts that the host needs: between nodes, between devices, of each rank of ``parts``, and of the experts.
 _LevelSizes = tuple[Splits, Splits, tuple[int, ...], int]
 
 
 class DeduplicatedExchange:
-    """Device d of node n holds run n · devices + d of equal runs of consecutive experts, cut over ``parts``.
+    """Two levels: a token is sent once to each node that has experts for it, and from there to the devices.
 
-    ``nodes`` joins the devices that have this one's place on every node, ``devices`` those of this node. The ranks of
-    ``parts`` hold different tokens, which are gathered for the experts and whose results are summed.
+    Device d of node n holds run n · devices + d of equal runs of experts, each cut over the ranks of ``parts``.
+    ``nodes`` connects the devices with this one's place on every node, ``devices`` those of this node. The ranks of
+    ``parts`` hold different tokens; these are gathered for the experts, and their results are summed.
     """
 
     def __init__(self, experts: int, nodes: Channel, devices: Channel, parts: Channel) -> None:
@@ -212,9 +222,9 @@ class DeduplicatedExchange:
         return mask.scatter_(1, place, True)[:, :devices]
 
     def _count(self, indices: Tensor, wanted: Tensor, by_node: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of each local expert; and the numbers that the host needs.
+        """How many rows each local expert gets, and the numbers that the host needs.
 
-        A sender knows where its rows go on every node, so the counts of all levels are sent together, in advance.
+        A sender knows where its rows go on every node, so the counts of both levels are sent together, in advance.
         """
         nodes, devices, local = self.nodes.size, self.devices.size, self.local
         per_expert = count_tokens(indices.reshape(1, -1), self.experts).view(nodes, -1)
@@ -250,8 +260,11 @@ GatheredHandle = tuple[Copies, tuple[int, ...]]  # the copies made for the exper
 
 
 class GatheredExchange:
-    """All experts are here, each cut over the ranks of ``parts``: every rank's tokens are gathered *before* they are
-    copied for their experts and summed after, a top-k-th of the bytes; nothing waits for the host."""
+    """Every rank of ``parts`` holds a part of all experts.
+
+    Tokens are gathered *before* they are copied for their experts and results are summed before they are sent, which is
+    1/top-k of the bytes. Nothing waits for the host.
+    """
 
     def __init__(self, experts: int, parts: Channel) -> None:
         self.experts, self.parts, self.traffic = experts, parts, parts.traffic
@@ -276,7 +289,7 @@ class GatheredExchange:
 
 
 class SummedExchange:
-    """Every expert is cut over the ranks of ``parts``, which all send the same tokens; their results are summed."""
+    """Every expert is cut over the ranks of ``parts``, which hold the same tokens; their results are summed."""
 
     def __init__(self, inner: TokenExchange, parts: Channel) -> None:
         self.inner, self.parts, self.traffic = inner, parts, parts.traffic
@@ -295,9 +308,9 @@ class SummedExchange:
 
 
 class DividedExchange:
-    """Whole experts: each rank of ``holders`` takes its share of the tokens that all of them hold.
+    """Whole experts; each rank of ``holders``, which all hold the same tokens, sends its share of them.
 
-    So no expert computes a token twice, and an expert's gradient is still the sum over all ranks that hold it.
+    So no token is computed twice, and an expert's gradient is still the sum over all ranks that hold it.
     """
 
     def __init__(self, inner: TokenExchange, holders: Channel) -> None:

@@ -1,9 +1,9 @@
 """Loads of experts over all ranks: what the host reads of the routing, and what balances them.
 
-An all-to-all takes its splits from the host, which has to wait for the row counts: the one host synchronisation of a
-dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, for GPUs of one NVLink domain
-and with worst-case buffers; none is exact in memory and bytes.) The counts are copied while the device sorts and copies
-the rows; nothing else is read back, forward or backward.
+An all-to-all takes its splits from the host, which has to wait for the row counts: the only host synchronisation of a
+dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, but only for GPUs of one
+NVLink domain and with worst-case buffers.) The counts are copied while the device sorts and copies the rows; the host
+reads nothing else, forward or backward.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Assumed:
-    """A load that a dry run assumes instead of reading it: even, with this rank's experts ``skew`` times as busy.
-
-    No token goes to more than ``nodes`` nodes (None: to as many as chance makes it).
-    """
+    """The load that a dry run assumes, since it routes nothing."""
 
     skew: float = 1.0
+    """How many times as busy as the mean this rank's experts are."""
     nodes: int | None = None
+    """The most nodes that a token goes to; None: as many as random choices reach."""
 
 
 def in_pieces(numbers: list[int], *lengths: int) -> list[tuple[int, ...]]:
@@ -83,18 +82,18 @@ def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
-    """At the end of a step: the loads of all its tokens summed, every balancing bias moved by ``rate``, loads cleared.
+    """Ends a step: sums the loads of all its tokens, moves every balancing bias by ``rate``, and clears the loads.
 
-    The same on every rank, since counts are added exactly. Nothing is read on the host.
+    The result is the same on every rank, since counts are added exactly. The host reads nothing.
     """
-    mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
+    mixtures = [layer for layer in module.modules() if isinstance(layer, MoELayer)]
     if not mixtures:
         return
-    totals = torch.stack([one.load for one in mixtures]).round().long()
+    totals = torch.stack([mixture.load for mixture in mixtures]).round().long()
     if mesh.size("stage") > 1:
         with sent("ep", Called.STEP_LOADS, totals):
             dist.all_reduce(totals, group=mesh.group("stage"))
     if not mesh.strategy.sequence_parallel:
-        totals //= mesh.size("tp")  # each of these has counted the same tokens
+        totals //= mesh.size("tp")  # all of these ranks have counted the same tokens
     for mixture, total in zip(mixtures, totals):
         mixture.update_bias(total.float(), rate)

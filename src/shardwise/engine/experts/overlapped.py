@@ -1,7 +1,7 @@
 """Tokens exchanged in chunks, each while another is computed (``overlap.ep``), as `cost.traffic.expert` prices it.
 
-The first chunk is sent while the shared expert computes, every other one while the experts compute the one before it;
-their results return while the next chunk is computed. The backward pass is the mirror image.
+The first chunk is sent while the shared expert computes, each later one while the experts compute the one before it.
+The results of a chunk return while the next chunk is computed. The backward pass is the mirror image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mix_overlapped(
         routes = exchange.routes(indices.tensor_split(EXCHANGED_CHUNKS))
 
     def work(rows: Tensor, multiply: Multiply) -> Mixed:
-        parts = [_ExchangedChunk(exchange, *one) for one in zip(rows.tensor_split(EXCHANGED_CHUNKS), routes)]
+        parts = [_ExchangedChunk(exchange, *chunk) for chunk in zip(rows.tensor_split(EXCHANGED_CHUNKS), routes)]
         parts[0].send()
         shared = None if beside is None else beside()
         for part, following in zip(parts, (*parts[1:], None)):

@@ -1,7 +1,7 @@
 """Rows copied to where they are needed, and the copies summed again: gathers only, forward and backward.
 
-No sum depends on the order of atomic additions, nothing is read on the host, and what is computed once for `spread`
-serves `collect` and both backward passes.
+No sum depends on the order of atomic additions, and the host reads nothing. One `Copies` serves `spread`, `collect` and
+both backward passes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Copies:
-    """``source`` [copies]: the row that each copy is made of.
-
-    ``listed`` [copies]: the same copies row by row, those of row r from ``starts[r]`` [rows] on, or ``each`` of every
-    row where they are equally many.
-    """
+    """Which rows are copied where, and which copies each row has."""
 
     source: Tensor
+    """[copies]: the row that each copy is made of."""
     listed: Tensor
+    """[copies]: the same copies, row by row."""
     starts: Tensor
+    """[rows]: where in `listed` the copies of each row begin."""
     each: int | None = None
+    """Copies of every row, if all rows have the same number."""
 
 
 def sorted_copies(keys: Tensor) -> Copies:
@@ -36,7 +36,7 @@ def sorted_copies(keys: Tensor) -> Copies:
 
 
 def some_sorted_copies(keys: Tensor, wanted: Tensor, total: int) -> tuple[Copies, Tensor]:
-    """`sorted_copies` for only the ``total`` keys that ``wanted`` [rows, k] marks; and which those are, flattened."""
+    """`sorted_copies` of only the ``total`` keys that ``wanted`` [rows, k] marks, and the flat indices of these."""
     order = keys.masked_fill(~wanted, torch.iinfo(keys.dtype).max).flatten().argsort(stable=True)
     marked = torch.nonzero_static(wanted.flatten(), size=total)[:, 0]
     each = wanted.sum(1)

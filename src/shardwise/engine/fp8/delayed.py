@@ -18,15 +18,15 @@ INPUTS, GRADIENTS = 0, 1
 
 
 class DelayedScaling:
-    """The histories of all linear layers of a rank: of each group of one input that of the input and of its gradient.
+    """The histories of a rank: for each group of linear layers that share an input, those of input and gradient.
 
-    Newest steps come first. Ranks that hold the same layers have the same histories.
+    The newest step comes first. Ranks that hold the same layers have the same histories.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.history = torch.zeros(count, 2, HISTORY, device=device)
-        self.kept = torch.zeros(count, 2, device=device)  # the largest of each history
-        self.seen = torch.zeros(count, 2, device=device)  # in this step
+        self.kept = torch.zeros(count, 2, device=device)  # the maximum of each history
+        self.seen = torch.zeros(count, 2, device=device)  # the maximum in this step
 
     def of(self, number: int) -> DelayedLargest:
         return DelayedLargest(self.kept[number], self.seen[number])
@@ -38,7 +38,7 @@ class DelayedScaling:
 
     @torch.no_grad()
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """``groups`` of ranks that compute parts of the same step with the same layers."""
+        """Adds this step to the histories; ``groups`` of ranks compute parts of the same step with the same layers."""
         for group in groups:
             dist.all_reduce(self.seen, dist.ReduceOp.MAX, group)
         finite = torch.isfinite(self.seen)
@@ -53,7 +53,10 @@ class DelayedLargest:
         self.kept, self.seen = kept, seen
 
     def __call__(self, which: int, own: Tensor, is_trained: bool = True) -> Tensor:
-        """By the history of inputs or gradients, else by the tensor's ``own`` largest, which is noted."""
+        """The largest element to scale by: from the history, or the tensor's ``own`` while there is none.
+
+        ``own`` is added to this step's maximum if ``is_trained``.
+        """
         if is_trained:
             self.seen[which] = torch.maximum(self.seen[which], own)
         kept = self.kept[which]

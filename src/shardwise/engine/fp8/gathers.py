@@ -1,9 +1,9 @@
-"""Weights that ZeRO-3 gathers in FP8: a rank casts its shard by the scales of the whole weight and sends one byte each.
+"""Weights that ZeRO-3 gathers in FP8: a rank casts its shard by the scales of the whole weight, one byte per element.
 
-`fully_shard` asks a shard what to send (``fsdp_pre_all_gather``) and gives it what has come (``fsdp_post_all_gather``).
-The scales need the largest elements of all shards, which ranks agree on once a step, for all weights together. So the
-FP8 numbers are those of a weight that is not divided. Where each row or column has a scale of its own, the two forms of
-a weight are different numbers: both would be as many bytes as the weight in bf16, which is gathered instead.
+`fully_shard` asks a shard what to send (``fsdp_pre_all_gather``) and hands it what has arrived
+(``fsdp_post_all_gather``). The scales need the largest elements of all shards, on which ranks agree once a step, for
+all weights together; so the FP8 numbers are those of an undivided weight. With row scaling the two forms of a weight
+are different numbers: both together would take as many bytes as the weight in bf16, which is gathered instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.engine.torch_private import local_shard
 class GatheredWeight:
     """One weight: its shard on this rank, the scales of the whole, and the whole in FP8 while it is gathered.
 
-    The parameter that layers see has no memory of its own: its shape and its gradient are all that is used.
+    The parameter that layers see has no memory: only its shape and its gradient are used.
     """
 
     def __init__(self, parameter: Any, scaling: str, group: dist.ProcessGroup) -> None:
@@ -44,7 +44,7 @@ class GatheredWeight:
         shard.fsdp_post_all_gather = self._arrived
 
     def largest(self) -> Tensor:
-        """Of this rank's rows: of all elements, or of each block as far as it is here."""
+        """The largest element of this rank's rows, or of its part of each block."""
         shard = self._narrow()
         if self.scaling == "tensor":
             return shard.abs().amax().float().view(1) if shard.numel() else self.inverse.new_zeros(1)
@@ -53,7 +53,7 @@ class GatheredWeight:
         return table.scatter_reduce_(0, self._blocks_of_rows()[:, None].expand_as(of_rows), of_rows, "amax").flatten()
 
     def scale_by(self, largest: Tensor) -> None:
-        """``largest`` of all ranks, as `largest` gives it."""
+        """Sets the scales from the maximum over all ranks of what `largest` returns."""
         self.inverse.copy_((LARGEST[E4M3] / largest.clamp(min=SMALLEST)).view(self.inverse.shape))
 
     @property
@@ -100,10 +100,11 @@ class GatheredWeight:
 
 
 class WeightsTogether(NamedTuple):
-    """Weights of one input, which share a scale if it is one for a tensor, and the ranks that they are cut over."""
+    """Weights that read the same input; with tensor scaling they share a scale."""
 
     weights: tuple[GatheredWeight, ...]
     cut_over: Group
+    """The tensor-parallel ranks that they are cut over."""
 
 
 class GatherScales:
@@ -114,25 +115,25 @@ class GatherScales:
 
     @torch.no_grad()
     def find(self) -> None:
-        weights = [one for some in self.together for one in some.weights]
-        tables = [one.largest() for one in weights]
+        weights = [weight for some in self.together for weight in some.weights]
+        tables = [weight.largest() for weight in weights]
         flat = torch.cat(tables)
         with sent("dp", Called.LARGEST_WEIGHTS, flat):
             dist.all_reduce(flat, dist.ReduceOp.MAX, self.group)
-        found = dict(zip(weights, torch.split(flat, [len(one) for one in tables])))
+        largest = dict(zip(weights, torch.split(flat, [len(table) for table in tables])))
         for some in self.together:
-            for one in some.weights if some.weights[0].scaling == "block" else ():
-                one.scale_by(found[one])
+            for weight in some.weights if some.weights[0].scaling == "block" else ():
+                weight.scale_by(largest[weight])
             if some.weights[0].scaling == "tensor":
-                most = torch.stack([found[one] for one in some.weights]).amax(0)
+                most = torch.stack([largest[weight] for weight in some.weights]).amax(0)
                 if some.cut_over is not None:
                     dist.all_reduce(most, dist.ReduceOp.MAX, some.cut_over)
-                for one in some.weights:
-                    one.scale_by(most)
+                for weight in some.weights:
+                    weight.scale_by(most)
 
 
 def drop_wide_weights(layers: Iterable[nn.Module]) -> None:
-    """The memory of gathered parameters, which nothing reads."""
+    """Frees the memory of gathered parameters, which nothing reads."""
     for layer in layers:
         storage = layer.weight.untyped_storage()  # type: ignore[operator]
         if storage.nbytes():

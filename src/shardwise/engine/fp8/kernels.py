@@ -1,7 +1,7 @@
 """The casts to FP8 as Triton kernels: a matrix is read once and both its forms are written.
 
-A tile of 128 by 128 is also a block of block scaling, whose largest elements are thus found in the same reading; the
-other scalings need them before (`largest`).
+A tile of 128 by 128 is also a block of block scaling, so its largest elements are found in the same reading; the other
+scalings have to know them before (`largest`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def cast_forms(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values and scales of the plain form, then of the turned one; of a form that is not wanted, empty."""
     first = parts[0]
-    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
+    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
 
     def form(wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         shape = scale_shape(rows, columns, scaling, stacked) if wanted else (0,)
@@ -77,8 +77,8 @@ def _in_rows(matrix: Tensor) -> Tensor:
 def largest_of(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
     """The largest magnitude of each row and of each column of all parts together."""
     first = parts[0]
-    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
+    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
     by_row, by_column = (torch.zeros(size, dtype=torch.float32, device=first.device) for size in (rows, columns))
     row = column = 0
     for part in parts:

@@ -27,18 +27,16 @@ Entry = Literal["", "copied", "gathered"]
 
 @dataclass(frozen=True)
 class ScaledProducts:
-    """How layers of one input are multiplied.
-
-    Tensor parallelism: ``inputs_over`` are the ranks that the inputs of these layers are cut over, ``outputs_over``
-    those of the outputs; every rank scales as one that holds all would. ``entry``: how hidden states enter layers that
-    are cut by their outputs, unless others see to it: "copied", so that their gradients are summed over the ranks, or
-    "gathered" from parts of the sequence.
-    """
+    """How layers that read the same input are multiplied. Ranks scale as one that held the undivided layers would."""
 
     scaling: str
     inputs_over: Group = None
+    """The tensor-parallel ranks that the layers' inputs are cut over."""
     outputs_over: Group = None
+    """The tensor-parallel ranks that their outputs are cut over."""
     entry: Entry = ""
+    """How hidden states enter layers that are cut by their outputs, unless something else takes care of it: "copied",
+    with gradients summed over the ranks, or "gathered" from parts of the sequence."""
 
     def weight_forms(self, weights: Sequence[Tensor], plain: bool = True, turned: bool = True) -> list[Tensor]:
         """Values and scales of both forms of the stacked weights."""
@@ -55,15 +53,15 @@ class ScaledProducts:
         *,
         wide_gradients: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The outputs of each layer; ``forms`` of their weights, where these have been cast before, all together.
+        """The outputs of each layer; ``forms`` are those of the stacked weights, if these have been cast before.
 
-        ``gathered``: the plain form of each weight, where only that exists and where its memory is filled again for the
-        backward pass. ``delayed``: inputs and gradients are cast by earlier steps' largest elements.
-        ``wide_gradients``: those of the weights are in fp32; others could stand for weights that ``forms`` are of.
+        ``gathered``: the plain form of each weight, if only that exists; it is gathered again for the backward pass.
+        ``delayed``: inputs and gradients are scaled by earlier steps' largest elements. ``wide_gradients``: weight
+        gradients are in fp32; with ``forms``, ``weights`` may be stand-ins.
         """
         of_weights = [*(forms or ())]
         if gathered is not None:
-            of_weights = [*(one.values for one in gathered), *(one.scales for one in gathered)]
+            of_weights = [*(form.values for form in gathered), *(form.scales for form in gathered)]
         outputs: tuple[Tensor, ...] = _ScaledProducts.apply(  # type: ignore[no-untyped-call]
             hidden, self.scaling, self.inputs_over, self.outputs_over, self.entry, len(weights), gathered is not None,
             delayed, wide_gradients, *weights, *of_weights,
@@ -74,17 +72,17 @@ class ScaledProducts:
 def _largest(
     parts: Sequence[Tensor], scaling: str, stacked: bool, columns_over: Group = None, rows_over: Group = None
 ) -> list[Tensor]:
-    """What `fp8_cast` scales by: of matrices that are cut over ranks, the largest on all of them."""
+    """The largest elements that `fp8_cast` scales by; over all ranks, if the matrices are cut over ranks."""
     if scaling == "block":
         return []
     if scaling == "row":
         by_row, by_column = fp8_largest(list(parts), stacked)
         return [_over(by_row, columns_over), _over(by_column, rows_over)]
     if torch.compiler.is_compiling():  # in two steps, the first of which joins the kernel that makes the tensor
-        found = [part.abs().amax(-1).amax() for part in parts]
+        largest = [part.abs().amax(-1).amax() for part in parts]
     else:
-        found = [torch.linalg.vector_norm(part, torch.inf) for part in parts]
-    most = found[0] if len(found) == 1 else torch.stack(found).amax()
+        largest = [torch.linalg.vector_norm(part, torch.inf) for part in parts]
+    most = largest[0] if len(largest) == 1 else torch.stack(largest).amax()
     return [_over(_over(most.float(), columns_over), rows_over)]
 
 
@@ -95,7 +93,7 @@ def _over(largest: Tensor, group: Group) -> Tensor:
 
 
 class _ScaledProducts(torch.autograd.Function):
-    """Forward in e4m3; of gradients, e5m2 has the range that one scale for a whole tensor asks for."""
+    """Forward in e4m3. With one scale for a whole tensor, gradients need the range of e5m2."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -117,14 +115,15 @@ class _ScaledProducts(torch.autograd.Function):
         else:
             plan = ScaledProducts(scaling, inputs_over, outputs_over)
             plain, plain_scales, *_ = forms or plan.weight_forms(weights, turned=False)
-            of_weights = _rows_of_each(Form(plain, plain_scales, square), weights)
+            stacked, ends = Form(plain, plain_scales, square), list(accumulate(weight.shape[0] for weight in weights))
+            of_weights = [stacked.rows(start, stop) for start, stop in zip([0, *ends], ends)]
         if not torch.compiler.is_compiling():
             ctx.deferrable, ctx.weights = may_defer(), weights
         kept = (hidden,) if gathered else (turned, turned_scales)
         ctx.save_for_backward(*kept, *(forms if each else forms[2:] if forms else weights))
         inputs = Form(values, scales)
-        outputs = (product(inputs, one, hidden.dtype, True) for one in of_weights)
-        return tuple(torch.unflatten(one, 0, whole.shape[:-1]) for one in outputs)
+        outputs = (product(inputs, weight, hidden.dtype, True) for weight in of_weights)
+        return tuple(torch.unflatten(output, 0, whole.shape[:-1]) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -138,7 +137,7 @@ class _ScaledProducts(torch.autograd.Function):
         if ctx.delayed is not None:
             largest = [ctx.delayed(GRADIENTS, largest[0])]
         values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, True)
-        dtype, widths = flat[0].dtype, [one.shape[1] for one in flat]
+        dtype, widths = flat[0].dtype, [gradient.shape[1] for gradient in flat]
         pending = of_hidden = None
         if ctx.needs_input_grad[0]:
             if ctx.each:
@@ -160,15 +159,10 @@ class _ScaledProducts(torch.autograd.Function):
                     largest = [ctx.delayed(INPUTS, largest[0])]
                 inputs = fp8_cast([rows], largest, scaling, False, False, False, True)[2:]
             wanted = torch.float32 if ctx.wide_gradients else dtype
-            found = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), wanted, False)
-            return torch.split(found, widths)
+            gradient = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), wanted, False)
+            return torch.split(gradient, widths)
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden
         unread = len(ctx.needs_input_grad) - 9 - ctx.count
         return (of_hidden, *(None,) * 8, *weight_gradients, *(None,) * unread)
-
-
-def _rows_of_each(stacked: Form, weights: Sequence[Tensor]) -> list[Form]:
-    ends = list(accumulate(weight.shape[0] for weight in weights))
-    return [stacked.rows(start, stop) for start, stop in zip([0, *ends], ends)]

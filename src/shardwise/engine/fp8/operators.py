@@ -29,7 +29,7 @@ def fp8_cast(
 ) -> Both:
     """Values and scales of the plain and the turned form of matrices side by side, or of weights ``stacked``.
 
-    ``largest`` is what `fp8_largest` finds, the largest of all for tensor scaling; nothing for blocks.
+    ``largest`` is the result of `fp8_largest`, the largest of all for tensor scaling, or empty for block scaling.
     """
     dtype = format_of(scaling, gradient)
     if parts[0].is_cuda:
@@ -38,11 +38,11 @@ def fp8_cast(
         return cast_forms(parts, largest, scaling, dtype, stacked, plain, turned)
     matrix = joined(parts, stacked)
     by_row, by_column = [*largest, *largest][:2] if largest else (None, None)
-    found: list[Tensor] = []
-    for wanted, one, most in ((plain, matrix, by_row), (turned, matrix.T, by_column)):
-        form = cast(one, most, scaling, dtype, stacked) if wanted else None
-        found += [form.values, form.scales] if form else [one.new_empty((0, 0), dtype=dtype), _no_scales(one)]
-    values, scales, values_turned, scales_turned = found
+    forms: list[Tensor] = []
+    for wanted, source, most in ((plain, matrix, by_row), (turned, matrix.T, by_column)):
+        form = cast(source, most, scaling, dtype, stacked) if wanted else None
+        forms += [form.values, form.scales] if form else [source.new_empty((0, 0), dtype=dtype), _no_scales(source)]
+    values, scales, values_turned, scales_turned = forms
     return values, scales, values_turned, scales_turned
 
 
@@ -57,14 +57,14 @@ def _(
     turned: bool,
 ) -> Both:
     first, dtype = parts[0], format_of(scaling, gradient)
-    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
-    found = []
+    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
+    outputs = []
     for wanted, shape in ((plain, (rows, columns)), (turned, (columns, rows))):
-        found.append(first.new_empty(shape if wanted else (0, 0), dtype=dtype))
+        outputs.append(first.new_empty(shape if wanted else (0, 0), dtype=dtype))
         of_scales = scale_shape(*shape, scaling, stacked)
-        found.append(first.new_empty(of_scales, dtype=torch.float32) if wanted else _no_scales(first))
-    values, scales, values_turned, scales_turned = found
+        outputs.append(first.new_empty(of_scales, dtype=torch.float32) if wanted else _no_scales(first))
+    values, scales, values_turned, scales_turned = outputs
     return values, scales, values_turned, scales_turned
 
 
@@ -86,8 +86,8 @@ def fp8_largest(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]
 @fp8_largest.register_fake
 def _(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
     first = parts[0]
-    rows = sum(one.shape[0] for one in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(one.shape[1] for one in parts)
+    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
+    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
     return first.new_empty(rows, dtype=torch.float32), first.new_empty(columns, dtype=torch.float32)
 
 
@@ -95,20 +95,20 @@ def _(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
 def fp8_turned(values: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The turned form of stacked weights from the plain form of each, where both are the same numbers.
 
-    They are where all elements share a scale, or those of square blocks.
+    This is so if all elements share a scale, or if blocks are square.
     """
-    rows = torch.cat([one.view(torch.uint8) for one in values])  # bytes, since few operators know FP8
+    rows = torch.cat([part.view(torch.uint8) for part in values])  # bytes, since few operators know FP8
     turned = rows.T.contiguous().view(values[0].dtype)
     if scales[0].dim() == 0:
         return turned, scales[0].clone()
     blocks = -(-values[0].shape[1] // BLOCK)
-    table = torch.cat([one[:, :blocks] for one in scales]).T
+    table = torch.cat([part[:, :blocks] for part in scales]).T
     return turned, F.pad(table, (0, -table.shape[1] % 4)).contiguous()
 
 
 @fp8_turned.register_fake
 def _(values: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    rows, columns = sum(one.shape[0] for one in values), values[0].shape[1]
+    rows, columns = sum(part.shape[0] for part in values), values[0].shape[1]
     turned = values[0].new_empty((columns, rows))
     if scales[0].dim() == 0:
         return turned, torch.empty_like(scales[0])
@@ -118,11 +118,11 @@ def _(values: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tenso
 def product(left: Form, right: Form, dtype: torch.dtype, fast: bool) -> Tensor:
     """``left`` times the transpose of ``right``: sums along the rows of both.
 
-    ``fast``: partial sums stay in the tensor cores' own registers, of 14 bits; right enough for a forward pass
-    (Transformer Engine and torchao do so), not for gradients.
+    ``fast``: partial sums stay in the tensor cores' registers of 14 bits, which is accurate enough for a forward pass
+    (Transformer Engine and torchao do the same), but not for gradients.
     """
-    found: Tensor = fp8_product(left.values, left.scales, right.values, right.scales, right.square, dtype, fast)
-    return found
+    result: Tensor = fp8_product(left.values, left.scales, right.values, right.scales, right.square, dtype, fast)
+    return result
 
 
 @torch.library.custom_op("shardwise::fp8_product", mutates_args=())

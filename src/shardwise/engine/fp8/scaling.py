@@ -8,8 +8,8 @@ Scales are "current": the largest element of the very tensor that is cast become
 | row | e4m3 | e4m3 | a row of either operand; powers of two | torchao's ``rowwise`` |
 | block | e4m3 | e4m3 | 1×128 elements, 128×128 of weights | DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) |
 
-A matmul adds up along the rows of both its operands, as the hardware wants it. So each matrix has two forms: plain, and
-turned for the matmul that adds along its other dimension.
+A matmul sums along the rows of both operands, as the hardware requires. So each matrix has two forms: plain, and turned
+(transposed) for the matmul that sums along its other dimension.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ def format_of(scaling: str, gradient: bool) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Form:
-    """A matrix in FP8 whose elements are ``values`` times their scale.
-
-    ``scales``: one; [rows]; by blocks of a row [blocks, rows]; or of ``square`` blocks [blocks of rows, blocks of a
-    row, rounded up to 4], as cuBLAS wants them.
-    """
+    """A matrix in FP8, whose elements are ``values`` times their scale."""
 
     values: Tensor
     scales: Tensor
+    """One number; [rows]; [blocks, rows] for blocks of a row; or for square blocks [blocks of rows, blocks of a row,
+    rounded up to a multiple of 4], as cuBLAS requires."""
     square: bool = False
+    """Blocks are 128 by 128."""
 
     def rows(self, start: int, stop: int) -> Form:
         """Some of the rows; square blocks are cut between blocks only."""
@@ -70,7 +69,7 @@ class Form:
 
 
 def scale_shape(rows: int, columns: int, scaling: str, square: bool) -> tuple[int, ...]:
-    """Of the scales of a form."""
+    """The shape of a form's scales."""
     if scaling == "tensor":
         return ()
     if scaling == "row":
@@ -93,7 +92,7 @@ def cast(matrix: Tensor, largest: Tensor | None, scaling: str, dtype: torch.dtyp
 
 
 def power_of_two(number: Tensor) -> Tensor:
-    """The largest one that is no larger: the fraction of the binary number is left out."""
+    """The largest power of two that is no larger: the fraction bits are cleared."""
     return (number.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 

@@ -1,8 +1,8 @@
 """Weight gradients of compiled layers in fp32, as the matmul sums them.
 
-A compiled layer rounds the gradient of a bf16 weight to bf16, and autograd widens it again to the fp32 that it is
-accumulated in: a pass over every gradient that adds nothing. Matmuls of FP8 forms do not read the weight itself. So in
-compiled layers an fp32 leaf without memory of its own stands for it, whose gradient becomes the weight's.
+A compiled layer rounds the gradient of a bf16 weight to bf16, and autograd widens it again to accumulate it in fp32: a
+useless pass over every gradient. Matmuls of FP8 forms do not read the weight itself. So in compiled layers an fp32 leaf
+without memory of its own takes its place, and hands its gradient over to the weight.
 """
 
 from __future__ import annotations

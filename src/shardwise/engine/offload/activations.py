@@ -1,8 +1,8 @@
 """Activations kept outside of the device's memory between the forward and the backward pass of their layer.
 
 What autograd saves in a layer is copied out while the next layer computes, and back while the backward pass of the
-next layer runs. PyTorch's own `save_on_cpu` waits for every tensor, copies each view of a storage again, includes
-parameters, and has no disk, no share and no prefetch.
+next layer runs. PyTorch's own `save_on_cpu` waits for every tensor, copies every view of a storage separately and
+parameters as well, and can neither use a disk, nor offload only a share, nor prefetch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than
 def offload_activations(
     stages: Sequence[nn.Module], patterns: Patterns, store: Store, share: float, *, at_once: bool
 ) -> None:
-    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves are offloaded.
+    """Wraps the forward pass of every layer so that ``share`` of the bytes that it saves are offloaded.
 
-    ``at_once``: a backward pass follows its forward pass directly, so that the last layer's activations would come back
-    as soon as they have left. They stay, and the other layers' share is the larger for it.
+    ``at_once``: each backward pass directly follows its forward pass, so the last layer's activations would have to
+    come back as soon as they have left. They stay, and the other layers offload a larger share.
     """
     for stage in stages:
         layers = [layer for _, layer in matching(stage, patterns.layers)]
@@ -46,7 +46,7 @@ def offload_activations(
 
 
 def _fetch_before(layer: nn.Module, offload: _StageOffload) -> None:
-    """When the backward pass reaches the layer, what the one before it has offloaded begins to come back."""
+    """Starts to bring back what the layer before has offloaded when the backward pass reaches this one."""
     forward = layer.forward
 
     @wraps(forward)
@@ -63,9 +63,9 @@ def _fetch_before(layer: nn.Module, offload: _StageOffload) -> None:
 
 def _fetching(reference: weakref.ref[_LayerPass]) -> Callable[[Tensor], None]:
     def fetch(gradient: Tensor) -> None:
-        one = reference()
-        if one is not None:
-            one.fetch()
+        layer_pass = reference()
+        if layer_pass is not None:
+            layer_pass.fetch()
 
     return fetch
 
@@ -77,10 +77,10 @@ def _wrap(layer: nn.Module, offload: _StageOffload, first: bool) -> None:
     def forward_saving_elsewhere(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        one = offload.begin(layer, first)
-        with saved_tensors_hooks(one.pack, unpack):
+        layer_pass = offload.begin(layer, first)
+        with saved_tensors_hooks(layer_pass.pack, unpack):
             result = forward(*arguments, **named)
-        offload.end(one)
+        offload.end(layer_pass)
         return result
 
     layer.forward = forward_saving_elsewhere
@@ -104,15 +104,14 @@ class _StageOffload:
         """The pass that has ended last."""
         return self._last
 
-    def end(self, one: _LayerPass) -> None:
+    def end(self, layer_pass: _LayerPass) -> None:
         if self._last is not None:
             self._last.leave()
-        self._last = one
-        one.close()
+        self._last = layer_pass
+        layer_pass.close()
 
     def takes(self, size: int) -> bool:
-        """Whether to offload a storage, so that at any time what is offloaded is as near to the share of a pass's bytes
-        as with it or without."""
+        """Whether to offload a storage: yes if that brings the offloaded bytes of the pass closer to its share."""
         self.seen += size
         if self.sent + size / 2 > self.share * self.seen:
             return False
@@ -121,7 +120,7 @@ class _StageOffload:
 
 
 class _LayerPass:
-    """What one forward pass of a layer saves. Owned by what it has offloaded, so that it is freed with the graph."""
+    """What one forward pass of a layer saves. The offloaded storages own it, so that it is freed with the graph."""
 
     def __init__(self, offload: _StageOffload, layer: nn.Module, before: _LayerPass | None) -> None:
         self.offload = offload
@@ -151,9 +150,9 @@ class _LayerPass:
         self._layer = None
 
     def _is_parameter(self, storage: int) -> bool:
-        """Checked at use: data parallelism gathers parts of a layer, such as experts, when they run."""
+        """Asked when a tensor is saved: data parallelism gathers parts of a layer, such as experts, as they run."""
         assert self._layer is not None
-        return any(storage_id(one.untyped_storage()) == storage for one in self._layer.parameters())
+        return any(storage_id(parameter.untyped_storage()) == storage for parameter in self._layer.parameters())
 
     def leave(self) -> None:
         """Waits until everything is copied out."""
@@ -193,7 +192,7 @@ class _LayerPass:
 class _Sent:
     """One offloaded storage; on the device again from `fetch` until its last user has read it.
 
-    Autograd may ask twice for a tensor, which is then read again. The region is freed after the last use.
+    If autograd asks for a tensor a second time, it is fetched again. The region is freed with this object.
     """
 
     def __init__(self, layer: _LayerPass, size: int, device: torch.device) -> None:

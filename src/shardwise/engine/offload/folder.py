@@ -1,4 +1,4 @@
-"""The file that offloading to a disk uses; it has no name, and so disappears with the process that has it open."""
+"""The file that offloading to a disk uses. It has no name, so it disappears with the process that has it open."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def nameless_file(folder: Path) -> IO[bytes]:
 
 
 def may_offload(job: Job) -> bool:
-    """Whether ranks need a store: `auto` may come to offload later."""
+    """Whether ranks need a store: a share of `auto` may start to be offloaded later."""
     return job.strategy.offload.any or "optimizer" in job.run.automatic
 
 
 def require_folder(job: Job) -> None:
-    """Before a process starts: raises SpecError if a rank could not make its file."""
+    """Raises SpecError if a rank could not make its file; call before any process starts."""
     offload = job.strategy.offload
     if may_offload(job) and offload.target == "nvme":
         nameless_file(folder_of(offload.folder)).close()

@@ -1,8 +1,8 @@
 """Shards of parameters and of their gradients kept outside of the device's memory, unit by unit.
 
-While a unit is gathered the next one's shards are fetched, so that the device holds one unit's shards at a time, as in
-ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies when it gathers,
-without prefetch, offloads whole units only, and has no disk.
+While one unit is gathered, the shards of the next are fetched, so that the device holds one unit's shards at a time, as
+in ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies only when it
+gathers, offloads whole units only, and cannot use a disk.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from shardwise.layout.payloads import Phase, Role, sent_backward
 
 
 class OffloadedWeights:
-    """``forward`` and ``backward`` are the units under `fully_shard`, in the order in which each pass gathers them."""
+    """Weights of the units under `fully_shard`; ``forward`` and ``backward`` list them as each pass gathers them."""
 
     def __init__(self, forward: Sequence[nn.Module], backward: Sequence[nn.Module], stored: StoredStates) -> None:
         self.shards: dict[nn.Module, _Shards] = {}
         for module in forward:
             for group in torch_private.parameter_groups(module):
-                away = [one for one in group.fsdp_params if stored.has_weights(one.sharded_param)]
+                away = [parameter for parameter in group.fsdp_params if stored.has_weights(parameter.sharded_param)]
                 if away:
                     self.shards[module] = _Shards(group, away, stored)
-        stored.cut_units([one.sharded_param for one in shards.away] for shards in self.shards.values())
+        stored.cut_units([parameter.sharded_param for parameter in shards.away] for shards in self.shards.values())
         for is_backward, order in ((False, forward), (True, backward)):
             there = [self.shards[module] for module in order if module in self.shards]
-            for one, after in pairwise(there):
-                one.after[is_backward] = after
+            for shards, after in pairwise(there):
+                shards.after[is_backward] = after
             if is_backward and there:
-                for one in there:
-                    one.share = min(1.0, 2 / len(there))  # all in the first half: the ends are not fetched again
+                for shards in there:
+                    shards.share = min(1.0, 2 / len(there))  # so that all states come in the first half of the pass
                 last = [module for module in forward if module in self.shards][-1]
                 self.shards[last].in_backward = there
 
     def settle(self) -> None:
         """Frees what is on the device: the optimizer updates the store."""
-        for one in self.shards.values():
-            one.free()
+        for shards in self.shards.values():
+            shards.free()
 
 
 class _Shards:
     """The shards of a unit whose weights are in the store.
 
-    FSDP has no public hook before it gathers, so two methods of its per-unit state are replaced.
+    FSDP has no public hook that runs before it gathers, so two methods of its per-unit state are replaced.
     """
 
     def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
-        self.in_backward: list[_Shards] = []  # of the last unit of a forward pass: all of those of the backward pass
-        self.share = 1.0  # of the states for the next update that come when a backward pass has fetched these
-        self._is_here = True  # until the first gather: FSDP may still move them before
+        self.in_backward: list[_Shards] = []  # set on the last unit of a forward pass: the units of the backward pass
+        self.share = 1.0  # share of the next update's states to bring once a backward pass has fetched this unit
+        self._is_here = True  # until the first gather, before which FSDP may still move them
         self._is_coming = False
         self._incoming: list[Incoming] = []
         self._sizes = [0] * len(away)
@@ -90,7 +90,7 @@ class _Shards:
         self.free(reader)
 
     def wait_for_unshard(self) -> None:
-        """A rank that shards with no other copies here what others gather."""
+        """A rank that is alone in its shard group copies its shards here, where others finish their all-gather."""
         copies = torch_private.is_gathering(self.group) and torch_private.gather_ranks(self.group) == 1
         if copies:
             self._wait()
@@ -98,31 +98,31 @@ class _Shards:
         if copies:
             self.free()
         if torch.is_grad_enabled() and not torch_private.gathers_for_backward(self.group):
-            for one in self.in_backward:
-                if one._will_gather(True):  # the first that the backward pass needs
-                    one.fetch(True)
+            for shards in self.in_backward:
+                if shards._will_gather(True):  # the first that the backward pass needs
+                    shards.fetch(True)
                     break
 
     def fetch(self, is_backward: bool) -> None:
-        """Starts to fetch them."""
+        """Starts to fetch the shards."""
         if self._is_here or self._is_coming:
             return
-        for one, size in zip(self.away, self._sizes):
-            local(one.sharded_param).untyped_storage().resize_(size)
-        parameters = [one.sharded_param for one in self.away if local(one.sharded_param).numel()]
+        for parameter, size in zip(self.away, self._sizes):
+            local(parameter.sharded_param).untyped_storage().resize_(size)
+        parameters = [parameter.sharded_param for parameter in self.away if local(parameter.sharded_param).numel()]
         phase = Phase.BACKWARD if is_backward else Phase.FORWARD
         self._is_coming, self._incoming = True, self.stored.bring_weights(parameters, phase)
         if is_backward and self.stored.streamed is not None:
             self.stored.streamed.come_ahead(self.share)
 
     def free(self, reader: Any = None) -> None:
-        """``reader``: the GPU stream that reads them last."""
+        """Frees the shards' memory on the device; ``reader`` is the GPU stream that reads them last."""
         self._wait()
         if not self._is_here:
             return
         self._is_here = False
-        for place, one in enumerate(self.away):
-            shard = local(one.sharded_param)
+        for place, parameter in enumerate(self.away):
+            shard = local(parameter.sharded_param)
             if shard.is_cuda and reader is not None:
                 shard.record_stream(reader)
             self._sizes[place] = shard.untyped_storage().nbytes()
@@ -140,14 +140,14 @@ class _Shards:
 
 
 def await_updates(units: Sequence[nn.Module], update: StreamedUpdate) -> None:
-    """Has each unit under `fully_shard` wait for the shards that it gathers, whose states are elsewhere."""
+    """Makes each unit under `fully_shard` wait for the update of the shards that it gathers."""
     update.is_awaited = True
     for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
         _AwaitedShards(group, update)
 
 
 class _AwaitedShards:
-    """The shards of a unit, on the device, as the last update leaves them."""
+    """The shards of a unit, on the device, once the last update has written them."""
 
     def __init__(self, group: Any, update: StreamedUpdate) -> None:
         self.group, self.update = group, update
@@ -165,14 +165,14 @@ class _AwaitedShards:
         self._wait_for_unshard()
 
     def _await(self, reader: Any = None) -> None:
-        self.update.weights_of((one.sharded_param for one in self.group.fsdp_params), reader)
+        self.update.weights_of((parameter.sharded_param for parameter in self.group.fsdp_params), reader)
 
 
 class OffloadedGradients:
-    """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
+    """Moves gradients of the ``units`` under `fully_shard` off the device once reduced, while the next unit computes.
 
-    With their norm, so that clipping reads only gradients on the device. The host adds each microbatch to the sum, and
-    takes the norm of that. Parameters that ``stay`` are still added to after they are reduced.
+    The host adds each microbatch to the sum and computes its norm, so that clipping has to read only gradients that are
+    on the device. Gradients of parameters in ``stay`` remain: something is added to them after they are reduced.
     """
 
     def __init__(self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
@@ -180,11 +180,15 @@ class OffloadedGradients:
         self.leaving: list[BackgroundCopy] = []
         self._unit: Any = None
         for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
-            parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
-            away = {one for one in parameters if stored.has_gradients(one) and one not in stay}
-            for one in parameters if away else ():
-                # FSDP calls it once the gradient of the shard is complete.
-                one.register_post_accumulate_grad_hook(partial(self._leave, group) if one in away else _detach)
+            parameters = [
+                parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad
+            ]
+            away = {parameter for parameter in parameters if stored.has_gradients(parameter) and parameter not in stay}
+            for parameter in parameters if away else ():
+                # FSDP calls the hook once the gradient of the shard is complete.
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._leave, group) if parameter in away else _detach
+                )
 
     def settle(self) -> None:
         """Waits until every gradient has left."""
@@ -213,7 +217,7 @@ class OffloadedGradients:
 
 
 def _detach(parameter: nn.Parameter) -> None:
-    """Copies a gradient that stays out of the unit's tensor of all gradients, which it would keep alive."""
+    """Copies a gradient that stays on the device: as a view it would keep the gradients of its whole unit alive."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
     if gradient.untyped_storage().nbytes() > gradient.nbytes:

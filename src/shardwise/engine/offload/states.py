@@ -27,24 +27,27 @@ from shardwise.layout.pieces import update_chunk
 
 @dataclass(frozen=True)
 class FlatRow:
-    """A parameter's local elements in the row of all: ``begin`` to ``begin + size``, of group ``group``."""
+    """A parameter's place in the row of all local elements."""
 
     parameter: nn.Parameter
     begin: int
     size: int
+    """Number of its elements, which follow each other."""
     group: int
+    """Of the optimizer, by number."""
 
 
 def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
-    """Of all matrices. Vectors stay on the device: a copy of one is short, but waits its turn among long ones."""
+    """The rows of all matrices. Vectors stay on the device: their short copies would queue behind long ones."""
     rows: list[FlatRow] = []
     begin = 0
     for number, group in enumerate(groups):
-        for parameter in (one for one in group["params"] if one.dim() > 1):
-            assert local(parameter).is_contiguous(), "parts of it are written as parts of a row"
-            size = local(parameter).numel()
-            rows.append(FlatRow(parameter, begin, size, number))
-            begin += size
+        for parameter in group["params"]:
+            if parameter.dim() > 1:
+                assert local(parameter).is_contiguous(), "parts of it are written as parts of a row"
+                size = local(parameter).numel()
+                rows.append(FlatRow(parameter, begin, size, number))
+                begin += size
     return rows
 
 
@@ -55,7 +58,7 @@ def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
     return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))
 
 
-# Updated by the host at a time: 4 MiB of every state, which a disk reads at full speed; fewer if there are few in all.
+# Elements that the host updates at a time: 4 MiB of every state, which a disk reads at full speed.
 CHUNK_ELEMENTS = 2**20
 BYTES = 4  # states are fp32
 
@@ -63,11 +66,11 @@ BYTES = 4  # states are fp32
 class StoredStates:
     """States ``names`` of the first ``elements`` of the ``rows``, in a region of the store.
 
-    ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, a few of them in host memory at a
-    time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters form one row,
-    in the order of the optimizer's groups. AdamW and SGD work element by element, so any cut is exact. The first
-    ``weights`` and ``gradients`` elements have their weights and sums of gradients here instead of on the device; both
-    are whole parameters. Without elements no store is needed.
+    In host memory this is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); on a disk, with a few states in host memory
+    at a time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters form one
+    row, in the order of the optimizer's groups. AdamW and SGD work element by element, so the row may be cut anywhere.
+    The weights of the first ``weights`` elements, and the gradient sums of the first ``gradients``, are here instead of
+    on the device; both counts end at the end of a parameter. Without elements no store is needed.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class StoredStates:
         self._row = {row.parameter: row for row in rows}
         self._starts: dict[str, int] = {}  # where in the region, in elements
         self._region: StoredRegion | None = None
-        self._cuts: set[int] = set()  # in the row, which no chunk crosses
+        self._cuts: set[int] = set()  # places in the row that no chunk crosses
         self.streamed = StreamedUpdate(self) if store is not None and store.updates_on_device else None
         self.resize(elements)
 
@@ -112,7 +115,7 @@ class StoredStates:
     def resize(self, elements: int) -> None:
         """Makes room for ``elements``: old states are kept, new ones are zero.
 
-        All is written now, so that a full disk fails before the first step.
+        Everything is written now, so that a full disk is noticed before the first step.
         """
         self.settle()
         old, starts, had = self._region, self._starts, self._sizes(self.elements)
@@ -150,19 +153,21 @@ class StoredStates:
                 self.streamed.drop()
 
     def cut_units(self, units: Iterable[Sequence[nn.Parameter]]) -> None:
-        """No chunk holds weights of two units, which are fetched one after the other."""
-        self._cuts = {min(self._row[one].begin for one in unit) for unit in units}
+        """Cuts chunks so that none holds weights of two units, since units are fetched one after the other."""
+        self._cuts = {min(self._row[parameter].begin for parameter in unit) for unit in units}
         if self.streamed is not None:
             self.streamed.make_slots()
 
     def bring_weights(self, parameters: Sequence[nn.Parameter], phase: Phase) -> list[Incoming]:
-        """Starts to copy the weights that are here into the parameters' own memory; updates them if that is left."""
+        """Starts to copy stored weights into the parameters' own memory, after an update that is still due."""
         assert self._region is not None
         streamed, copies = self.streamed, list[Incoming]()
         updated: Set[nn.Parameter] = frozenset() if streamed is None else streamed.deliver(parameters)
         if streamed is not None and updated:
             copies.append(UpdatedWeights(streamed, updated))
-        for parameter in (one for one in parameters if one not in updated):
+        for parameter in parameters:
+            if parameter in updated:
+                continue
             if streamed is not None:
                 streamed.stored_of(parameter, self.store.lanes.stream(out=False))
             copies.append(self._region.bring(self._place(MASTER, self._row[parameter].begin), local(parameter)))
@@ -175,7 +180,7 @@ class StoredStates:
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
     def settle(self) -> None:
-        """The host is about to read or write what is here."""
+        """Waits for updates in flight: the host is about to read or write what is stored."""
         if self.streamed is not None:
             self.streamed.settle()
 
@@ -199,13 +204,13 @@ class StoredStates:
         return BYTES * (self._starts[name] + element)
 
     def chunks(self, most: int) -> Iterator[StateChunk]:
-        """Of at most so many elements; the smallest group first."""
+        """Chunks of at most ``most`` elements, those of the smallest group first."""
         groups: dict[int, list[FlatRow]] = {}
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
-        for group, rows in sorted(groups.items(), key=lambda one: sum(row.size for row in one[1])):
+        for group, rows in sorted(groups.items(), key=lambda group: sum(row.size for row in group[1])):
             first, last = rows[0].begin, min(rows[-1].begin + rows[-1].size, self.elements)
-            inside = {one for one in (self.weights, self.gradients, *self._cuts) if first < one < last}
+            inside = {cut for cut in (self.weights, self.gradients, *self._cuts) if first < cut < last}
             cuts = sorted({first, last, *inside})
             at_once = update_chunk(self.elements, most)
             for start, stop in pairwise(cuts):
@@ -225,7 +230,7 @@ class StoredStates:
             self.store.lanes.moved[payload] += tensor.nbytes
 
     def copy_out(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
-        """Copies them back."""
+        """Copies the chunk's states back to the host."""
         for name, tensor in here.items():
             self._in_memory(name, chunk).copy_(tensor, non_blocking=True)
             self.store.lanes.moved[sent_forward(Role.STATES_TO_HOST)] += tensor.nbytes
@@ -258,12 +263,13 @@ class StoredStates:
 
 
 class StatePiece(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, at ``at`` of a chunk."""
+    """The part of a chunk that belongs to one parameter: its elements ``start`` to ``stop``."""
 
     parameter: nn.Parameter
     start: int
     stop: int
     at: int
+    """Where in the chunk they begin."""
 
     @property
     def inside(self) -> slice:
@@ -287,31 +293,37 @@ class _Slot:
 
     def __init__(self, stored: StoredStates, chunk: StateChunk) -> None:
         self.stored, self.chunk = stored, chunk
-        self.pieces = [one for one in chunk.pieces if one.parameter.grad is not None or one.parameter in stored.summed]
-        found = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored.names_of(chunk)}
-        self.states = {name: values for name, (values, _) in found.items()}
+        self.pieces = [
+            piece for piece in chunk.pieces if piece.parameter.grad is not None or piece.parameter in stored.summed
+        ]
+        fetched = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored.names_of(chunk)}
+        self.states = {name: values for name, (values, _) in fetched.items()}
         self.summed = self.states.pop(GRADIENT, torch.empty(0))
-        self.copies = [copy for _, copy in found.values() if copy is not None]
-        gradients = [(one, one.of(one.parameter.grad)) for one in self.pieces if one.parameter.grad is not None]
+        self.copies = [copy for _, copy in fetched.values() if copy is not None]
+        gradients = [
+            (piece, piece.of(piece.parameter.grad)) for piece in self.pieces if piece.parameter.grad is not None
+        ]
         self.gradient = self._down(Role.LAST_GRADIENTS_TO_HOST, gradients)
         if MASTER in self.states:
             self.values = self.states[MASTER]
         else:
-            self.values = self._down(Role.WEIGHTS_TO_HOST, [(one, one.of(one.parameter)) for one in self.pieces])
+            self.values = self._down(
+                Role.WEIGHTS_TO_HOST, [(piece, piece.of(piece.parameter)) for piece in self.pieces]
+            )
 
     def update(self, update: Update) -> None:
         self.wait()
         if self.pieces:
-            gradients, cut = self._gradients(), [one.inside for one in self.pieces]
-            states = {name: [values[one] for one in cut] for name, values in self.states.items() if name != MASTER}
-            update([self.values[one] for one in cut], gradients, states)
+            own, summed = self.gradient.float(), self.stored.summed
+            gradients = [(self.summed if piece.parameter in summed else own)[piece.inside] for piece in self.pieces]
+            places = [piece.inside for piece in self.pieces]
+            states = {
+                name: [values[place] for place in places] for name, values in self.states.items() if name != MASTER
+            }
+            update([self.values[place] for place in places], gradients, states)
         self._up()
         sent = (self.stored._send(name, self.chunk.begin, values) for name, values in self.states.items())
         self.copies += [copy for copy in sent if copy is not None]
-
-    def _gradients(self) -> list[Tensor]:
-        down = self.gradient.float()
-        return [(self.summed if one.parameter in self.stored.summed else down)[one.inside] for one in self.pieces]
 
     def wait(self) -> None:
         for copy in self.copies:
@@ -323,18 +335,18 @@ class _Slot:
             return torch.empty(0)
         lanes = self.stored.store.lanes
         values = host_tensor(self.chunk.end - self.chunk.begin, pieces[0][1].dtype, lanes.device)
-        targets = [(values[one.inside], tensor) for one, tensor in pieces]
+        targets = [(values[piece.inside], tensor) for piece, tensor in pieces]
         lanes.moved[sent_backward(role)] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
         self.copies.append(lanes.out(lambda: _copy_all(targets), values, *(tensor for _, tensor in targets)))
         return values
 
     def _up(self) -> None:
-        pieces = [one for one in self.pieces if not self.stored.has_weights(one.parameter)]
+        pieces = [piece for piece in self.pieces if not self.stored.has_weights(piece.parameter)]
         if not pieces:
             return
         lanes, dtype = self.stored.store.lanes, pieces[0].parameter.dtype
         values = self.values.to(dtype)
-        targets = [(one.of(one.parameter), values[one.inside]) for one in pieces]
+        targets = [(piece.of(piece.parameter), values[piece.inside]) for piece in pieces]
         size = sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
         lanes.moved[sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST)] += size
         self.copies.append(lanes.back(lambda: _copy_all(targets), values))

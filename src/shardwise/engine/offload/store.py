@@ -1,9 +1,9 @@
 """Where offloaded tensors are: host memory, pinned where there is a GPU, or a file; and copies in the background.
 
-With a GPU each direction has a stream of its own, on which copies wait for what was computed before they were asked
-for. Between a GPU and pinned memory the copy engines do it all: the host neither copies nor waits (`StreamCopy`).
-Whatever the host takes part in (a file, sums of gradients) runs on a thread per direction, and is over when its `wait`
-returns, or has raised what went wrong. The caller keeps its tensors until then.
+With a GPU each direction has a stream of its own, on which a copy waits for what was computed before it was requested.
+Between a GPU and pinned memory the copy engines do everything: the host neither copies nor waits (`StreamCopy`). What
+the host takes part in (a file, sums of gradients) runs on one thread per direction; it is over when its `wait` returns
+or raises what went wrong. Until then the caller keeps its tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BackgroundCopy:
         self._future, self._tensors = future, tensors
 
     def wait(self, reader: Any = None) -> None:
-        """For a ``reader`` on another stream too: it is over when this returns."""
+        """The copy is over when this returns, also for a ``reader`` on another stream."""
         self._future.result()
         self._tensors = ()
 
@@ -47,7 +47,7 @@ class StreamCopy:
         self._done, self._tensors = done, tensors
 
     def wait(self, reader: Any = None) -> None:
-        """What is enqueued from now on, on the stream of the ``reader`` (by default the current one), runs after it."""
+        """What is enqueued on the ``reader``'s stream (by default the current one) from now on runs after the copy."""
         (torch.cuda.current_stream() if reader is None else reader).wait_event(self._done)
         self._tensors = ()
 
@@ -77,7 +77,7 @@ class Lanes:
         return self._run(False, work, tensors)
 
     def stream(self, *, out: bool) -> Any:
-        """That of one direction; None without a GPU."""
+        """The stream of one direction; None without a GPU."""
         return self._streams.get(out)
 
     def enqueue(self, work: Callable[[], None], out: bool, *tensors: Tensor) -> StreamCopy:
@@ -100,7 +100,7 @@ class Lanes:
 
 @contextmanager
 def _on_stream(stream: Any, before: Any) -> Iterator[None]:
-    """Makes a stream current after the event ``before``, and waits for all that was enqueued on it."""
+    """Makes a stream current that waits for the event ``before``; at the end the host waits for the stream."""
     if stream is None:
         yield
         return
@@ -113,8 +113,8 @@ def _on_stream(stream: Any, before: Any) -> Iterator[None]:
 
 
 def copy_stream(device: torch.device) -> Any:
-    """Of high priority: others wait for the little that runs there. And streams of one priority share the few queues to
-    a GPU, in which a copy holds up kernels that do not wait for it."""
+    """A stream of high priority: others wait for the little that runs on it. Besides, streams of the same priority
+    share a few hardware queues, in which a copy would hold up kernels that do not depend on it."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -133,21 +133,21 @@ class StoredRegion(ABC):
         return self.lanes.back(lambda: self.get(at, target), target)
 
     def keep(self, at: int, tensor: Tensor) -> BackgroundCopy | StreamCopy:
-        """`write`, of what only the device reads again: no host waits for it."""
+        """`write` of what only the device will read again, so that no host has to wait for it."""
         source = as_bytes(tensor)
         if not (source.is_cuda and self.is_pinned):
             return self.write(at, tensor)
         return self.lanes.enqueue(lambda: self.put(at, source), True, source)
 
     def bring(self, at: int, into: Tensor) -> BackgroundCopy | StreamCopy:
-        """`read`, of what the host has written or `keep` has."""
+        """`read` of what the host or `keep` has written."""
         target = as_bytes(into)
         if not (target.is_cuda and self.is_pinned):
             return self.read(at, into)
         return self.lanes.enqueue(lambda: self.get(at, target), False, target)
 
     def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
-        """Adds an fp32 tensor to the sum that is there, unless it ``is_first``; ``norm`` becomes that of the sum."""
+        """Adds an fp32 tensor to the stored sum (replaces it if ``is_first``), and sets ``norm`` to the sum's norm."""
         source = tensor.detach().view(-1)
 
         def add() -> None:
@@ -164,7 +164,7 @@ class StoredRegion(ABC):
 
     @abstractmethod
     def summed(self, at: int, source: Tensor, is_first: bool) -> Tensor:
-        """The new sum, on the host: it waits for what comes from a GPU."""
+        """The new sum, computed on the host, which waits for what comes from a GPU."""
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
         """The bytes themselves, where the host can compute with them."""
@@ -180,7 +180,7 @@ class Store:
     """Makes regions for one rank, and reuses freed ones: every microbatch needs the same sizes."""
 
     def __init__(self, offload: Offload, device: torch.device, *, updates_on_device: bool = False) -> None:
-        """``updates_on_device``: where states in host memory are updated, if the ranks compute on GPUs."""
+        """``updates_on_device``: GPUs, not the host's processors, update states in host memory."""
         self.target: Literal["cpu", "nvme"] = offload.target
         self.updates_on_device = updates_on_device and self.target == "cpu"
         self.lanes = Lanes(device)
@@ -201,7 +201,7 @@ class Store:
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In host memory from which ``device`` copies at full speed."""
+    """A tensor in host memory from which ``device`` copies at full speed."""
     return torch.empty(elements, dtype=dtype, pin_memory=device.type == "cuda")
 
 

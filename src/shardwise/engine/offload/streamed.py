@@ -1,14 +1,14 @@
 """Stored states updated on the device, chunk by chunk: one is read while another is updated and a third written back.
 
-Where a GPU's copy engines read the host's pinned memory this takes less time than an update by the host's processors,
-and the host neither computes nor waits. Nothing else waits either: the next forward pass begins at once, and each of
-its layers waits for the chunks that hold its own weights. The order of the chunks is that of the parameters, small
-ones first. The device has room for those that the first layer needs: they come back for the next update as soon as
-this one is over, beside the rest of the step.
+Where a GPU's copy engines can read the host's pinned memory, this is faster than an update by the host's processors,
+and the host neither computes nor waits. The next forward pass begins at once; each of its layers waits only for the
+chunks that hold its own weights. Chunks come in the order of the parameters, the smallest group first. The device has
+room for the states that the first layer needs: these are fetched for the next update as soon as the current one is
+over, overlapped with the rest of the step.
 
-Stored weights are updated as a forward pass fetches them: their chunks, none of which has weights of two units, wait
-until then, and what is read is what the update leaves on the device. Where gradients are stored too, the host's
-processors update (`states`).
+Weights that are stored too are updated when a forward pass fetches them: their chunks, none of which holds weights of
+two units, wait until then, and the pass reads what the update leaves on the device. Where gradients are stored as
+well, the host's processors update (`states`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _PendingUpdate:
-    """A step of every group, of which the chunks from ``begin`` on are left."""
+    """A step of every group that is not finished."""
 
     updates: Sequence[Update]
     begin: int = 0
+    """The first chunk that is left."""
 
 
 class StreamedUpdate:
-    """Updates of ``stored`` on its device; on a CPU the same steps, one after the other."""
+    """Updates the ``stored`` states on the device; on a CPU it takes the same steps one after the other."""
 
     def __init__(self, stored: StoredStates) -> None:
         self.stored, device = stored, stored.store.lanes.device
@@ -53,28 +54,28 @@ class StreamedUpdate:
         self._device = device
         self._first: list[nn.Parameter] = []
         self._chunks: list[StateChunk] = []
-        self._places: dict[nn.Parameter, range] = {}  # the chunks of each
+        self._places: dict[nn.Parameter, range] = {}  # the chunks that hold each parameter
         self._pending: _PendingUpdate | None = None
         self._slots: list[dict[str, Tensor]] = []
-        self._free: list[Any] = []  # of each slot: when it was written back
+        self._free: list[Any] = []  # for each slot, the event after which it has been written back
         self._arrived: list[Any] = []
-        self._ahead = 0  # chunks whose states are here, or come, for the next update
-        self._weights_ready: dict[nn.Parameter, Any] = {}  # since the last update that nothing has waited for
-        self._read: dict[nn.Parameter, Tensor] = {}  # gradients, until a reader of the new weights waits for them
-        self._scalars: list[Tensor | None] = []  # of each group's update, if it runs in one pass
-        self._giver: Any = None  # the stream on which these were computed
-        self._passes: list[OnePass] = []  # of each chunk, whose addresses are those of the step before
-        self._store_ready: dict[nn.Parameter, Any] = {}  # since the host has last waited for all
+        self._ahead = 0  # chunks whose states have arrived, or are arriving, for the next update
+        self._weights_ready: dict[nn.Parameter, Any] = {}  # events of updates that no reader has waited for yet
+        self._read: dict[nn.Parameter, Tensor] = {}  # gradients, kept until a reader waits for the new weights
+        self._scalars: list[Tensor | None] = []  # for each group, if its update runs in one pass
+        self._giver: Any = None  # the stream on which the gradients were computed
+        self._passes: list[OnePass] = []  # one per chunk, whose addresses stay the same from step to step
+        self._store_ready: dict[nn.Parameter, Any] = {}  # events of writes that the host has not waited for
         self._last: Any = None
-        self.is_awaited = False  # by every reader of the weights: see `wait_before` and `await_updates`
+        self.is_awaited = False  # whether readers of weights wait by themselves: `wait_before`, `await_updates`
 
     def expect(self, first: Iterable[nn.Parameter]) -> None:
-        """The parameters that a forward pass needs ``first``: there is room for the states of all of them."""
+        """Makes room on the device for the states of the parameters that a forward pass needs ``first``."""
         self._first = list(first)
         self.make_slots()
 
     def run(self, updates: Sequence[Update]) -> None:
-        """One step of every group, after everything enqueued so far; of stored weights, once they are fetched."""
+        """One step of every group, after everything enqueued so far; stored weights are updated when fetched."""
         self.finish()
         self._begin(updates)
         self._pending = _PendingUpdate(updates)
@@ -88,22 +89,22 @@ class StreamedUpdate:
         self._advance(len(self._chunks), frozenset())
 
     def deliver(self, parameters: Sequence[nn.Parameter]) -> Set[nn.Parameter]:
-        """Updates stored weights that are about to be read, and writes them where they are read as well.
+        """Updates stored weights that are about to be read, and also writes them where they are read.
 
-        Returns those that were written, for which `weights_of` waits: the others were updated before.
+        Returns the parameters that it has written, for which `weights_of` waits; the others were updated before.
         """
         pending = self._pending
         if pending is None:
             return frozenset()
-        places = {one: self._places[one] for one in parameters}
-        written = frozenset(one for one, place in places.items() if place.start >= pending.begin)
-        if self._streams[1] is not None:  # the memory that is written was in use until now
+        places = {parameter: self._places[parameter] for parameter in parameters}
+        written = frozenset(parameter for parameter, place in places.items() if place.start >= pending.begin)
+        if self._streams[1] is not None:  # the memory about to be written was in use until now
             self._streams[1].wait_stream(torch.cuda.current_stream(self._device))
         self._advance(max((place.stop for place in places.values()), default=0), written)
         return written
 
     def _advance(self, end: int, written: frozenset[nn.Parameter]) -> None:
-        """Chunks up to ``end``; of stored weights those to be ``written`` are."""
+        """Updates chunks up to ``end``. Stored weights in ``written`` are written to their parameters as well."""
         pending = self._pending
         if pending is None:
             return
@@ -117,8 +118,11 @@ class StreamedUpdate:
             self.come_ahead(1.0)
 
     def come_ahead(self, share: float) -> None:
-        """Has the next ``share`` of the states that there is room for come for the next update, after what is enqueued
-        so far, weights that a backward pass needs among it: a copy engine does not keep to the order of two streams."""
+        """Fetches states for the next update: ``share`` of those that there is room for.
+
+        After everything enqueued so far, including weights that a backward pass needs: a copy engine does not keep the
+        order of copies on two streams.
+        """
         if self._pending is not None:
             return
         room = min(len(self._slots), len(self._chunks))
@@ -130,31 +134,32 @@ class StreamedUpdate:
             self._ahead = number + 1
 
     def _begin(self, updates: Sequence[Update]) -> None:
-        """What the update reads stays until it was read, though others free it."""
+        """Keeps what the update will read until it has been read, even if its owners free it."""
         computing = self._streams[1]
         self._forget(list(self._read), None)
-        grads = {one.parameter: one.parameter.grad for chunk in self._chunks for one in chunk.pieces}
-        self._read = {one: local(grad) for one, grad in grads.items() if grad is not None}
+        grads = {piece.parameter: piece.parameter.grad for chunk in self._chunks for piece in chunk.pieces}
+        self._read = {parameter: local(grad) for parameter, grad in grads.items() if grad is not None}
         self._scalars = [None] * len(updates)
         if computing is None:
             return
         self._giver = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._giver)
-        for one in (one for update in updates for one in (update.bad, update.divisor, update.learning_rate)):
-            if isinstance(one, Tensor):
-                one.record_stream(computing)
+        for update in updates:
+            for scalar in (update.bad, update.divisor, update.learning_rate):
+                if isinstance(scalar, Tensor):
+                    scalar.record_stream(computing)
         if kernels.run_on(self._device):
             with _on(computing):
-                self._scalars = [scalars_of(one) if one.in_one_pass else None for one in updates]
+                self._scalars = [scalars_of(update) if update.in_one_pass else None for update in updates]
 
     def _forget(self, parameters: Iterable[nn.Parameter], waiting: Any) -> None:
-        """Gradients whose update the stream ``waiting`` is after: none, if None.
+        """Drops gradients that have been read; ``waiting`` is a stream that runs after their update, if there is one.
 
-        Not left to `record_stream` alone, after which their memory is free when the GPU says so: the next gradients
-        would have other addresses in every step.
+        `record_stream` alone would free their memory only when the GPU gets there, so that the gradients of every step
+        would have other addresses.
         """
-        for one in parameters:
-            gradient = self._read.pop(one, None)
+        for parameter in parameters:
+            gradient = self._read.pop(parameter, None)
             if gradient is not None and gradient.is_cuda and waiting != self._giver:
                 gradient.record_stream(self._streams[1])
 
@@ -171,15 +176,15 @@ class StreamedUpdate:
             _wait(outgoing, updated)
             self.stored.copy_out(chunk, here)
             self._free[slot] = self._last = _event(outgoing)
-        for one in (piece.parameter for piece in chunk.pieces):
-            self._store_ready[one] = self._last
-            if one in written or not self.stored.has_weights(one):
-                self._weights_ready[one] = updated
-            elif self._places[one].stop == number + 1:
-                self._forget([one], None)  # nothing on the device reads it
+        for parameter in (piece.parameter for piece in chunk.pieces):
+            self._store_ready[parameter] = self._last
+            if parameter in written or not self.stored.has_weights(parameter):
+                self._weights_ready[parameter] = updated
+            elif self._places[parameter].stop == number + 1:
+                self._forget([parameter], None)  # nothing on the device reads it
 
     def _arrive(self, number: int, *, sent_ahead: bool) -> None:
-        """Has the states of a chunk come, once its slot is free."""
+        """Fetches the states of a chunk, once its slot is free."""
         slot, incoming = number % len(self._slots), self._streams[0]
         with _on(incoming):
             _wait(incoming, self._free[slot])
@@ -192,38 +197,40 @@ class StreamedUpdate:
 
     def _update(self, number: int, here: dict[str, Tensor], update: Update, written: frozenset[nn.Parameter]) -> None:
         chunk = self._chunks[number]
-        pieces = [one for one in chunk.pieces if one.parameter in self._read]
-        gradients = [one.of(self._read[one.parameter]) for one in pieces]
-        values = [here[MASTER][one.inside] if MASTER in here else one.of(one.parameter) for one in pieces]
-        states = {name: [tensor[one.inside] for one in pieces] for name, tensor in here.items() if name != MASTER}
+        pieces = [piece for piece in chunk.pieces if piece.parameter in self._read]
+        gradients = [piece.of(self._read[piece.parameter]) for piece in pieces]
+        values = [here[MASTER][piece.inside] if MASTER in here else piece.of(piece.parameter) for piece in pieces]
+        states = {name: [tensor[piece.inside] for piece in pieces] for name, tensor in here.items() if name != MASTER}
         scalars, stored = self._scalars[chunk.group], self.stored.has_weights
         if scalars is not None:  # the kernel that updates what is not offloaded: the same weights to the last bit
-            beside = [MASTER in here and not stored(one.parameter) for one in pieces]
-            weights = [one.of(one.parameter) if is_beside else None for one, is_beside in zip(pieces, beside)]
+            beside = [MASTER in here and not stored(piece.parameter) for piece in pieces]
+            weights = [piece.of(piece.parameter) if is_beside else None for piece, is_beside in zip(pieces, beside)]
             parts = zip(gradients, values, states["exp_avg"], states["exp_avg_sq"], weights)
-            self._passes[number](update, (OnePassPart(*one) for one in parts), scalars)
+            self._passes[number](update, (OnePassPart(*part) for part in parts), scalars)
         elif pieces:
-            update(values, [one.float() for one in gradients], states)
-        for one in chunk.pieces if MASTER in here else ():
-            # Memory of stored weights is new: it is written even if the step is skipped.
-            if one.parameter in written if stored(one.parameter) else scalars is None:
-                one.of(one.parameter).copy_(here[MASTER][one.inside])
+            update(values, [gradient.float() for gradient in gradients], states)
+        for piece in chunk.pieces if MASTER in here else ():
+            # The memory of stored weights was just allocated: it is written even if the step is skipped.
+            if piece.parameter in written if stored(piece.parameter) else scalars is None:
+                piece.of(piece.parameter).copy_(here[MASTER][piece.inside])
 
     def make_slots(self) -> None:
         """Room on the device for some chunks of the states that are stored now."""
         self.drop()
         if self._streams[0] is not None:
-            self._streams[0].synchronize()  # what came ahead into the room before
+            self._streams[0].synchronize()  # states that were fetched ahead into the old slots
         stored = self.stored
         chunks = self._chunks = list(stored.chunks(UPDATE_CHUNK_ELEMENTS))
         self._places = {}
         for number, chunk in enumerate(chunks):
-            for one in chunk.pieces:
-                before = self._places.get(one.parameter, range(number, number))
-                self._places[one.parameter] = range(before.start, number + 1)
+            for piece in chunk.pieces:
+                before = self._places.get(piece.parameter, range(number, number))
+                self._places[piece.parameter] = range(before.start, number + 1)
         names = {name for chunk in chunks for name in stored.names_of(chunk)}
         elements = max((chunk.end - chunk.begin for chunk in chunks), default=0)
-        slots = update_slots(stored.elements, sum(stored.count(one) for one in self._first), UPDATE_CHUNK_ELEMENTS)
+        slots = update_slots(
+            stored.elements, sum(stored.count(parameter) for parameter in self._first), UPDATE_CHUNK_ELEMENTS
+        )
         with _on(self._streams[1]):
             self._slots = [
                 {name: torch.empty(elements, dtype=torch.float32, device=self._device) for name in names}
@@ -236,11 +243,10 @@ class StreamedUpdate:
     # -- who waits for it ---------------------------------------------------------------------------------
 
     def weights_of(self, parameters: Iterable[nn.Parameter], reader: Any = None) -> None:
-        """What is enqueued from now on, on the stream of the ``reader`` (by default the current one), reads the updated
-        weights of these."""
+        """Makes the ``reader``'s stream (by default the current one) wait for the updated weights of ``parameters``."""
         if self._weights_ready:
-            updated = [one for one in parameters if one in self._weights_ready]
-            events = {id(event): event for one in updated if (event := self._weights_ready.pop(one))}
+            updated = [parameter for parameter in parameters if parameter in self._weights_ready]
+            events = {id(event): event for parameter in updated if (event := self._weights_ready.pop(parameter))}
             waiting = torch.cuda.current_stream(self._device) if reader is None and events else reader
             for event in events.values():
                 waiting.wait_event(event)
@@ -250,11 +256,11 @@ class StreamedUpdate:
         self.weights_of(list(self._weights_ready))
 
     def stored_of(self, parameter: nn.Parameter, stream: Any) -> None:
-        """``stream`` reads what the store holds of a parameter."""
+        """Makes ``stream`` wait until the store holds the updated states of a parameter."""
         _wait(stream, self._store_ready.get(parameter))
 
     def settle(self) -> None:
-        """The host reads the store."""
+        """Finishes the update and waits for it, before the host reads the store."""
         self.finish()
         if self._last is not None:
             self._last.synchronize()
@@ -262,12 +268,12 @@ class StreamedUpdate:
             self._store_ready.clear()
 
     def drop(self) -> None:
-        """The host has written into the store: what came from it before does not count."""
+        """Discards states that were fetched ahead, since the host has written into the store."""
         self._ahead = 0
 
 
 class UpdatedWeights:
-    """Stored weights that their update writes into the parameters' own memory."""
+    """An `Incoming`: stored weights that their update writes into the parameters' own memory."""
 
     def __init__(self, update: StreamedUpdate, parameters: Set[nn.Parameter]) -> None:
         self._update, self._parameters = update, parameters
@@ -277,9 +283,9 @@ class UpdatedWeights:
 
 
 def wait_before(layers: Sequence[nn.Module], root: nn.Module, update: StreamedUpdate) -> None:
-    """Has each layer wait for its own weights, and the network for what is updated before any of them.
+    """Makes each layer wait for its own weights, and the network for those that come before any layer.
 
-    What is updated after the last layer, such as the head, which a loss reads without calling it, is waited for once
+    Weights behind the last layer, such as the head's, which a loss reads without calling the head, are waited for when
     that layer has run.
     """
     update.is_awaited = True
@@ -306,12 +312,12 @@ def needed_first(layers: Sequence[nn.Module], root: nn.Module) -> list[nn.Parame
     """The parameters up to those of the first layer."""
     first = {*layers[0].parameters()} if layers else set()
     inside = {parameter for layer in layers for parameter in layer.parameters()}
-    found: list[nn.Parameter] = []
+    needed: list[nn.Parameter] = []
     for parameter in root.parameters():
         if parameter in inside and parameter not in first:
             break
-        found.append(parameter)
-    return found
+        needed.append(parameter)
+    return needed
 
 
 def _on(stream: Any) -> AbstractContextManager[object]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardwise.engine.optim.moments_kernel import address, read, read_moments, write, write_moments
-
 BLOCK = 2048  # elements of a program
 WARPS = 4
 FIELDS = 7  # of a row of the table of tensors: five addresses, the size in elements, the first of its programs
@@ -21,18 +19,19 @@ def step_scalars(
     scalars, step, divisor, bad, learning_rate, WEIGHT_DECAY: tl.constexpr, LOG_BETA1: tl.constexpr,
     LOG_BETA2: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_BAD: tl.constexpr,
 ):  # fmt: skip
-    """What all elements share: whether they move, 1 / divisor, lr x decay, lr / (1 - b1^t), 1 / sqrt(1 - b2^t), t."""
-    one = tl.full((), 1.0, tl.float64)
-    rate = one * tl.load(learning_rate)
+    """What all elements share: 1 unless the step is skipped, 1 / divisor, lr x decay, lr / (1 - b1^t),
+    1 / sqrt(1 - b2^t), t."""
+    wide_one = tl.full((), 1.0, tl.float64)
+    rate = wide_one * tl.load(learning_rate)
     number = tl.load(step).to(tl.float64)
     # In fp64: 1 - 0.999 has four digits in fp32.
-    correction1 = one - tl.exp2(number * tl.full((), LOG_BETA1, tl.float64))
-    correction2 = one - tl.exp2(number * tl.full((), LOG_BETA2, tl.float64))
+    correction1 = wide_one - tl.exp2(number * tl.full((), LOG_BETA1, tl.float64))
+    correction2 = wide_one - tl.exp2(number * tl.full((), LOG_BETA2, tl.float64))
     tl.store(scalars, 1.0 - tl.load(bad) if HAS_BAD else 1.0)
     tl.store(scalars + 1, 1.0 / tl.load(divisor) if HAS_DIVISOR else 1.0)
     tl.store(scalars + 2, (rate * tl.full((), WEIGHT_DECAY, tl.float64)).to(tl.float32))
     tl.store(scalars + 3, (rate / correction1).to(tl.float32))
-    tl.store(scalars + 4, (one / tl.sqrt(correction2)).to(tl.float32))
+    tl.store(scalars + 4, (wide_one / tl.sqrt(correction2)).to(tl.float32))
     tl.store(scalars + 5, tl.load(step).to(tl.float32))
 
 
@@ -44,8 +43,8 @@ def adamw(
 ):  # fmt: skip
     """``tensors`` is the table, ``owners`` the row of each program. ``WEIGHT`` is None where values are the weights.
 
-    ``SPLIT``: the weight is the upper half of the master, the value the rest of it, both as int16. ``SHARED`` elements
-    have a scale of their moments (`eight_bits`); 1 where they are as they are.
+    ``SPLIT``: the weight is the upper half of the master and the value its lower half, both as int16. ``SHARED`` is the
+    number of elements that share a scale of their moments (`eight_bits`); 1 where moments have no scales.
     """
     program = tl.program_id(0)
     if tl.load(scalars) != 0:
@@ -107,3 +106,106 @@ def _move(
         write(value, place, there, p.to(VALUE), WHOLE)
         if WEIGHT is not None:
             write(address(row, 4, WEIGHT, ALIGNED) + start, place, there, p.to(WEIGHT), WHOLE)
+
+
+# -- blocks of elements, and moments in 8 bits (`eight_bits` says what their codes mean) ------------------
+
+
+@triton.jit
+def address(row, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(row + FIELD).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def read(pointer, place, there, WHOLE: tl.constexpr):
+    if WHOLE:
+        values = tl.load(pointer + place)
+    else:
+        values = tl.load(pointer + place, mask=there, other=0)
+    return values
+
+
+@triton.jit
+def write(pointer, place, there, values, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointer + place, values)
+    else:
+        tl.store(pointer + place, values, mask=there)
+
+
+@triton.jit
+def read_moments(row, start, place, there, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+                 SHARED: tl.constexpr):  # fmt: skip
+    scales = _scales(row, 2, start, SHARED)
+    share = read(address(row, 2, tl.int8, ALIGNED) + start, place, there, WHOLE).to(tl.float32) * (1 / 127)
+    m = share * tl.abs(share) * _of_rows(scales, row, start, BLOCK, SHARED)[:, None]
+    scales = _scales(row, 3, start, SHARED)
+    share = read(address(row, 3, tl.uint8, ALIGNED) + start, place, there, WHOLE).to(tl.float32) * (1 / 255)
+    share = share * share
+    return m, share * share * _of_rows(scales, row, start, BLOCK, SHARED)[:, None]
+
+
+@triton.jit
+def write_moments(row, start, place, there, m, v, step, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+                  BLOCK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    drawn = _spread((start + place).to(tl.uint32) ^ _spread(step.to(tl.uint32)))
+    scale = tl.max(tl.abs(m), 1)
+    share = tl.abs(m) * _inverse(scale)[:, None]
+    lower = tl.minimum(tl.floor(tl.sqrt(share) * 127.0), 126.0)
+    below, above = lower * (1 / 127), (lower + 1.0) * (1 / 127)
+    code = _chosen(share, lower, below * below, above * above, drawn & 0xFFFF)
+    codes = tl.where(m < 0, -code, code).to(tl.int8)
+    write(address(row, 2, tl.int8, ALIGNED) + start, place, there, codes, WHOLE)
+    _keep(_scales(row, 2, start, SHARED), row, start, scale, BLOCK, SHARED)
+    scale = tl.max(v, 1)
+    share = v * _inverse(scale)[:, None]
+    lower = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(share)) * 255.0), 254.0)
+    below, above = lower * (1 / 255), (lower + 1.0) * (1 / 255)
+    below, above = below * below, above * above
+    code = _chosen(share, lower, below * below, above * above, drawn >> 16)
+    codes = tl.where(v > 0, tl.maximum(code, 1.0), 0.0).to(tl.uint8)
+    write(address(row, 3, tl.uint8, ALIGNED) + start, place, there, codes, WHOLE)
+    _keep(_scales(row, 3, start, SHARED), row, start, scale, BLOCK, SHARED)
+
+
+@triton.jit
+def _inverse(scale):
+    """Zero of what is too small to divide by."""
+    large = scale > 1e-37
+    return tl.where(large, 1.0 / tl.where(large, scale, 1.0), 0.0)
+
+
+@triton.jit
+def _chosen(share, lower, below, above, drawn):
+    """The lower code or the next, which is the more likely the nearer the share is to it."""
+    return tl.where(share - below > drawn.to(tl.float32) * (1 / 65536) * (above - below), lower + 1.0, lower)
+
+
+@triton.jit
+def _scales(row, FIELD: tl.constexpr, start, SHARED: tl.constexpr):
+    """The address of a program's first scale: they lie behind all codes, from a multiple of 16 bytes on."""
+    behind = (tl.load(row + 5) + 15) // 16 * 16
+    return (tl.load(row + FIELD) + behind).to(tl.pointer_type(tl.float32)) + start // SHARED
+
+
+@triton.jit
+def _of_rows(scales, row, start, BLOCK: tl.constexpr, SHARED: tl.constexpr):
+    number = tl.arange(0, BLOCK // SHARED)
+    return tl.load(scales + number, mask=start + number * SHARED < tl.load(row + 5), other=0.0)
+
+
+@triton.jit
+def _keep(scales, row, start, scale, BLOCK: tl.constexpr, SHARED: tl.constexpr):
+    number = tl.arange(0, BLOCK // SHARED)
+    tl.store(scales + number, scale, mask=start + number * SHARED < tl.load(row + 5))
+
+
+@triton.jit
+def _spread(bits):
+    """A hash of 32 bits: two rounds of shift and multiplication."""
+    bits = ((bits >> 16) ^ bits) * 0x45D9F3B
+    bits = ((bits >> 16) ^ bits) * 0x45D9F3B
+    return (bits >> 16) ^ bits

@@ -1,10 +1,10 @@
 """AdamW's moments in 8 bits an element: codes, and behind them an fp32 scale for each block of 256, in one tensor.
 
-The scale is the largest magnitude of the block (Dettmers et al., arXiv 2110.02861, section 2.1). A first moment is that
-times the square of its code over 127, with the code's sign; a second moment, whose values span its square,
-times the fourth power of its code over 255. Codes are drawn so that the mean is the number itself: rounded to the
-nearest, a moment that changes by a thousandth in a step would never change. A second moment above zero keeps a code
-above zero, since the update divides by its root.
+The scale is the largest magnitude of the block (Dettmers et al., arXiv 2110.02861, section 2.1). A first moment is the
+scale times the square of code / 127, with the code's sign. A second moment, which spans the square of that range, is
+the scale times the fourth power of code / 255. Rounding is stochastic and unbiased: rounded to the nearest, a moment
+that changes by a thousandth in a step would never change. A second moment above zero keeps a code above zero, since
+the update divides by its root.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def decoded(stored: Tensor, elements: int, *, signed: bool) -> Tensor:
 
 
 def encode_(values: Tensor, stored: Tensor, *, signed: bool, step: Tensor | None) -> None:
-    """Writes fp32 ``values`` as a moment: by numbers drawn from ``step`` and place; None: to the nearest code."""
+    """Writes fp32 ``values`` as a moment, rounded by numbers drawn from ``step`` and place; None: to the nearest."""
     flat = values.flatten()
     codes, scales = _parts(stored, flat.numel(), signed)
     for start in range(0, flat.numel(), AT_ONCE):
@@ -51,7 +51,7 @@ def encode_(values: Tensor, stored: Tensor, *, signed: bool, step: Tensor | None
 
 
 def _encoded(values: Tensor, scales: Tensor, signed: bool, drawn: Tensor | float) -> Tensor:
-    """Codes of whole blocks but the last, whose ``scales`` are written."""
+    """Codes of blocks, of which only the last may be incomplete; writes their ``scales``."""
     elements, most = values.numel(), MOST[signed]
     sizes = values.abs()
     torch.amax(F.pad(sizes, (0, -elements % BLOCK)).view(-1, BLOCK), dim=1, out=scales)
@@ -61,12 +61,12 @@ def _encoded(values: Tensor, scales: Tensor, signed: bool, drawn: Tensor | float
     below, above = (((lower + more) * (1 / most)).square() for more in (0, 1))
     if not signed:
         below, above = below.square(), above.square()
-    found = lower + (share - below > drawn * (above - below)).float()
-    return found * values.sign() if signed else torch.maximum(found, (values > 0).float())
+    steps = lower + (share - below > drawn * (above - below)).float()
+    return steps * values.sign() if signed else torch.maximum(steps, (values > 0).float())
 
 
 def drawn_numbers(step: Tensor, start: int, elements: int, *, upper: bool) -> Tensor:
-    """Numbers from 0 to 1, of a step and of places from ``start`` on: the upper or lower half of the bits of a hash."""
+    """Numbers from 0 to 1 for places from ``start`` on: the upper or lower half of a hash of step and place."""
     bits = torch.arange(start, start + elements, device=step.device) ^ spread(step.to(torch.int64))
     half = spread(bits) >> 16 if upper else spread(bits) & 0xFFFF
     return half.float() * 2**-16

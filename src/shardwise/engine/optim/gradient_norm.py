@@ -19,16 +19,17 @@ REFUSED = -torch.inf  # the norm of a step that a rank wants skipped, whatever i
 
 
 class GradientNorm:
-    """Sums the squares of every element once: a tensor that ``copies`` ranks hold counts for a part on each.
+    """The norm of all gradients: a tensor that ``copies`` ranks hold counts for its share on each of them.
 
-    One number is sent, over ``group`` (the world unless given); it equals `torch.nn.utils.clip_grad_norm_`'s of the
-    undivided network. Zero copies: a tensor that is not counted, being the copy of a tied one.
+    One number is sent, over ``group`` (the world unless given). The norm equals that of
+    `torch.nn.utils.clip_grad_norm_` for the undivided network. A tensor with zero copies is not counted: it is the
+    second copy of a tied one.
     """
 
     def __init__(
         self, copies: Sequence[float], device: torch.device | str, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.weights = torch.tensor([1 / one if one else 0.0 for one in copies], device=device)
+        self.weights = torch.tensor([1 / ranks if ranks else 0.0 for ranks in copies], device=device)
         self.zero = torch.zeros((), device=device)
         self.group = group
         self.tables = TensorTables()
@@ -40,17 +41,16 @@ class GradientNorm:
         refused: Tensor | None = None,
         elsewhere: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """``gradients`` are local tensors in the order of ``copies``; None if there is none in this step.
+        """The norm of local ``gradients``, in the order of ``copies``; None: the tensor has none in this step.
 
-        ``elsewhere`` are norms of those that are not on the device, in the same order.
-
-        It is REFUSED where ``refused`` is true on any rank and all gradients are finite.
+        ``elsewhere`` are the norms of those that are not on the device, in the same order. The result is REFUSED if
+        ``refused`` is true on any rank and all gradients are finite.
         """
         with named(StepPhase.GRADIENT_NORM):
             total = self._in_one_pass(gradients) if kernels.run_on(self.zero.device) else self._plain(gradients)
             if elsewhere is not None:
-                zero = next((torch.zeros_like(one) for one in elsewhere if one is not None), self.zero)
-                norms = torch.stack([zero if one is None else one for one in elsewhere]).to(total.device)
+                zero = next((torch.zeros_like(norm) for norm in elsewhere if norm is not None), self.zero)
+                norms = torch.stack([zero if norm is None else norm for norm in elsewhere]).to(total.device)
                 total = total + (norms * norms * self.weights).sum()
             if refused is not None:
                 # Not `torch.where` with a number: it would be copied to the device, and the host would wait.
@@ -64,31 +64,35 @@ class GradientNorm:
 
     def _plain(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The sum of squares."""
-        there = [one for one in gradients if one is not None]
+        there = [gradient for gradient in gradients if gradient is not None]
         if not there:
             return self.zero.clone()
         norms = iter(foreach_norm(there, 2, dtype=torch.float32))
-        each = torch.stack([self.zero if one is None else next(norms) for one in gradients])
+        each = torch.stack([self.zero if gradient is None else next(norms) for gradient in gradients])
         return (each * each * self.weights).sum()
 
     def _in_one_pass(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The same by a launch for each format."""
         from shardwise.engine.optim.norm_kernel import BLOCK, WARPS, squares
 
-        there = [(place, one.contiguous()) for place, one in enumerate(gradients) if one is not None and one.numel()]
+        there = [
+            (place, gradient.contiguous())
+            for place, gradient in enumerate(gradients)
+            if gradient is not None and gradient.numel()
+        ]
         alike: dict[tuple[torch.dtype, bool], list[tuple[int, int, int]]] = {}
-        for place, one in there:
-            row = (place, one.data_ptr(), one.numel())
-            alike.setdefault((one.dtype, aligned([row[1]])), []).append(row)
-        found = []
+        for place, gradient in there:
+            row = (place, gradient.data_ptr(), gradient.numel())
+            alike.setdefault((gradient.dtype, aligned([row[1]])), []).append(row)
+        sums_of_squares = []
         for (dtype, is_aligned), rows in alike.items():
             table = self.tables.of(self.zero.device, rows, BLOCK)
             sums = torch.empty(table.programs, dtype=torch.float32, device=self.zero.device)
             squares[(table.programs,)](
                 table.rows, table.owners, self.weights, sums, triton_type(dtype), is_aligned, BLOCK, num_warps=WARPS
             )
-            found.append(sums.sum())
-        return torch.stack(found).sum() if found else self.zero.clone()
+            sums_of_squares.append(sums.sum())
+        return torch.stack(sums_of_squares).sum() if sums_of_squares else self.zero.clone()
 
 
 def clip_divisor(norm: Tensor, maximum: float) -> Tensor:

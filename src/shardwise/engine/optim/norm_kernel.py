@@ -24,8 +24,8 @@ def squares(
     place = tl.arange(0, BLOCK)
     weight = tl.load(weights + tl.load(row))
     if left >= BLOCK:  # without a mask, so that a thread reads 16 bytes at a time
-        found = tl.load(address + start + place).to(tl.float32)
-        tl.store(sums + program, tl.sum(found * found, axis=0) * weight)
+        values = tl.load(address + start + place).to(tl.float32)
+        tl.store(sums + program, tl.sum(values * values, axis=0) * weight)
     else:
-        found = tl.load(address + start + place, mask=place < left, other=0).to(tl.float32)
-        tl.store(sums + program, tl.sum(found * found, axis=0) * weight)
+        values = tl.load(address + start + place, mask=place < left, other=0).to(tl.float32)
+        tl.store(sums + program, tl.sum(values * values, axis=0) * weight)

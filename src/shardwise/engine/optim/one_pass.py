@@ -15,22 +15,20 @@ from shardwise.engine.optim.updates import Update
 
 
 class OnePassPart(NamedTuple):
-    """A tensor and what one element of it needs: all are flat in memory and of one size.
-
-    ``weight`` follows ``value`` in another format; None where the value is the weight itself. A value of int16 is the
-    rest of a master (`masters`), of which the weight is the upper half. Moments of uint8 have scales behind them
-    (`eight_bits`).
-    """
+    """The tensors that the update of one parameter reads and writes: contiguous, with equal numbers of elements."""
 
     gradient: Tensor
     value: Tensor
+    """What is trained; in int16 the lower half of a master (`masters`)."""
     first: Tensor
+    """Moment; in uint8, with scales behind the codes (`eight_bits`)."""
     second: Tensor
     weight: Tensor | None
+    """The value in another format, or the upper half of a master; None if the value is the weight itself."""
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        return tuple(0 if one is None else one.data_ptr() for one in self)
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in self)
 
     @property
     def formats(self) -> tuple[torch.dtype | None, ...]:
@@ -51,14 +49,14 @@ class OnePass:
 
     @torch.no_grad()
     def __call__(self, update: Update, parts: Iterable[OnePassPart], scalars: Tensor | None = None) -> None:
-        """One step of AdamW; nothing is written if ``update.bad`` is 1. There is a launch for every format there is.
+        """One step of AdamW, with a launch for each combination of formats; if ``update.bad`` is 1, nothing is written.
 
-        ``scalars`` of the update, if they were computed before (`scalars_of`).
+        ``scalars`` are those of the update, if they were computed before (`scalars_of`).
         """
         alike: dict[tuple[Any, ...], list[OnePassPart]] = {}
-        for one in parts:
-            if one.value.numel():
-                alike.setdefault((*one.formats, aligned(one.addresses)), []).append(one)
+        for part in parts:
+            if part.value.numel():
+                alike.setdefault((*part.formats, aligned(part.addresses)), []).append(part)
         if not alike:
             return
         scalars = scalars_of(update) if scalars is None else scalars
@@ -72,9 +70,9 @@ class OnePass:
         from shardwise.engine.optim.adamw_kernel import BLOCK, FIELDS, WARPS, adamw
 
         settings = update.settings
-        numbers = [(*one.addresses, one.value.numel()) for one in parts]
+        numbers = [(*part.addresses, part.value.numel()) for part in parts]
         table = self.tables.of(parts[0].value.device, numbers, BLOCK)
-        types = (None if one is None else triton_type(one) for one in formats)
+        types = (None if dtype is None else triton_type(dtype) for dtype in formats)
         adamw[(table.programs,)](
             table.rows, table.owners, scalars, settings.beta1, 1 - settings.beta1, settings.beta2,
             1 - settings.beta2, settings.epsilon, *types, parts[0].split,
@@ -88,10 +86,10 @@ def scalars_of(update: Update) -> Tensor:
     from shardwise.engine.optim.adamw_kernel import SCALARS, step_scalars
 
     settings, rate = update.settings, update.learning_rate
-    if not isinstance(rate, Tensor):  # in a recorded step it is one: the kernel, compiled before, is the same
+    if not isinstance(rate, Tensor):  # as it is in a recorded step, so that the kernel compiled before is the same
         rate = torch.full((), rate, dtype=torch.float32, device=update.step.device)
     scalars = torch.empty(SCALARS, dtype=torch.float32, device=update.step.device)
-    divisor, bad = (scalars if one is None else one for one in (update.divisor, update.bad))
+    divisor, bad = (scalars if scalar is None else scalar for scalar in (update.divisor, update.bad))
     logarithms = (math.log2(beta) if beta else -1e4 for beta in (settings.beta1, settings.beta2))
     step_scalars[(1,)](
         scalars, update.step, divisor, bad, rate, update.weight_decay, *logarithms, update.divisor is not None,

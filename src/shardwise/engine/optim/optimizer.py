@@ -18,7 +18,7 @@ from shardwise.engine.labels import StepPhase
 from shardwise.engine.offload.states import BYTES, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import MASTER, Store
 from shardwise.engine.optim import eight_bits
-from shardwise.engine.optim.masters import joined, split_
+from shardwise.engine.optim.masters import master_values, split_
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.updates import STATES, Update, muon_update
 from shardwise.engine.parameters import local
@@ -35,12 +35,13 @@ CONVERTED_ELEMENTS = 2**24  # of parameters whose gradients or values have an fp
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
+    """Looks like any optimizer of `torch.optim`, so that learning-rate schedules and checkpoints work.
 
-    All states are allocated at the start: memory does not grow with the first step. ``offload`` says which are in the
-    ``store``; of a parameter that is split between both, the device keeps a flat tensor. Without a store the masters of
-    bf16 parameters become ``rests``, unless ``whole_masters`` are asked for: others write them. ``on_split`` is told of
-    each, so that no fp32 master stays while other states are allocated.
+    All states are allocated at the start: memory does not grow with the first step. ``offload`` says which states are
+    in the ``store``; of a parameter whose states are partly there, the device keeps the remaining part as a flat
+    tensor. Without a store, the masters of bf16 parameters are reduced to their ``rests`` unless ``whole_masters`` is
+    set (because others write them too). ``on_split`` is called for each, so that its fp32 master can be freed before
+    other states are allocated.
     """
 
     def __init__(
@@ -55,18 +56,20 @@ class LocalOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
-        self.rests: dict[nn.Parameter, Tensor] = {}  # instead of masters, what they are more than the weights
+        self.rests: dict[nn.Parameter, Tensor] = {}  # the lower halves of masters whose upper halves are the weights
         self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
         self._one_pass = OnePass()
-        self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
+        self._tails: dict[nn.Parameter, Tensor] = {}  # of partly stored parameters: the master's part on the device
         for group in self.param_groups:
-            # On the device, where a fused kernel reads it and a skipped step leaves it.
+            # On the device: a fused kernel reads it there, and a skipped step leaves it unchanged.
             group["step"] = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
         self.stored = self._room(store, offload)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if store is None and not whole_masters and parameter.dtype == torch.bfloat16 and parameter in masters:
-                    self._split(parameter)
+                    with torch.no_grad():
+                        self.rests[parameter] = torch.empty_like(parameter, dtype=torch.int16)
+                        split_(self.masters.pop(parameter), local(parameter), self.rests[parameter])
                     on_split(parameter)
                 self._begin(parameter, group["kind"])
 
@@ -82,11 +85,6 @@ class LocalOptimizer(torch.optim.Optimizer):
         elements = round(offload.optimizer * sum(row.size for row in rows))
         weights, gradients = (whole_rows(rows, share, elements) for share in (offload.weights, offload.gradients))
         return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements, weights, gradients)
-
-    @torch.no_grad()
-    def _split(self, parameter: nn.Parameter) -> None:
-        self.rests[parameter] = torch.empty_like(parameter, dtype=torch.int16)
-        split_(self.masters.pop(parameter), local(parameter), self.rests[parameter])
 
     def _begin(self, parameter: nn.Parameter, kind: str) -> None:
         state = self.state[parameter]
@@ -117,7 +115,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._tails[parameter] = state[MASTER]
 
     def _pull_in(self, parameter: nn.Parameter, after: int) -> None:
-        """Moves out of the store what is beyond the first ``after`` elements of a parameter."""
+        """Moves back to the device what the store holds beyond the first ``after`` elements of a parameter."""
         if self.stored.count(parameter) <= after:
             return
         state = self.state[parameter]
@@ -131,7 +129,9 @@ class LocalOptimizer(torch.optim.Optimizer):
     @property
     def cut(self) -> list[nn.Parameter]:
         """Parameters whose states are not, or not all, on the device."""
-        return [one for group in self.param_groups for one in group["params"] if self.stored.count(one)]
+        return [
+            parameter for group in self.param_groups for parameter in group["params"] if self.stored.count(parameter)
+        ]
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -158,21 +158,29 @@ class LocalOptimizer(torch.optim.Optimizer):
                     self.learnt_steps,
                 )  # fmt: skip
                 updates.append(update)
-                # A rank that holds no row of a small parameter still takes part in what Muon gathers.
+                # A rank that holds no row of a small parameter still takes part in Muon's all-gather.
                 muon = group["kind"] == "muon"
-                members = [one for one in group["params"] if one.grad is not None and (muon or self._resident(one))]
+                members = [
+                    parameter
+                    for parameter in group["params"]
+                    if parameter.grad is not None and (muon or local(parameter).numel() > self.stored.count(parameter))
+                ]
                 if kernels.run_on(update.step.device) and update.in_one_pass:
-                    self._one_pass(update, (self._part(one) for one in members))
+                    self._one_pass(update, (self._part(parameter) for parameter in members))
                     continue
                 for some in self._in_portions(members):
-                    gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
+                    gradients = [
+                        self._rest(parameter, local(parameter.grad)).float()
+                        for parameter in some
+                        if parameter.grad is not None
+                    ]
                     self._update(update, some, gradients)
                 self._publish(members)
             if self.stored.elements and self.stored.streamed is not None:
                 self.stored.streamed.run(updates)
             elif self.stored.elements:
                 with named(StepPhase.OFFLOADED_STATES):
-                    self.stored.update([one.on(torch.device("cpu")) for one in updates])
+                    self.stored.update([update.on(torch.device("cpu")) for update in updates])
 
     def _part(self, parameter: nn.Parameter) -> OnePassPart:
         """What the kernel reads and writes of a parameter."""
@@ -187,15 +195,15 @@ class LocalOptimizer(torch.optim.Optimizer):
         return OnePassPart(gradient, self._here(parameter), local(first), local(second), weight)
 
     def _update(self, update: Update, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
-        values = [self._here(one) for one in parameters]
+        values = [self._here(parameter) for parameter in parameters]
         states = {name: self.states(parameters, name) for name in STATES[update.kind]}
         if update.kind == "muon":
             muon_update(update, parameters, values, gradients, states["momentum_buffer"])
         else:
             update(values, gradients, states)
-        for one, value in zip(parameters, values):
-            if one in self.rests:
-                split_(value, local(one), self.rests[one])
+        for parameter, value in zip(parameters, values):
+            if parameter in self.rests:
+                split_(value, local(parameter), self.rests[parameter])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,12 +223,12 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @property
     def state_bytes(self) -> int:
-        """Of all states that may be offloaded, wherever they are now."""
+        """Bytes of all states that may be offloaded, wherever they are now."""
         return BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
 
     @torch.no_grad()
     def offload(self, share: float) -> None:
-        """Between two steps: from now on this ``share`` of all elements has its states in the store."""
+        """Call between two steps: from now on the states of this ``share`` of all elements are in the store."""
         stored = self.stored
         elements = round(share * sum(row.size for row in stored.rows))
         before = {row.parameter: stored.count(row.parameter) for row in stored.rows}
@@ -246,7 +254,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
-        """Writes what `read` returned, changed; the weights follow their masters."""
+        """Writes new values of what `read` returned; the weights follow their masters."""
         stored = self.stored.count(parameter)
         if name == MASTER and self.stored.has_weights(parameter):
             self.stored.write(parameter, MASTER, values.flatten())
@@ -267,18 +275,18 @@ class LocalOptimizer(torch.optim.Optimizer):
             local(parameter).copy_(values)
 
     def values(self, parameter: nn.Parameter) -> Tensor:
-        """The local fp32 values of a parameter: what is trained and compared, where all of them are on the device.
+        """The local fp32 values of a parameter, all of which are on the device.
 
-        A copy where the master is kept as its rest.
+        A copy where only the rest of the master is kept.
         """
         if self.stored.streamed is not None:
             self.stored.streamed.weights_of([parameter])
         if parameter in self.rests:
-            return joined(local(parameter), self.rests[parameter])
+            return master_values(local(parameter), self.rests[parameter])
         return local(self.masters.get(parameter, parameter))
 
     def dtype(self, parameter: nn.Parameter, name: str) -> torch.dtype:
-        """Of what `read` gives; frozen parameters have no fp32 values apart."""
+        """The format of what `read` returns; frozen parameters have no separate fp32 values."""
         if name != MASTER:
             kept = local(self.state[parameter][name]).dtype
             return torch.float32 if kept == torch.uint8 else kept
@@ -286,11 +294,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         return parameter.dtype if narrow else torch.float32
 
     def states(self, parameters: Iterable[nn.Parameter], name: str) -> list[Tensor]:
-        """The parts on the device."""
-        return [local(self.state[one][name]) for one in parameters]
-
-    def _resident(self, parameter: nn.Parameter) -> int:
-        return local(parameter).numel() - self.stored.count(parameter)
+        """The parts of a state that are on the device."""
+        return [local(self.state[parameter][name]) for parameter in parameters]
 
     def _rest(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """The elements whose states are on the device."""
@@ -305,25 +310,25 @@ class LocalOptimizer(torch.optim.Optimizer):
         """All at once if nothing is converted; else as many as may have fp32 copies at a time."""
         portion: list[nn.Parameter] = []
         converted = 0
-        for one in parameters:
-            wide = [] if one.grad is None else [one.grad, *self.state[one].values()]
-            elements = 0 if all(tensor.dtype == torch.float32 for tensor in wide) else local(one).numel()
+        for parameter in parameters:
+            wide = [] if parameter.grad is None else [parameter.grad, *self.state[parameter].values()]
+            elements = 0 if all(tensor.dtype == torch.float32 for tensor in wide) else local(parameter).numel()
             if portion and converted + elements > CONVERTED_ELEMENTS:
                 yield portion
                 portion, converted = [], 0
-            portion.append(one)
+            portion.append(parameter)
             converted += elements
         if portion:
             yield portion
 
     def _publish(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copies masters into the weights."""
-        whole = {one: self.masters[one] for one in parameters if one in self.masters}
+        whole = {parameter: self.masters[parameter] for parameter in parameters if parameter in self.masters}
         if whole:
             foreach_copy_(list[Tensor](whole), list(whole.values()))
-        for one in parameters:
-            if one in self._tails:
-                self._rest(one, one.detach()).copy_(self._tails[one])
+        for parameter in parameters:
+            if parameter in self._tails:
+                self._rest(parameter, parameter.detach()).copy_(self._tails[parameter])
 
 
 def known_to_host(flag: Tensor) -> bool:

@@ -19,13 +19,18 @@ FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Precision:
-    """``compute``: weights and activations; ``gradient``: accumulated over microbatches and sent; masters are fp32."""
+    """Number formats of a step; masters are fp32."""
 
     compute: torch.dtype = torch.float32
+    """Of weights and activations."""
     gradient: torch.dtype = torch.float32
-    scaling: str = ""  # of linear layers in FP8 (`engine.fp8`); all else is computed in ``compute``
-    delayed: bool = False  # by the scales of earlier steps
-    scaled: bool = False  # small gradients vanish in fp16 unless the loss is made larger
+    """In which gradients are accumulated over microbatches and sent."""
+    scaling: str = ""
+    """Of linear layers in FP8 (`engine.fp8`); everything else is computed in `compute`."""
+    delayed: bool = False
+    """FP8 scales come from earlier steps."""
+    scaled: bool = False
+    """The loss is scaled up, so that small gradients do not vanish in fp16."""
 
     @property
     def has_masters(self) -> bool:
@@ -48,9 +53,9 @@ def precision_of(training: Training) -> Precision:
 
 
 class LossScaler:
-    """The scale and its history as tensors on the device, so that no step waits for the device.
+    """The scale of the loss and its history, as tensors on the device, so that the host never waits for it.
 
-    Every rank calls `update` with the same ``bad`` (a step whose summed gradients are not finite), and so all agree.
+    All ranks agree, since every rank calls `update` with the same ``bad``.
     """
 
     def __init__(self, scaling: LossScaling, device: torch.device | str) -> None:

@@ -1,4 +1,4 @@
-"""Many tensors for one launch: a table on the device says where they are, and which of them a program has."""
+"""Many tensors in one kernel launch: a table on the device holds their addresses and the tensor of each program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-TABLES = 8  # that are kept: allocators give the gradients of most steps the addresses they had before
+TABLES = 8  # kept: in most steps allocators give gradients the addresses that they had before
 
 
 class TensorTable(NamedTuple):
@@ -35,9 +35,9 @@ class TensorTables:
         return len(self._recent)
 
     def of(self, device: torch.device, numbers: Sequence[tuple[int, ...]], block: int) -> TensorTable:
-        """``numbers`` are of each tensor, its size in elements the last. A program has ``block`` elements of one.
+        """A table with a row of ``numbers`` per tensor, its size the last of them; a program has ``block`` elements.
 
-        The number of a tensor's first program is put behind its size.
+        The number of a tensor's first program is appended to its row.
         """
         rows, program = [], 0
         for row in numbers:
@@ -61,11 +61,11 @@ class TensorTables:
 
 
 def _sent_to(device: torch.device, rows: Tensor, owners: Tensor) -> TensorTable:
-    """Without a wait of the host, for which it has to be pinned memory."""
+    """Copies a table from pinned memory, so that the host need not wait."""
     if device.type != "cuda":
         return TensorTable(rows, owners, ())
     sources = rows.pin_memory(), owners.pin_memory()
-    there, whose = (one.to(device, non_blocking=True) for one in sources)
+    there, whose = (source.to(device, non_blocking=True) for source in sources)
     return TensorTable(there, whose, sources)
 
 

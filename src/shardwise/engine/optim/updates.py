@@ -31,21 +31,21 @@ STATES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """One step of a group of parameters.
-
-    ``step`` is its number; gradients are divided by ``divisor``, and nothing moves if ``bad`` is 1. All three are
-    scalars on the device of the tensors; in a recorded step the learning rate is one too. With ``learnt_steps`` AdamW's
-    second moments are frozen after so many steps.
-    """
+    """One step of a group of parameters. Its tensors are scalars on the device of the parameters."""
 
     kind: str
     settings: Optimization
     learning_rate: float | Tensor
+    """A tensor in a recorded step."""
     weight_decay: float
     step: Tensor
+    """The number of the step."""
     bad: Tensor | None
+    """1: nothing changes."""
     divisor: Tensor | None
+    """What gradients are divided by."""
     learnt_steps: int | None = None
+    """Number of steps after which AdamW's second moments are frozen."""
 
     @property
     def in_one_pass(self) -> bool:
@@ -53,7 +53,7 @@ class Update:
         return self.kind in ("adamw", "adamw-bf16-moments", "adam8bit") and self.learnt_steps is None
 
     def on(self, device: torch.device) -> Update:
-        """The same step for tensors elsewhere, known not to be skipped."""
+        """The same step for tensors on another device; it is known not to be skipped."""
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, step=self.step.to(device), bad=None, divisor=divisor)
 
@@ -68,7 +68,7 @@ class Update:
             self._in_eight_bits(values, gradients, states)
             return
         if self.kind == "adamw-bf16-moments":
-            wide = {name: [one.float() for one in some] for name, some in states.items()}
+            wide = {name: [state.float() for state in some] for name, some in states.items()}
             replace(self, kind="adamw")(values, gradients, wide)
             for name, some in states.items():
                 torch_private.foreach_copy_(list(some), wide[name])
@@ -104,18 +104,18 @@ class Update:
     ) -> None:
         wide = {
             name: [
-                eight_bits.decoded(one, value.numel(), signed=name == "exp_avg").view_as(value)
-                for one, value in zip(some, values)
+                eight_bits.decoded(coded, value.numel(), signed=name == "exp_avg").view_as(value)
+                for coded, value in zip(some, values)
             ]
             for name, some in states.items()
         }
         replace(self, kind="adamw")(values, gradients, wide)
         for name, some in states.items():
-            for one, moment in zip(some, wide[name]):
-                before = one.clone()
-                eight_bits.encode_(moment, one, signed=name == "exp_avg", step=self.step)
+            for coded, moment in zip(some, wide[name]):
+                before = coded.clone()
+                eight_bits.encode_(moment, coded, signed=name == "exp_avg", step=self.step)
                 if self.bad is not None:
-                    one.copy_(torch.where(self.bad.bool(), before, one))
+                    coded.copy_(torch.where(self.bad.bool(), before, coded))
 
     def _with_fixed_moments(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor], firsts: list[Tensor], seconds: list[Tensor]
@@ -125,7 +125,7 @@ class Update:
         settings, moves = self.settings, torch.ones_like(self.step)
         if self.bad is not None:
             moves = moves - self.bad
-            gradients = [one.nan_to_num(0.0, 0.0, 0.0) for one in gradients]
+            gradients = [gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients]
         rate = moves * self.learning_rate
         corrected = rate / (1 - settings.beta1**self.step)
         learnt = (1 - settings.beta2**self.learnt_steps) ** 0.5
@@ -133,7 +133,7 @@ class Update:
             first.lerp_(gradient, moves * (1 - settings.beta1))
             value.mul_(1 - rate * self.weight_decay)
             moved = corrected * first / (second.sqrt().div_(learnt).add_(settings.epsilon))
-            # Without a gradient in the exact steps an element would move by its block's mean over epsilon.
+            # An element without a gradient in the exact steps would move by its block's mean divided by epsilon.
             value.sub_(moved.masked_fill_(second == 0, 0.0))
 
 
@@ -186,22 +186,22 @@ def _directions(
         torch_private.foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
         torch_private.foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
     ahead = torch_private.foreach_lerp(list(gradients), list(momenta), momentum)
-    wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
+    wholes = [_whole(parameter, piece) for parameter, piece in zip(parameters, ahead)]
     results: dict[int, Tensor] = {}
     by_shape: dict[torch.Size, list[int]] = {}
     for number, whole in enumerate(wholes):
         by_shape.setdefault(whole.shape[-2:], []).append(number)
     for (rows, columns), numbers in by_shape.items():
         stacked = torch.cat([wholes[number].reshape(-1, rows, columns) for number in numbers])
-        found = orthogonal(stacked) * math.sqrt(max(1, rows / columns))
+        directions = orthogonal(stacked) * math.sqrt(max(1, rows / columns))
         sizes = [wholes[number].numel() // (rows * columns) for number in numbers]
-        for number, part in zip(numbers, torch.split(found, sizes)):
+        for number, part in zip(numbers, torch.split(directions, sizes)):
             results[number] = divided_as(parameters[number], part.view_as(wholes[number]))
     return [results[number] for number in range(len(wholes))]
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """About the nearest orthogonal matrices, singular values between 0.7 and 1.2; in bf16 on a GPU, which suffices."""
+    """Roughly the nearest orthogonal matrices (singular values from 0.7 to 1.2); on a GPU in bf16, which suffices."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     x = x.bfloat16() if x.is_cuda else x

@@ -1,8 +1,8 @@
 """A user's network cut by everything but data parallelism: attention, experts, stages, and initial values.
 
-Transformers makes masks from the length of the hidden states, which is a part of the sequence under sequence and
-context parallelism. For an attention implementation that its registry does not know it makes none, and the rules of
-which token sees which come with the call instead.
+Transformers makes masks from the length of the hidden states, which under sequence and context parallelism are only a
+part of the sequence. It makes none for an attention implementation that its mask registry does not know; then the call
+says which tokens see each other.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _attend(
 def dropout_of(module: nn.Module) -> float:
     """The largest dropout probability in the network."""
     attention = float(getattr(getattr(module, "config", None), "attention_dropout", 0.0) or 0.0)
-    return max([attention, *(one.p for one in module.modules() if isinstance(one, Dropout))])
+    return max([attention, *(dropout.p for dropout in module.modules() if isinstance(dropout, Dropout))])
 
 
 def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
-    """Cuts the stacked experts of every layer, and sends tokens to them and back. Every rank of the world calls this.
+    """Cuts the stacked experts of every layer and sends tokens to them and back. Every rank of the world calls this.
 
     An experts module maps (rows, indices of their experts [rows, k], weights [rows, k]) to rows, and has its number
     of experts in ``num_experts``.
@@ -104,8 +104,10 @@ def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
 
 
 class PassedBy(nn.Module):
-    """Replaces a part that other stages hold and returns its input: hidden states pass through where the embedding,
-    the norm or the head was. ``seen`` is what passed through last."""
+    """Replaces a part that another stage holds (embedding, norm or head) and returns its input.
+
+    ``seen`` is what passed through last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ class PassedBy(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Replaces learned positions, which the first stage has added."""
+    """Replaces learned positions, which the first stage has added already."""
 
     def forward(self, positions: Tensor) -> float:
         return 0.0
@@ -125,7 +127,7 @@ class Nothing(nn.Module):
 
 def twin(module: nn.Module) -> nn.Module:
     """A second network with the same parameters and buffers, from which other parts can be removed."""
-    shared: dict[int, Any] = {id(one): one for one in [*module.parameters(), *module.buffers()]}
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, shared)
 
 
@@ -177,7 +179,7 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
 
 
 def _as_sequences(root: nn.Module, patterns: Patterns) -> None:
-    """Passes rows of tokens through a region as one sequence: tensor parallelism moves parts of sequences."""
+    """Makes one sequence of the rows of tokens in a region: tensor parallelism exchanges parts of sequences."""
     for pattern in patterns.flat:
         for _, region in matching(root, pattern):
             region.register_forward_pre_hook(lambda module, arguments: (arguments[0][None], *arguments[1:]))
@@ -202,5 +204,5 @@ def fill_stages(stages: Mapping[int, nn.Module], initialise: Initialise, device:
         materialise(stage, device)
         for name, buffer in stage.named_buffers():
             buffer.copy_(initialise(name, tuple(buffer.shape)))
-    for one in held(stages.values()):
-        fill(one, lambda name, part: part.of(initialise(name, part.shape).to(device)))
+    for parameter in held(stages.values()):
+        fill(parameter, lambda name, part: part.of(initialise(name, part.shape).to(device)))

@@ -28,7 +28,7 @@ _DESCRIBED = ("layers", "hidden", "heads", "key_value_heads", "vocab", "moe")
 
 
 def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | None) -> None:
-    """Without a table only techniques that treat all modules alike are possible."""
+    """Refuses to cut a network without a table: only techniques that treat all modules alike are possible."""
     if patterns is not None:
         return
     for name in _NEED_A_TABLE:
@@ -51,14 +51,14 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 def require_described(module: nn.Module, strategy: Strategy) -> None:
-    """A strategy without a job is enough if the network describes itself, or nothing depends on its shape."""
+    """Refuses a strategy without a job where the strategy depends on a shape that the network does not describe."""
     if not is_cut(strategy):
         return
     try:
-        found = read_description(module)
+        model = read_description(module)
     except SpecError as error:
         raise error.under("module.config") from None
-    if found is None:
+    if model is None:
         problem = f"is only a strategy, which does not describe the heads and layers of {type(module).__name__}"
         raise SpecError("job", problem, "give a Job, whose model does")
 
@@ -73,10 +73,10 @@ def require_world(strategy: Strategy) -> None:
 def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bool) -> None:
     """Checks that depend on the modules, not on the table."""
     tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = next((name for name, one in tensors if one.is_meta), None)
+    on_meta = next((name for name, tensor in tensors if tensor.is_meta), None)
     if on_meta and not initialised:
         raise SpecError("module", f"{on_meta} has no values (meta device)", "give it values, or pass initialise=")
-    batch_norms = (name for name, one in module.named_modules() if isinstance(one, BatchNorm) and one.training)
+    batch_norms = (name for name, part in module.named_modules() if isinstance(part, BatchNorm) and part.training)
     normed = next(batch_norms, None)
     if normed is not None:
         problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
@@ -87,7 +87,9 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if job.training.compile:
         problem = "true, but your own layers may not compile as a whole or between their collectives"
         raise SpecError("training.compile", problem, "leave it out")
-    if job.training.optimizer == "muon" and not any(is_hidden_matrix(*one) for one in module.named_parameters()):
+    if job.training.optimizer == "muon" and not any(
+        is_hidden_matrix(*parameter) for parameter in module.named_parameters()
+    ):
         problem = f"muon, but {type(module).__name__} has no weight matrices below a module called layers"
         raise SpecError("training.optimizer", problem, "call the list of blocks layers, or use adamw")
     if not tabled and job.training.attention == "unfused":
@@ -105,12 +107,14 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
 
 
 def require_matching(module: nn.Module, patterns: Patterns, job: Job, own_loss: bool) -> None:
-    """Every pattern matches a module of the right kind, which divides as the strategy needs."""
+    """Checks that every pattern matches modules of the right kind, which divide as the strategy needs."""
     for field, pattern, kind in _expected(patterns):
-        found = list(matching(module, pattern))
-        if not found:
+        matches = list(matching(module, pattern))
+        if not matches:
             raise SpecError(f"patterns.{field}", f"{shown(pattern)} matches no module", "correct it, or leave it out")
-        wrong = next((name for name, one in found if not _is_a(one, field, kind)), None)
+        linear = field in ("columns", "rows", "fused")
+        others = (name for name, part in matches if not (isinstance(part, kind) or (linear and is_linear(part))))
+        wrong = next(others, None)
         if wrong is not None:
             raise SpecError(f"patterns.{field}", f"{wrong} is not a {kind.__name__}", "name modules of that class")
     _require_attributes(module, patterns)
@@ -119,10 +123,6 @@ def require_matching(module: nn.Module, patterns: Patterns, job: Job, own_loss: 
     _require_roles(module, patterns, job)
     _require_same_model(module, patterns, job)
     _require_division(module, patterns, job)
-
-
-def _is_a(module: nn.Module, field: str, kind: type[nn.Module]) -> bool:
-    return isinstance(module, kind) or (field in ("columns", "rows", "fused") and is_linear(module))
 
 
 def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
@@ -138,42 +138,46 @@ def _require_attributes(module: nn.Module, patterns: Patterns) -> None:
     places = [("layer_lists", module, path) for path in patterns.layer_lists]
     places += [("logit_cap", module, f"config.{patterns.logit_cap}")] if patterns.logit_cap else []
     for pattern, paths in patterns.divided.items():
-        places += [("divided", one, path) for _, one in matching(module, pattern) for path in paths]
-    for field, one, path in places:
+        places += [("divided", part, path) for _, part in matching(module, pattern) for path in paths]
+    for field, part, path in places:
         try:
-            attrgetter(path)(one)
+            attrgetter(path)(part)
         except AttributeError:
-            problem = f"{type(one).__name__} has no attribute {path}"
+            problem = f"{type(part).__name__} has no attribute {path}"
             raise SpecError(f"patterns.{field}", problem, "correct it, or leave it out") from None
 
 
 def _require_plain(module: nn.Module, patterns: Patterns, strategy: Strategy, own_loss: bool) -> None:
-    """These modules are replaced, so they must do what their class does and nothing else."""
-    places = [("embedding", patterns.embedding), *(("rows", one) for one in patterns.rows)] if strategy.tp > 1 else []
+    """Checks that modules to be replaced do what their class does and nothing else."""
+    places = (
+        [("embedding", patterns.embedding), *(("rows", pattern) for pattern in patterns.rows)]
+        if strategy.tp > 1
+        else []
+    )
     places += [("head", patterns.head)] if strategy.tp > 1 or not own_loss else []
     for field, pattern in places:
-        for name, one in matching(module, pattern):
-            known = hasattr(one, "embed_scale") or (is_linear(one) and not isinstance(one, nn.Linear))
-            if not known and type(one).forward not in (nn.Linear.forward, nn.Embedding.forward):
-                problem = f"{name} has a forward pass of its own ({type(one).__name__}), which would be bypassed"
+        for name, part in matching(module, pattern):
+            known = hasattr(part, "embed_scale") or (is_linear(part) and not isinstance(part, nn.Linear))
+            if not known and type(part).forward not in (nn.Linear.forward, nn.Embedding.forward):
+                problem = f"{name} has a forward pass of its own ({type(part).__name__}), which would be bypassed"
                 raise SpecError(f"patterns.{field}", problem, "use torch's class, or dp and zero with loss=")
 
 
 def _require_supported(module: nn.Module, patterns: Patterns, strategy: Strategy) -> None:
-    """The network itself supports the strategy."""
+    """Checks that the network itself supports the strategy."""
     for name, why in patterns.refused.items():
         value = getattr(strategy, name)
         if name == "sequence_parallel" and strategy.tp > 1 and value:
             raise SpecError(f"strategy.{name}", f"true, but {type(module).__name__} {why}", "set it to false")
         if name != "sequence_parallel" and value > 1:
-            others = ", ".join(one for one in ("tp", "cp", "pp") if one not in patterns.refused)
+            others = ", ".join(dimension for dimension in ("tp", "cp", "pp") if dimension not in patterns.refused)
             raise SpecError(
                 f"strategy.{name}", f"{value}, but {type(module).__name__} {why}", f"use {others}, dp or zero"
             )
 
 
 def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
-    """The table names what each dimension needs."""
+    """Checks that the table names what each dimension needs."""
     strategy = job.strategy
     needed = {
         "tp": ("regions", "columns", "rows", "embedding", "head"),
@@ -182,12 +186,15 @@ def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
         "ep": ("experts", "expert_features"),
     }
     for dimension, fields in needed.items():
-        missing = next((field for field in fields if not _names(patterns, field)), None)
+        named = {field: getattr(patterns, field) for field in fields}
+        if patterns.fused:
+            named["columns"] = True
+        missing = next((field for field in fields if not named[field]), None)
         if getattr(strategy, dimension) > 1 and missing:
             problem = f"{getattr(strategy, dimension)}, but the table does not name {missing}"
             raise SpecError(f"strategy.{dimension}", problem, f"give Patterns({missing}=...)")
-    for name, one in matching(module, patterns.attention):
-        if strategy.cp > 1 and not is_hugging_face(module) and not hasattr(one, "attend"):
+    for name, attention in matching(module, patterns.attention):
+        if strategy.cp > 1 and not is_hugging_face(module) and not hasattr(attention, "attend"):
             problem = f"{name} has no attribute attend for context parallelism to replace"
             raise SpecError("patterns.attention", problem, "set it to shardwise.models' dot_product_attention")
     if strategy.pp > 1 and not patterns.layers.endswith(".*"):
@@ -197,15 +204,11 @@ def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
         raise SpecError("patterns.experts", problem, "call the module experts")
 
 
-def _names(patterns: Patterns, field: str) -> bool:
-    return bool(getattr(patterns, field) or (field == "columns" and patterns.fused))
-
-
 def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None:
-    """The job was planned for this network."""
-    model, found = job.model, described(module)
-    for field in _DESCRIBED if found else ():
-        asked, there = getattr(model, field), getattr(found, field)
+    """Checks that the job was planned for this network."""
+    model, description = job.model, described(module)
+    for field in _DESCRIBED if description else ():
+        asked, there = getattr(model, field), getattr(description, field)
         if asked != there:
             problem = f"{shown(str(asked))}, but the module has {shown(str(there))}"
             raise SpecError(f"model.{field}", problem, "describe the module you pass")
@@ -214,20 +217,20 @@ def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None
         problem = f"{model.layers}, but {shown(patterns.layers)} matches {layers}"
         raise SpecError("model.layers", problem, "describe the module you pass")
     for name, experts in matching(module, patterns.experts):
-        for own, one in experts.named_parameters(recurse=False):
+        for own, parameter in experts.named_parameters(recurse=False):
             if own not in patterns.expert_features:
                 problem = f"does not name {name}.{own}"
                 raise SpecError("patterns.expert_features", problem, "give its dimension and number of blocks")
-            if model.moe is None or one.shape[0] != model.moe.experts:
-                problem = f"does not describe the {one.shape[0]} experts of {name}"
+            if model.moe is None or parameter.shape[0] != model.moe.experts:
+                problem = f"does not describe the {parameter.shape[0]} experts of {name}"
                 raise SpecError("model.moe", problem, "describe the module you pass")
 
 
 def _require_division(module: nn.Module, patterns: Patterns, job: Job) -> None:
     tp = job.strategy.tp
     for pattern, heads in patterns.columns.items():
-        for name, one in matching(module, pattern):
-            if not heads and sizes(one)[1] % tp:
+        for name, part in matching(module, pattern):
+            if not heads and sizes(part)[1] % tp:
                 raise SpecError("strategy.tp", f"{tp} does not divide the outputs of {name}", "use a divisor")
     for pattern, counts in patterns.fused.items():
         odd = next((count for count in counts if getattr(job.model, count) % tp), None)
@@ -235,6 +238,6 @@ def _require_division(module: nn.Module, patterns: Patterns, job: Job) -> None:
             problem = f"{tp} does not divide the {getattr(job.model, odd)} {odd} inside {shown(pattern)}"
             raise SpecError("strategy.tp", problem, "use a divisor")
     for pattern in patterns.rows:
-        for name, one in matching(module, pattern):
-            if sizes(one)[0] % tp:
+        for name, part in matching(module, pattern):
+            if sizes(part)[0] % tp:
                 raise SpecError("strategy.tp", f"{tp} does not divide the inputs of {name}", "use a divisor")

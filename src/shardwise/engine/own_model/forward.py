@@ -77,14 +77,14 @@ def as_mapping(batch: Batch, whole_rows: bool = True) -> dict[str, Tensor]:
 
 def on_device(batch: Any, device: torch.device) -> Any:
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    return tree_map_only(Tensor, lambda one: one.to(device, non_blocking=True), batch)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def rows_of(batch: Any) -> int:
-    sizes = {one.shape[0] for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim()}
+    sizes = {tensor.shape[0] for tensor in tree_leaves(batch) if isinstance(tensor, Tensor) and tensor.dim()}
     if len(sizes) != 1:
-        found = ", ".join(str(size) for size in sorted(sizes)) or "none"
-        raise SpecError("batch", f"its tensors have different numbers of rows ({found})", "give one row per sample")
+        listed = ", ".join(str(size) for size in sorted(sizes)) or "none"
+        raise SpecError("batch", f"its tensors have different numbers of rows ({listed})", "give one row per sample")
     return int(sizes.pop())
 
 
@@ -94,7 +94,7 @@ def in_microbatches(batch: Any, rows: int) -> list[Any]:
 
 
 def some_rows(batch: Any, start: int, stop: int) -> Any:
-    return tree_map_only(Tensor, lambda one: one[start:stop] if one.dim() else one, batch)
+    return tree_map_only(Tensor, lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
 
 
 def usual_count(batch: Any) -> Tensor:
@@ -106,14 +106,14 @@ def usual_count(batch: Any) -> Tensor:
         labels = batch[1]
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         return (labels != IGNORED).sum()
-    first = next(one for one in tree_leaves(batch) if isinstance(one, Tensor))
+    first = next(tensor for tensor in tree_leaves(batch) if isinstance(tensor, Tensor))
     return torch.tensor(rows_of(batch), device=first.device)
 
 
 def usual_call(module: nn.Module) -> Callable[[Callable[..., Any], Any], Any]:
     """Passes the entries of a mapping that the forward takes by name, without labels; of a tuple its first element."""
     parameters = inspect.signature(module.forward).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def call(forward: Callable[..., Any], batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -132,10 +132,11 @@ Call = Callable[[Forward, Any], Any]
 
 @dataclass(frozen=True)
 class Pass:
-    """A microbatch; ``last``: through the last stage, where the loss is."""
+    """A call of a stage with a microbatch."""
 
     batch: Any
     last: bool = True
+    """The stage is the last one, where the loss is computed."""
 
 
 def call_stage(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
@@ -145,10 +146,10 @@ def call_stage(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> T
 
 
 def answer_passes(root: nn.Module, run: Callable[[Forward, Pass, Tensor | None], Tensor], whole: bool) -> None:
-    """Lets ``root`` answer a `Pass` by ``run``, which is given the original ``forward``; other calls reach that.
+    """Makes ``root`` answer a `Pass` by ``run``, which gets the original ``forward``; other calls go to that directly.
 
-    So data parallelism sees one plain tensor leave the network, whatever its author returns. Not ``whole``: cut along
-    its layers or its sequences, it cannot be called in any other way.
+    So data parallelism sees one plain tensor leave the network, whatever its author returns. A network that is not
+    ``whole``, but cut along its layers or sequences, cannot be called in any other way.
     """
     plain = root.forward
 
@@ -167,9 +168,11 @@ def answer_passes(root: nn.Module, run: Callable[[Forward, Pass, Tensor | None],
 def any_pass(call: Call, loss: Loss, dtype: torch.dtype) -> Callable[[Forward, Pass, Tensor | None], Tensor]:
     """A pass of a network without a table: the user's call, the user's loss."""
 
-    def run(plain: Forward, one: Pass, inputs: Tensor | None) -> Tensor:
-        outputs = call(lambda *arguments, **named: plain(*_cast(arguments, dtype), **_cast(named, dtype)), one.batch)
-        return loss(outputs, one.batch)
+    def run(plain: Forward, running: Pass, inputs: Tensor | None) -> Tensor:
+        outputs = call(
+            lambda *arguments, **named: plain(*_cast(arguments, dtype), **_cast(named, dtype)), running.batch
+        )
+        return loss(outputs, running.batch)
 
     return run
 
@@ -177,7 +180,8 @@ def any_pass(call: Call, loss: Loss, dtype: torch.dtype) -> Callable[[Forward, P
 class TokenPass:
     """A pass of a network with a table: tokens or hidden states in, hidden states or the summed loss out.
 
-    Without a user's ``loss`` it is computed where the head is called, from hidden states: the full logits never exist.
+    Without a user's ``loss``, the loss is computed from hidden states where the head is called, so that the full logits
+    never exist.
     """
 
     def __init__(self, root: nn.Module, patterns: Patterns, mesh: Mesh, loss: Loss | None) -> None:
@@ -186,7 +190,7 @@ class TokenPass:
         self.labels: Tensor | None = None
         self.total: Tensor | None = None
         heads = [head for _, head in matching(root, patterns.head)]
-        self.ends = [one for one in heads if isinstance(one, PassedBy)]
+        self.ends = [head for head in heads if isinstance(head, PassedBy)]
         for head in heads:
             if loss is None and not isinstance(head, PassedBy):
                 self._loss_in(head, mesh)
@@ -207,12 +211,12 @@ class TokenPass:
 
         head.forward = forward
 
-    def __call__(self, plain: Forward, one: Pass, inputs: Tensor | None) -> Tensor:
-        batch, at_loss = one.batch, one.last and self.loss is None
+    def __call__(self, plain: Forward, running: Pass, inputs: Tensor | None) -> Tensor:
+        batch, at_loss = running.batch, running.last and self.loss is None
         self.labels = batch.labels if at_loss else None
         try:
             outputs = plain(batch.tokens if inputs is None else inputs, **self._named(batch))
-            if one.last and self.loss is not None:
+            if running.last and self.loss is not None:
                 return self.loss(outputs, as_mapping(batch, self.whole_rows))
             expected = self.total if at_loss else self.ends[0].seen
         finally:
@@ -220,7 +224,7 @@ class TokenPass:
             for end in self.ends:
                 end.seen = None
         if self.cap is not None and expected is not None:
-            return expected  # the network caps its logits, which the loss already does
+            return expected  # the network would cap what the head returns, but the loss has capped the logits already
         return _unchanged(outputs, expected)
 
     def _named(self, batch: Batch) -> dict[str, Any]:
@@ -235,13 +239,13 @@ class TokenPass:
 
 
 def _unchanged(outputs: Any, expected: Tensor | None) -> Tensor:
-    """Refuses a network that returns something else than its last module did: neither loss nor hidden states."""
-    found: Any = outputs
+    """Refuses a network that changes what its last module has returned: the loss or hidden states."""
+    logits: Any = outputs
     if isinstance(outputs, Mapping):
-        found = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+        logits = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
     elif isinstance(outputs, tuple):
-        found = outputs[0]
-    if expected is None or found is not expected:
+        logits = outputs[0]
+    if expected is None or logits is not expected:
         problem = "the network changes its head's output (or does not call it)"
         raise SpecError("patterns.head", problem, "name the last module that does, or pass loss=")
     return expected
@@ -251,4 +255,4 @@ def _cast(arguments: Any, dtype: torch.dtype) -> Any:
     """Inputs in the format that the network computes in."""
     if dtype == torch.float32:
         return arguments
-    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, arguments)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, arguments)

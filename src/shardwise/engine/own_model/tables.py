@@ -1,7 +1,7 @@
 """Tables of patterns for classes of Hugging Face `transformers` (5.x), and the job of a network so described.
 
-What a network does not have is left out of a supplied table (a dense model has no experts); every entry of a user's
-own table has to match.
+Entries of a supplied table that a network does not have are left out (a dense model has no experts); every entry of a
+user's own table has to match.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def supplied_table(module: nn.Module) -> Patterns | None:
 def found_layers(module: nn.Module) -> Patterns:
     """The blocks of a network without a table, which data parallelism and recompute treat one by one."""
     blocks = {id(block) for block in find_layers(module)}
-    names = [name for name, one in module.named_modules() if id(one) in blocks]
+    names = [name for name, part in module.named_modules() if id(part) in blocks]
     layers = f"{names[0].rpartition('.')[0]}.*".lstrip(".") if names else ""
     return Patterns(layers=layers, embedding="", norm="", head="", regions=())
 
@@ -145,9 +145,12 @@ def matches(module: nn.Module, pattern: str) -> bool:
 
 
 def job_for(module: nn.Module, strategy: Strategy, training: Training | None, world: int) -> Job:
-    """On ``world`` processes of this machine's kind."""
+    """The job of a network, on ``world`` processes of a laptop."""
     training = training or Training(precision="fp32")
-    model = described(module) or _placeholder(module)
+    model = described(module)
+    if model is None:  # data parallelism, precision and recompute need only the number of layers
+        layers = max(1, len(find_layers(module)))
+        model = Model(layers=layers, hidden=1, heads=1, ffn=1, vocab=1, name=type(module).__name__)
     # The module itself limits how long its sequences may be.
     model = replace(model, max_seq=max(model.max_seq, training.seq), published_parameters=None)
     cluster = cluster_from(f"laptop:{world}")
@@ -168,8 +171,3 @@ def read_description(module: nn.Module) -> Model | None:
     if not is_hugging_face(module) or not hasattr(config, "to_dict"):
         return None
     return model_from_hf_config(config.to_dict())
-
-
-def _placeholder(module: nn.Module) -> Model:
-    """Data parallelism, precision and recompute need only the number of layers."""
-    return Model(layers=max(1, len(find_layers(module))), hidden=1, heads=1, ffn=1, vocab=1, name=type(module).__name__)

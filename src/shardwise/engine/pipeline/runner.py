@@ -46,17 +46,17 @@ def require_runnable(schedule: str) -> None:
 
 
 def runtime_actions(schedule: PipelineSchedule, *, backward: bool = True) -> RuntimeActions:
-    """Every rank's passes (only the forward ones, to evaluate), with sends and receives between them.
+    """Every rank's passes (to evaluate, only the forward ones), with sends and receives between them.
 
-    A receive has the place in its rank's list that the send has in one common order of all ranks: both ends of every
-    pair see the same order of messages, which gloo and NCCL both need.
+    Receives are placed by one order of all sends that is common to all ranks, so both ends of every pair see the same
+    order of messages, which gloo and NCCL both need.
     """
     require_runnable(schedule.name)
     passes = {
         rank: [
-            RuntimeAction(one.stage, _KINDS[one.kind], one.microbatch)
-            for one in actions
-            if backward or one.kind is ActionKind.F
+            RuntimeAction(action.stage, _KINDS[action.kind], action.microbatch)
+            for action in actions
+            if backward or action.kind is ActionKind.F
         ]
         for rank, actions in enumerate(schedule.actions)
     }
@@ -81,7 +81,7 @@ def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) ->
 class PipelineRunner:
     """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage).
 
-    ``rank`` is its number in the schedule, ``mailbox`` brings and takes hidden states, ``call`` runs a stage.
+    ``rank`` is this rank's number in the schedule, ``mailbox`` sends and receives hidden states, ``call`` runs a stage.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class PipelineRunner:
         self._evaluation = _Runtime(self.stages, schedule, runtime_actions(schedule, backward=False))
 
     def step(self, microbatches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses over ``tokens``, as `Mailbox.tell` has it.
+        """Forward and backward of all microbatches; returns the sum of their losses divided by ``tokens``.
 
-        ``tokens`` is what the loss is divided by before the backward pass: how many labels count in the whole batch
-        of the step, whichever ranks hold them.
+        ``tokens`` is the number of labels that count in the whole batch of the step, whichever ranks hold them. All
+        ranks that `Mailbox.tell` reaches get the same loss.
         """
         return self._run(self._training, microbatches, tokens, backward=True)
 

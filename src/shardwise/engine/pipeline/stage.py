@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,13 +17,15 @@ from shardwise.engine.labels import Called, message_sent, pass_name, stage_input
 from shardwise.engine.profiler_ranges import named, sent, wait_for, waited
 from shardwise.engine.torch_private import PipelineStageBase
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, deferring
+from shardwise.layout.boundaries import SharedPiece, pieces_received, pieces_sent
 from shardwise.models import Decoder
+from shardwise.spec.job import Job
 
 
 def keep_stage(decoder: Decoder, layers: Sequence[int], *, first: bool, last: bool) -> Decoder:
-    """Takes away what belongs to other stages; works without values too (on the meta device).
+    """Removes what belongs to other stages; works on the meta device too.
 
-    Prediction modules read the token embedding: their stage keeps one.
+    A stage with prediction modules keeps the token embedding, which they read.
     """
     for index in list(decoder.layers):
         if int(index) not in layers:
@@ -47,8 +49,8 @@ class Message:
 
     def check(self, tensor: Tensor, what: str) -> None:
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            found, promised = (tuple(tensor.shape), tensor.dtype), (self.shape, self.dtype)
-            raise RuntimeError(f"{what} {found} where the next stage expects {promised}")
+            actual, promised = (tuple(tensor.shape), tensor.dtype), (self.shape, self.dtype)
+            raise RuntimeError(f"{what} {actual} where the next stage expects {promised}")
 
 
 class Mailbox:
@@ -77,7 +79,7 @@ class Mailbox:
         return IncomingMessage(buffer, work, what)
 
     def tell(self, loss: Tensor, rank: int) -> None:
-        """Gives the loss that is on one ``rank`` to all of the pipeline."""
+        """Broadcasts the loss from one ``rank`` to the whole pipeline."""
         with sent("pp", Called.LOSS, loss):
             dist.broadcast(loss, group=self.group, group_src=rank)
 
@@ -133,11 +135,11 @@ Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
 
 
 class PipelineStage(PipelineStageBase):
-    """One stage on its rank; it keeps of a microbatch what its backward pass needs, and no more.
+    """One stage on its rank; of a microbatch it keeps only what the backward pass needs.
 
-    PyTorch's `PipelineStage` keeps a buffer for every message of a step for good, each stage's output until its
-    backward pass, and agrees on shapes before the first step; here a message has memory while it is needed, an
-    output is freed once sent, and the shapes are known.
+    PyTorch's `PipelineStage` permanently keeps a buffer for every message of a step, holds each output until its
+    backward pass, and negotiates shapes before the first step. Here a message has memory only while it is needed, an
+    output is freed once it has been sent, and the shapes are known.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PipelineStage(PipelineStageBase):
         call: Call,
         deferrable: Deferrable | None,
     ) -> None:
-        # Its group is only asked for this rank's place, which may be another than in the group that messages go over.
+        # The base class only asks this group for the rank's number, which may differ in the group of the messages.
         super().__init__(module, index, stages, mailbox.message.device, mailbox.own_group)
         self.group_rank = rank
         self.mailbox, self.reduction, self.call = mailbox, reduction, call
@@ -175,7 +177,7 @@ class PipelineStage(PipelineStageBase):
         if self._crosses(self.stage_index + 1):
             self.outputs[fwd_chunk_id] = output
         if self.has_backward:
-            # Only the output's place in the graph is needed; the last stage's is part of the loss.
+            # Backward needs only the output's node in the graph; the last stage's backward starts at the loss.
             self.kept[fwd_chunk_id] = inputs, None if self.is_last else get_gradient_edge(output)
         return output
 
@@ -208,7 +210,7 @@ class PipelineStage(PipelineStageBase):
             self.reduction.after_weight_gradients(last_backward)
 
     def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
-        # From an edge: started at a tensor, PyTorch 2.13 dispatches the call to the mode, which is off meanwhile.
+        # Starts at an edge: started at a tensor, PyTorch 2.13 passes the call to the mode, which is off inside it.
         with self.mode:
             torch.autograd.backward((root,), (gradient,))
 
@@ -217,7 +219,7 @@ class PipelineStage(PipelineStageBase):
         rank = self.stage_index_to_group_rank.get(neighbour)
         return rank is not None and rank != self.group_rank
 
-    # Messages: the runtime says when, and would start the operations that are returned; they have started already.
+    # Messages. The runtime starts the operations that these return; ours have started already, so they return none.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index - 1]
@@ -256,3 +258,72 @@ class PipelineStage(PipelineStageBase):
         raise NotImplementedError
 
     _prepare_backward_infra = _create_grad_recv_info = _prepare_forward_infra
+
+
+# -- Messages between stages of unlike degrees: each in the pieces that both ends share (`layout.boundaries`) ----------
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which pieces of a message this rank exchanges with each pipeline rank."""
+
+    sent: Mapping[int, tuple[SharedPiece, ...]]
+    received: Mapping[int, tuple[SharedPiece, ...]]
+
+
+def routes_of(job: Job, rank: int) -> Routes:
+    """The routes of one rank to all pipeline ranks: in folded and interleaved schedules not only the next is one."""
+    stages = range(job.strategy.pp)
+    return Routes(
+        {stage: pieces_sent(job, rank, stage) for stage in stages},
+        {stage: pieces_received(job, rank, stage) for stage in stages},
+    )
+
+
+class RoutedMailbox(Mailbox):
+    """Sends pieces to any rank of the world: ``group`` is the world, ``own_group`` this rank's pipeline group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, own_group: dist.ProcessGroup, message: Message, routes: Routes
+    ) -> None:
+        super().__init__(group, message)
+        self.own_group, self.routes = own_group, routes
+
+    def send(self, tensor: Tensor, rank: int, what: str) -> None:
+        self.message.check(tensor, what)
+        self.leaving = [(work, kept) for work, kept in self.leaving if not work.is_completed()]
+        for piece in self.routes.sent[rank]:
+            part = _part(tensor.detach(), piece).contiguous()
+            with sent("pp", message_sent(what), part):
+                work = dist.isend(part, piece.rank, group=self.group)
+            assert work is not None
+            self.leaving.append((work, part))
+
+    def receive(self, rank: int, what: str) -> IncomingMessage:
+        whole = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
+        pieces = self.routes.received[rank]
+        parts = [torch.empty_like(_part(whole, piece), memory_format=torch.contiguous_format) for piece in pieces]
+        works = [dist.irecv(part, piece.rank, group=self.group) for part, piece in zip(parts, pieces)]
+        return IncomingPieces(whole, None, what, pieces, parts, works)
+
+    def tell(self, loss: Tensor, rank: int) -> None:
+        """Sends nothing: the last stage first adds up the losses of its ranks."""
+
+
+@dataclass(frozen=True)
+class IncomingPieces(IncomingMessage):
+    """A tensor whose pieces are on their way."""
+
+    pieces: Sequence[SharedPiece] = ()
+    parts: Sequence[Tensor] = ()
+    works: Sequence[dist.Work | None] = ()
+
+    def wait(self) -> Tensor:
+        for piece, part, work in zip(self.pieces, self.parts, self.works):
+            wait_for(work, "pp", self.what)
+            _part(self.tensor, piece).copy_(part)
+        return self.tensor
+
+
+def _part(tensor: Tensor, piece: SharedPiece) -> Tensor:
+    return tensor[slice(*piece.rows), slice(*piece.tokens)]

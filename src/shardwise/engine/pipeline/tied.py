@@ -1,8 +1,8 @@
 """One embedding at both ends of a pipeline: a lookup in the first stage, a matmul in the last.
 
-If the two stages are on different ranks each has a copy; both start equal, and the sum of their gradients keeps them
-so (Shoeybi et al. 2019). If a folded pipeline puts them on one rank there is one parameter, the first stage's, which
-the last one borrows: data parallelism, the optimizer and a checkpoint see it once.
+If the two stages are on different ranks, each has a copy; both start equal, and summing their gradients keeps them so
+(Shoeybi et al. 2019). If a folded pipeline puts both on one rank, there is one parameter, the first stage's, which the
+last stage borrows: data parallelism, the optimizer and checkpoints see it once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from shardwise.engine.profiler_ranges import sent
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """Modules whose ``weight`` is tied, as far as they are on this rank: the embedding, and its ``readers`` in the last
-    stage, a head or the embedding of prediction modules or both."""
+    """The modules of this rank whose ``weight`` is tied."""
 
     embedding: nn.Module | None
+    """In the first stage."""
     readers: tuple[nn.Module, ...]
-    group: dist.ProcessGroup | None  # of the two ranks, if they are two
+    """In the last stage: the head, the embedding of prediction modules, or both."""
+    group: dist.ProcessGroup | None
+    """Of the two ranks, if the stages are on two."""
 
     @property
     def borrowers(self) -> tuple[nn.Module, ...]:
@@ -43,7 +45,8 @@ class TiedEnds:
     def copy_of(self, tensor: Tensor) -> None:
         """Copies ``tensor``, of the weight's shape, from the first stage to the last.
 
-        Sums over more than two workers round by the position of a number in the message, which differs at both ends.
+        Needed after sums over more than two workers: their rounding depends on an element's place in the message, which
+        differs between the two stages.
         """
         if self.group is not None:
             with sent("pp", Called.TIED_WEIGHT, tensor):
@@ -79,12 +82,11 @@ def tie_ends(
     embedding: str = "embedding",
     readers: Sequence[str] = ("head",),
 ) -> TiedEnds | None:
-    """Ties the ends of a pipeline whose stages ``modules`` are here; None on ranks between them.
+    """Ties the ends of a pipeline; ``modules`` are this rank's stages. None on ranks that have neither end.
 
-    ``ranks`` are those of the world that are this pipeline's, by pipeline rank.
-
-    Call when the parameters have their local shapes, after tensor and before data parallelism. The last stage's own
-    copy is noted as not counted: the norm of the gradients counts the first stage's.
+    ``ranks`` maps pipeline ranks of this pipeline to ranks of the world. Call when the parameters have their local
+    shapes: after tensor and before data parallelism. The last stage's own copy is marked as not counted, since the
+    gradient norm counts the first stage's.
     """
     last = len(placement) - 1
     first = modules[0].get_submodule(embedding) if 0 in modules else None
@@ -92,12 +94,12 @@ def tie_ends(
     if first is None and not reading:
         return None
     if first is None or not reading:
-        for one in reading:
-            note_part(one, "weight", replace(part_of(one, "weight"), counted=False))
+        for module in reading:
+            note_part(module, "weight", replace(part_of(module, "weight"), counted=False))
         return TiedEnds(first, reading, _pair(ranks[placement[0]], ranks[placement[last]]))
     tied = TiedEnds(first, reading, None)
-    for one in reading:
-        del one.weight
+    for module in reading:
+        del module.weight
     tied.follow()
     modules[last].register_forward_pre_hook(lambda *_: tied.follow())
     return tied

@@ -1,8 +1,8 @@
 """Which layers and which functions of a network are recomputed, and what of a layer is kept, by the job's strategy.
 
-It runs under PyTorch's selective checkpoint. Keeping every second matmul is TorchTitan's default recompute: of seven,
-query, value and gate are kept, and the attention output; the last one's output is never read. Where a whole layer is
-compiled, all that is costly is kept: by itself the compiler would keep whatever a matmul reads.
+Layers run under PyTorch's selective checkpoint. Keeping every second matmul is TorchTitan's default: of a layer's seven
+it keeps query, value and gate, besides the attention output; no backward pass reads the output of the last. In a layer
+that is compiled whole, everything costly is kept explicitly: left alone, the compiler would keep whatever matmuls read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 aten: Any = torch.ops.aten
-Again = Callable[..., Any]  # torch's checkpoint, with all that is the same for every layer
-Keeps = Callable[[int, torch.Size], bool]  # a matmul, by its number in the layer and the shape of its matrix?
+Again = Callable[..., Any]  # torch's checkpoint, with the arguments that all layers share
+Keeps = Callable[[int, torch.Size], bool]  # whether to keep a matmul, by its number in the layer and its matrix's shape
 _MATMULS = (aten.mm.default, aten.addmm.default)
 _FP8_MATMUL = torch.ops.shardwise.fp8_product.default
 _CASTS = (torch.ops.shardwise.fp8_cast.default, torch.ops.shardwise.fp8_largest.default)
@@ -49,7 +49,7 @@ _COSTLY = (
 
 def every_second_matmul(layer: nn.Module, again: Again) -> Function:
     """The layer's forward pass, which keeps its input and every second matmul but the last."""
-    last = sum(isinstance(one, nn.Linear) for one in layer.modules()) - 1
+    last = sum(isinstance(part, nn.Linear) for part in layer.modules()) - 1
     return _keeping(layer.forward, again, lambda number, shape: number % 2 == 0 and number < last)
 
 
@@ -57,15 +57,15 @@ _NAMED_MATMULS = {"up-projection": ("query_up", "key_value_up"), "mlp-up": ("gat
 
 
 def all_but_cheap(layer: nn.Module, again: Again, operators: Sequence[str]) -> Function:
-    """The layer's forward pass, which recomputes what selective recompute names, and all that is as cheap."""
+    """The layer's forward pass, recomputing what selective recompute names and everything that is as cheap."""
     names = [name for operator in operators for name in _NAMED_MATMULS.get(operator, ())]
-    matmuls = [getattr(one, name, None) for one in layer.modules() for name in names]
-    repeated = [one.weight.shape[::-1] for one in matmuls if isinstance(one, nn.Linear)]
+    matmuls = [getattr(part, name, None) for part in layer.modules() for name in names]
+    repeated = [part.weight.shape[::-1] for part in matmuls if isinstance(part, nn.Linear)]
     return _keeping(layer.forward, again, lambda number, shape: shape not in repeated)
 
 
 def nothing_kept() -> tuple[Any, Any]:
-    """Contexts for a layer that is compiled whole: by itself the compiler keeps what it finds worth keeping."""
+    """Contexts that keep nothing of a layer that is compiled whole, where the compiler would keep what it likes."""
     policy = CheckpointPolicy.MUST_RECOMPUTE
     return create_selective_checkpoint_contexts(lambda *_, **__: policy)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -101,7 +101,7 @@ def apply_recompute(
     """Recompute in the layers of a rank: its whole model, or all its stages in the order of the model.
 
     Modules stay where they are and parameters keep their names: only functions are replaced. ``random``: layers may
-    draw random numbers, whose generator has to be set back by the host, so that no step can be recorded.
+    draw random numbers. Then the host resets the generator before it recomputes, and no step can be recorded.
     """
     strategy, again = job.strategy, partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
     parts = [stages] if isinstance(stages, nn.Module) else stages
@@ -119,9 +119,9 @@ def apply_recompute(
 
 
 def recomputed_layers(stages: Sequence[int], wanted: int | None) -> list[int]:
-    """How many of the first layers of each stage full recompute runs again, of all ``wanted`` on the rank.
+    """How many of the first layers of each of a rank's stages are recomputed, ``wanted`` of them in all.
 
-    Stages share them in proportion to their layers, so that a microbatch takes as much memory on each as is planned;
+    Stages get a share in proportion to their layers, so that a microbatch takes as much memory on each as is planned;
     the remainder goes to earlier stages, which hold more microbatches.
     """
     if wanted is None:
@@ -146,7 +146,7 @@ def _require_possible(job: Job) -> None:
 def _recompute_whole(layer: nn.Module, again: Again) -> None:
     """The layer keeps only its inputs."""
     forward = layer.forward
-    mixtures = [one for one in layer.modules() if isinstance(one, MoELayer)]
+    mixtures = [part for part in layer.modules() if isinstance(part, MoELayer)]
 
     @wraps(forward)
     def with_gradients_at_once(*arguments: Any, **named: Any) -> Any:
@@ -167,20 +167,20 @@ def _recompute_whole(layer: nn.Module, again: Again) -> None:
 @contextmanager
 def _loads_kept(mixtures: list[MoELayer]) -> Iterator[None]:
     """Tokens that are routed a second time are not counted again in the loads of the experts."""
-    loads = [one.load for one in mixtures]
-    for one in mixtures:
-        one.load = torch.empty_like(one.load)
+    loads = [mixture.load for mixture in mixtures]
+    for mixture in mixtures:
+        mixture.load = torch.empty_like(mixture.load)
     try:
         yield
     finally:
-        for one, load in zip(mixtures, loads):
-            one.load = load
+        for mixture, load in zip(mixtures, loads):
+            mixture.load = load
 
 
 def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
-    """The layer discards the outputs of the named functions, wherever its modules have them."""
+    """Makes the layer discard the outputs of the named functions, in whichever of its modules they are."""
     operators = job.selective_operators
-    dense = not any(isinstance(one, MoELayer) for one in layer.modules())
+    dense = not any(isinstance(part, MoELayer) for part in layer.modules())
     if "alternate-products" in operators:
         if dense:
             layer.forward = every_second_matmul(layer, again)
@@ -190,14 +190,14 @@ def _recompute_operators(layer: nn.Module, job: Job, again: Again) -> None:
         layer.remakes, compiled = True, None
     discarded = DiscardedOutputs()
     for operator in operators:
-        found = list(_FUNCTIONS[operator](layer))
-        for module, name in found:
+        functions = list(_FUNCTIONS[operator](layer))
+        for module, name in functions:
             function = getattr(module, name)
             if operator == "attention":  # its intermediates may be large: the scores of unfused attention
                 setattr(module, name, partial(again, function))
             else:
                 setattr(module, name, discarded.discarding(function))
-        if not found and (dense or operator != "mlp-up"):
+        if not functions and (dense or operator != "mlp-up"):
             problem = f"a {type(layer).__name__} has no {operator} that can be recomputed on its own"
             raise SpecError("strategy.recompute_operators", problem, "leave it out, or use recompute: full")
     layer.forward = discarded.around(layer.forward, compiled)
@@ -215,19 +215,19 @@ Place = tuple[nn.Module, str]  # an attribute of a module that holds a function
 def _norms(layer: nn.Module) -> Iterator[Place]:
     """Norms of the layer itself: their outputs are what its matmuls read. (A prediction module has more around it.)"""
     children = (
-        (name, one) for name, one in layer.named_children() if name not in ("token_norm", "hidden_norm", "norm")
+        (name, child) for name, child in layer.named_children() if name not in ("token_norm", "hidden_norm", "norm")
     )
-    return ((one, "forward") for _, one in children if "norm" in type(one).__name__.lower())
+    return ((child, "forward") for _, child in children if "norm" in type(child).__name__.lower())
 
 
 def _attributes(name: str, layer: nn.Module) -> Iterator[Place]:
-    return ((one, name) for one in layer.modules() if callable(getattr(one, name, None)))
+    return ((part, name) for part in layer.modules() if callable(getattr(part, name, None)))
 
 
 _FUNCTIONS: dict[str, Callable[[nn.Module], Iterator[Place]]] = {
     "norm": _norms,
     "activation": partial(_attributes, "activation"),
     "up-projection": partial(_attributes, "expand"),
-    "mlp-up": lambda layer: ((one, "project") for one in layer.modules() if isinstance(one, MLP)),
+    "mlp-up": lambda layer: ((part, "project") for part in layer.modules() if isinstance(part, MLP)),
     "attention": partial(_attributes, "attend"),
 }

@@ -1,8 +1,8 @@
 """Outputs of cheap functions that are not saved for the backward pass: the function runs again when they are needed.
 
 PyTorch's selective checkpoint runs a whole layer again, collectives included, and sends every operator through Python.
-Here autograd saves something else instead: where it would save such an output, it saves the function and its inputs,
-which it keeps anyway. That works for every consumer, whether torch's own or a custom function.
+Here, where autograd would save such an output, it saves the function and its inputs, which are kept anyway. That works
+for every consumer, whether torch's own or a custom function.
 """
 
 from __future__ import annotations
@@ -96,23 +96,23 @@ class _Output:
 class _Call:
     """One call of a function, repeated for the first user of its outputs and kept until the last one has read them.
 
-    A split backward pass may come twice: then the function runs once more. An input that is itself discarded
-    (``pack`` knows) is made again first.
+    A split backward pass may read the outputs twice: then the function runs once more. An input that is itself a
+    discarded output (``pack`` knows) is recomputed first.
     """
 
     def __init__(self, function: Function, inputs: tuple[Any, ...], pack: Callable[[Tensor], Any]) -> None:
         self.function = function
-        tensors = [one for one in inputs if isinstance(one, Tensor)]
-        self.inputs = tuple(pack(one) if isinstance(one, Tensor) else one for one in inputs)
-        self.storages = {storage_id(one.untyped_storage()) for one in tensors}
-        self.versions = tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor))
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        self.inputs = tuple(pack(value) if isinstance(value, Tensor) else value for value in inputs)
+        self.storages = {storage_id(tensor.untyped_storage()) for tensor in tensors}
+        self.versions = tuple(version_of(value) for value in self.inputs if isinstance(value, Tensor))
         self.autocast = _autocast_now(tensors[0].device.type)
         self.users = 0
         self._to_come = 0
         self._outputs: tuple[Tensor, ...] = ()
 
     def is_input(self, tensor: Tensor) -> bool:
-        """Whether the tensor is (part of) an input: then nothing can be saved."""
+        """Whether the tensor is (part of) an input, so that discarding it would save no memory."""
         return storage_id(tensor.untyped_storage()) in self.storages
 
     def output(self, index: int) -> Tensor:
@@ -126,10 +126,12 @@ class _Call:
         return output
 
     def _run(self) -> None:
-        if self.versions != tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor)):
+        if self.versions != tuple(version_of(value) for value in self.inputs if isinstance(value, Tensor)):
             raise RuntimeError("an input of a recomputed function was changed in place before the backward pass")
         with torch.no_grad(), self.autocast():
-            outputs = self.function(*(unpack(one) if isinstance(one, SavedView) else one for one in self.inputs))
+            outputs = self.function(
+                *(unpack(value) if isinstance(value, SavedView) else value for value in self.inputs)
+            )
         self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -50,7 +50,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
             region.project = column_matmuls(group, sequence_parallel, overlap)  # type: ignore[assignment]
             if hasattr(region, "every_head"):
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
-        else:  # keeps the gathered states; a region that names its projections keeps only a part
+        else:  # such a region keeps the gathered states for its backward pass, those above only their own part
             region.register_forward_pre_hook(_entry(group, sequence_parallel, patterns.hidden), with_kwargs=True)
     for pattern, heads in patterns.wide_norms.items():
         for name, norm in list(matching(root, pattern)):
@@ -63,10 +63,10 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
 
 
 def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
-    """The modules that hold cut layers themselves: an MLP, but not a mixture of experts in its place."""
+    """The modules that directly hold cut layers: an MLP, but not a mixture of experts in its place."""
     columns = (*patterns.columns, *patterns.fused)
     cut = {name.rpartition(".")[0] for pattern in columns for name, _ in matching(root, pattern)}
-    return {name: one for pattern in patterns.regions for name, one in matching(root, pattern) if name in cut}
+    return {name: region for pattern in patterns.regions for name, region in matching(root, pattern) if name in cut}
 
 
 def _entry(group: dist.ProcessGroup, sequence_parallel: bool, keyword: str) -> Entry:
@@ -115,7 +115,7 @@ def _note_the_rest(
     """Notes whole parameters as copies; gradients are partial where a rank does not see all tokens or all heads."""
     inside = {id(module) for region in regions.values() for module in region.modules()}
     inside -= {id(module) for pattern in patterns.headless for _, module in matching(root, pattern)}
-    experts = {id(module) for _, one in matching(root, patterns.experts) for module in one.modules()}
+    experts = {id(module) for _, part in matching(root, patterns.experts) for module in part.modules()}
     for module in root.modules():
         if id(module) in experts:
             continue

@@ -60,7 +60,7 @@ def narrow_move(group: dist.ProcessGroup, sequence_parallel: bool) -> Callable[.
     move = gather if sequence_parallel else copy
 
     def moved(*narrow: Tensor) -> tuple[Tensor, ...]:
-        return move(torch.cat(narrow, -1), group).split_with_sizes([one.shape[-1] for one in narrow], -1)
+        return move(torch.cat(narrow, -1), group).split_with_sizes([tensor.shape[-1] for tensor in narrow], -1)
 
     return moved
 

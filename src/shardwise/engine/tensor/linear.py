@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.collectives.decomposed import gathered_parts, scattered_parts
+from shardwise.engine.collectives.communicator import RingMessages
+from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart, keep, note_part
-from shardwise.engine.tensor.collectives import copy, reduce, scatter, start_gather, start_scatter, start_sum
-from shardwise.engine.tensor.decomposed import products_of_gathered, scattered_product
+from shardwise.engine.tensor.collectives import SEQUENCE, copy, reduce, scatter, start_gather, start_scatter, start_sum
 from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 from shardwise.layout.sharding import kv_copies, part_held
 from shardwise.models.mlp import sum_of_matmuls
@@ -32,8 +34,8 @@ def sizes(linear: Any) -> tuple[int, int]:
 def cut_columns(linear: nn.Module, rank: int, size: int, groups: int = 0) -> None:
     """Keeps the outputs of one rank.
 
-    ``groups``: the number of heads in the outputs. Fewer heads than ranks are repeated: neighbours hold the same head,
-    each sees the gradients of its own queries only, and these are summed over the neighbours.
+    ``groups`` is the number of heads in the outputs. If there are fewer heads than ranks, neighbouring ranks hold the
+    same head; each sees the gradients of its own queries only, and these are summed over the neighbours.
     """
     repeats = kv_copies(size, groups)
     width = sizes(linear)[1] * repeats // size
@@ -42,7 +44,7 @@ def cut_columns(linear: nn.Module, rank: int, size: int, groups: int = 0) -> Non
 
 
 def cut_fused(linear: nn.Module, rank: int, size: int, shares: Sequence[int]) -> None:
-    """The same for several layers fused in one; ``shares`` are their widths relative to each other."""
+    """`cut_columns` of several layers fused in one; ``shares`` are their widths relative to each other."""
     unit, at, runs = sizes(linear)[1] // sum(shares), 0, []
     for share in shares:
         width = share * unit // size
@@ -60,17 +62,17 @@ def _keep_outputs(linear: Any, runs: Sequence[tuple[int, int]], repeats: int) ->
 
 
 def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple[int, int]], repeats: int) -> None:
-    """Keeps these runs of a parameter's dimension over the outputs of all heads."""
+    """Keeps these runs of the dimension of a parameter that counts outputs."""
     part = HeldPart(tuple(getattr(module, name).shape), copies=repeats, partial="kv_copies" if repeats > 1 else None)
     keep(module, name, part.take(dimension, runs))
 
 
 class RowLinear(nn.Module):
-    """A linear layer that holds the weights of its own inputs: outputs are summed over the ranks, then the bias added.
+    """A row-parallel linear layer: outputs are summed over the ranks, then the bias is added.
 
     Under sequence parallelism each rank adds the bias to its own tokens, so that the bias's gradient is partial.
-    ``multiply`` may be replaced by another matmul of inputs and weight. ``overlap``: part by part, each while the one
-    before is summed over the ranks.
+    ``multiply`` may be replaced by another matmul of inputs and weight. With ``overlap`` each part of the sequence is
+    multiplied while the one before it is summed over the ranks.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool, overlap: b
     """
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        tensors = [tensor for one in maps for tensor in (one.weight, one.bias)]
+        tensors = [tensor for linear in maps for tensor in (linear.weight, linear.bias)]
         outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, overlap, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -153,17 +155,16 @@ class _ColumnMatmuls(torch.autograd.Function):
             return [gradient.T @ whole for gradient in flat]
 
         weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
-        bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
-        of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
+        bias_gradients = [None if bias is None else gradient.sum(0) for bias, gradient in zip(ctx.biases, flat)]
+        of_maps = [gradient for pair in zip(weight_gradients, bias_gradients) for gradient in pair]
         return (pending.wait() if pending else None, None, None, None, *of_maps)
 
 
 class WideNorm(nn.Module):
-    """A root-mean-square norm over features that are cut over the ranks: the queries of all heads together (OLMo-2).
+    """An RMS norm over features that are cut over the ranks, such as the queries of all heads together (OLMo-2).
 
-    Each rank norms its own features by the mean square of all: one number per token is summed over the ranks.
-
-    Where ranks hold copies of a head (``groups`` are fewer than ranks), each counts for its share.
+    Each rank norms its own features by the mean square of all features: one number per token is summed over the ranks.
+    Where several ranks hold copies of a head (fewer ``groups`` than ranks), each copy counts for its share.
     """
 
     def __init__(self, norm: Any, rank: int, group: dist.ProcessGroup, groups: int) -> None:
@@ -178,8 +179,108 @@ class WideNorm(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
         own = wide.square().sum(-1, keepdim=True)
-        # Every rank's outputs depend on the sum, so that its gradient is a sum over the ranks as well.
+        # The outputs of every rank depend on the sum, so its gradient is a sum over the ranks too.
         mean = copy(reduce(own, self.group), self.group) / (self.repeats * self.features)
         normed = wide * (mean + self.epsilon).rsqrt()
         weighted: Tensor = normed * self.weight
         return weighted.type_as(states)
+
+
+# -- Matmuls overlapped with their own communication (``overlap.tp``), part by part as in `collectives.decomposed` ----
+# While one part of the sequence is multiplied, the next is on its way around the ring: on NCCL's stream, or on gloo's
+# threads. PyTorch's symmetric memory fuses the same (`torch.distributed._symmetric_memory`, "async TP"), but only on
+# GPUs of one NVLink domain; it has not been tried here and is not used.
+
+
+def arriving_parts(stacked: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yields the parts of all ranks as they arrive in ``stacked`` [ranks, ...], which starts with this rank's own.
+
+    While the caller works on one part, the next one arrives.
+    """
+    order, ring = gathered_parts(group.rank(), group.size()), RingMessages(group, "tp", Called.GATHERED_PARTS)
+    for part, following in zip(order, (*order[1:], None)):
+        if following is not None:
+            ring.start(stacked[part], stacked[following])
+        yield part, stacked[part]
+        if following is not None:
+            ring.wait()
+
+
+def sum_onwards(product: Callable[[int], Tensor], group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum of all ranks' ``product(part)``: each partial sum arrives during the next product."""
+    order, ring = scattered_parts(group.rank(), group.size()), RingMessages(group, "tp", Called.SUMMED_PARTS)
+    total = product(order[0])
+    for part in order[1:]:
+        arriving = torch.empty_like(total)
+        ring.start(total, arriving)
+        total = product(part)
+        ring.wait()
+        total += arriving
+    return total
+
+
+def products_of_gathered(
+    hidden: Tensor, group: dist.ProcessGroup, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Column-parallel matmuls of the hidden states of all ranks, of which ``hidden`` are this rank's."""
+    batch, length = hidden.shape[0], hidden.shape[SEQUENCE]
+    outputs = tuple(hidden.new_empty(batch, length * group.size(), weight.shape[0]) for weight in weights)
+    for part, states in arriving_parts(with_own(hidden, group), group):
+        for output, weight, bias in zip(outputs, weights, biases):
+            multiply_into(_part_of(output, part, length), states, weight.T, bias)
+    return outputs
+
+
+def scattered_product(inputs: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A row-parallel matmul: of the sum over the ranks, this rank's part of the sequence."""
+    result: Tensor = _ScatteredProduct.apply(inputs, weight, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """The input gradient is computed part by part, as output gradients arrive; the weight gradient in one matmul."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.deferrable = group, may_defer() and isinstance(weight, nn.Parameter)
+        ctx.weight = weight  # not saved: recompute restores another tensor, whose gradient is never read
+        ctx.save_for_backward(inputs)
+        length = inputs.shape[SEQUENCE] // group.size()
+        return sum_onwards(lambda part: F.linear(_part_of(inputs, part, length), weight), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (inputs,), group, weight = ctx.saved_tensors, ctx.group, ctx.weight
+        length, stacked = gradient.shape[SEQUENCE], with_own(gradient, group)
+        of_inputs = torch.empty_like(inputs) if ctx.needs_input_grad[0] else None
+        for part, gradients in arriving_parts(stacked, group):
+            if of_inputs is not None:
+                multiply_into(_part_of(of_inputs, part, length), gradients, weight)
+
+        def of_weight() -> tuple[Tensor]:
+            whole = stacked.movedim(0, SEQUENCE).flatten(0, 2)
+            return (whole.T @ inputs.flatten(0, -2),)
+
+        (weight_gradient,) = defer(of_weight, weight) if ctx.deferrable and is_deferring() else of_weight()
+        return of_inputs, weight_gradient, None
+
+
+def with_own(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Room for the parts of all ranks [ranks, ...], with this rank's own in it."""
+    stacked = part.new_empty((group.size(), *part.shape))
+    stacked[group.rank()] = part
+    return stacked
+
+
+def multiply_into(target: Tensor, rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> None:
+    """Writes ``rows`` times ``matrix`` (plus ``bias``) in place, without a copy where the target is one block."""
+    if not target.is_contiguous():
+        target.copy_(F.linear(rows, matrix.T, bias))
+    elif bias is None:
+        torch.mm(rows.flatten(0, -2), matrix, out=target.view(-1, target.shape[-1]))
+    else:
+        torch.addmm(bias, rows.flatten(0, -2), matrix, out=target.view(-1, target.shape[-1]))
+
+
+def _part_of(whole: Tensor, part: int, length: int) -> Tensor:
+    return whole.narrow(SEQUENCE, part * length, length)

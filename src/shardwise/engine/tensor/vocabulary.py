@@ -25,9 +25,10 @@ from shardwise.models.loss import summed_loss
 
 @dataclass(frozen=True)
 class Slice:
-    """The token ids of one rank: ``start`` to ``start + width``, of which those below ``vocabulary`` exist."""
+    """The token ids of one rank: ``width`` of them from ``start`` on."""
 
     vocabulary: int
+    """Ids from here on do not exist: they are padding."""
     width: int
     start: int
 
@@ -68,8 +69,8 @@ class CutEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, inside = self.slice.local(tokens)
-        found = F.embedding(rows, self.weight, self.padding) * inside.unsqueeze(-1).to(self.weight.dtype)
-        joined = self.join(found, self.group)
+        embedded = F.embedding(rows, self.weight, self.padding) * inside.unsqueeze(-1).to(self.weight.dtype)
+        joined = self.join(embedded, self.group)
         return joined if self.embed_scale is None else joined * self.embed_scale.to(self.weight.dtype)
 
 

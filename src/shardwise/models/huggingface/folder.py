@@ -56,17 +56,17 @@ class Folder:
     def dtype(self, name: str) -> torch.dtype:
         """The format in which a tensor is stored, after a check of its shape; nothing of it is read."""
         place = self._place(name)
-        found = {self._stored(place, theirs).get_dtype() for theirs in place.names}
-        if len(found) > 1 or not found <= DTYPES.keys():
-            raise SpecError(name, f"is stored as {', '.join(sorted(found))}", _TO_BF16)
-        return DTYPES[found.pop()]
+        stored = {self._stored(place, theirs).get_dtype() for theirs in place.names}
+        if len(stored) > 1 or not stored <= DTYPES.keys():
+            raise SpecError(name, f"is stored as {', '.join(sorted(stored))}", _TO_BF16)
+        return DTYPES[stored.pop()]
 
     def require(self, name: str) -> None:
         """Raises SpecError if a tensor could not be read; nothing of it is."""
         place = self._place(name)
         for theirs in place.names:
-            if (found := self._stored(place, theirs).get_dtype()) not in DTYPES:
-                raise SpecError(theirs, f"is stored as {found}", _TO_BF16)
+            if (stored := self._stored(place, theirs).get_dtype()) not in DTYPES:
+                raise SpecError(theirs, f"is stored as {stored}", _TO_BF16)
 
     def _place(self, name: str) -> TensorPlace:
         if name == "head.weight" and self.model.tied_embeddings:
@@ -109,13 +109,13 @@ def _files_of(path: Path) -> dict[str, str]:
     if index.exists():
         try:
             files = read_index(index)["weight_map"]
-            found = {str(name): str(file) for name, file in files.items()}
+            file_of = {str(name): str(file) for name, file in files.items()}
         except (KeyError, TypeError, AttributeError):
             raise SpecError(INDEX, f"in {path} is not an index of weights", "download it again") from None
-        for file in found.values():
+        for file in file_of.values():
             if Path(file).name != file:
                 raise SpecError(INDEX, f"in {path} names {shown(file)}, which leads out of it", "do not trust it")
-        return found
+        return file_of
     if not (path / SINGLE).exists():
         raise SpecError(SINGLE, f"is not in {path}, nor is {INDEX}", "convert the weights to safetensors")
     return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)

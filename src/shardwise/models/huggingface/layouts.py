@@ -11,27 +11,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class FamilyLayout:
-    """One ``model_type``: ``outside`` the layers, ``inside`` each of them, and where it differs from plain linears.
-
-    ``transposed`` modules store [inputs, outputs]. Modules (ours) of one of the ``fused`` are parts, in this order, of
-    the one module they map to; ``by_head`` of each head in turn. ``interleaved`` ones end each head in rotated features
-    whose pairs stand side by side, where ours have all first members and then all second ones.
-    """
+    """The names and layouts of one ``model_type``."""
 
     architecture: str
     inside: Mapping[str, str]
+    """Modules of a layer: their names by ours."""
     outside: Mapping[str, str]
+    """Modules outside of the layers."""
     layer: str = "model.layers.{}."
     transposed: frozenset[str] = frozenset()
+    """Modules (ours) that are stored as [inputs, outputs]."""
     fused: tuple[tuple[str, ...], ...] = ()
+    """Groups of modules (ours) that are parts, in this order, of one stored module."""
     by_head: bool = False
+    """Fused parts follow each other head by head."""
     interleaved: frozenset[str] = frozenset()
-    prefix: str = "model."  # stands before every name but the head's; some published files leave it out
-    ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
-    joined_experts: bool = False  # one tensor holds all experts' gates and ups, another their downs
+    """Modules (ours) whose heads are stored with the two members of each rotated pair side by side; ours have all first
+    members, then all second ones."""
+    prefix: str = "model."
+    """Stands before every name but the head's; some published files leave it out."""
+    ignored: tuple[str, ...] = ()
+    """Endings of stored tensors that are not parameters."""
+    joined_experts: bool = False
+    """One tensor holds all experts' gates and ups, another their downs."""
 
     def with_joined_experts(self) -> FamilyLayout:
-        """As `transformers` 5 has a mixture in memory, and in what is saved of that as it is."""
+        """The layout that `transformers` 5 has in memory for a mixture of experts, and saves unless it converts."""
         return replace(self, joined_experts=True, inside={**self.inside, **_JOINED_EXPERTS})
 
 

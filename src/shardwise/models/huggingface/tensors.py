@@ -23,25 +23,26 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor of ours is stored, and in which layout.
-
-    ``names`` is one name, or one per expert where ours is a stack of them. ``start`` and ``whole`` say which part of
-    fused outputs is ours. ``head`` is the rows of a head, of which the last ``rotated`` are stored with pairs
-    interleaved. ``every`` is the number of fused outputs per head, and ours begin at ``start`` of each. ``joined``
-    experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part.
-    """
+    """Where one tensor of ours is stored, and in which layout."""
 
     name: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
+    """One stored name, or one per expert if ours is a stack of experts."""
     stacked: bool = False
     transposed: bool = False
     start: int = 0
+    """Where our outputs begin in fused ones (of each head, with `every`)."""
     whole: int | None = None
+    """Number of fused outputs; None if ours are not fused with others."""
     head: int = 0
+    """Rows of a head."""
     rotated: int = 0
+    """Number of its last rows that are stored with pairs interleaved."""
     every: int = 0
+    """Number of fused outputs per head."""
     joined: bool = False
+    """All experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part."""
 
     @property
     def outputs(self) -> int:
@@ -73,7 +74,7 @@ class TensorPlace:
         return slices[::-1] if self.transposed else slices
 
     def from_stored(self, stored: Tensor, slices: Slices) -> Tensor:
-        """Our layout of what `stored_slices` has read."""
+        """What was read by `stored_slices`, in our layout."""
         if self.rotated or self.every:
             return stored[self._rows()[slices[0]]]
         if self.joined:
@@ -81,7 +82,7 @@ class TensorPlace:
         return stored.T if self.transposed else stored
 
     def to_stored(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors, or the part of a fused one, that ours makes."""
+        """Our tensor as stored tensors, or as a part of a fused one."""
         for name, matrix in zip(self.names, tensor if self.stacked else (tensor,)):
             if self.rotated:
                 yield name, matrix[self._rows().argsort()]
@@ -96,7 +97,7 @@ class TensorPlace:
             whole.narrow(self.outputs, self.start, part.shape[self.outputs]).copy_(part)
 
     def _rows(self) -> Tensor:
-        """For each of our rows, the stored row it is."""
+        """The stored row of each of our rows."""
         rows = torch.arange(self.shape[0]).view(-1, self.head)
         if self.every:
             return (torch.arange(rows.shape[0])[:, None] * self.every + self.start + rows[:1]).flatten()
@@ -155,10 +156,10 @@ def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
 def _part(
     name: str, module: str, layout: FamilyLayout, outputs: Mapping[str, int], model: Model
 ) -> tuple[int, int | None, int]:
-    """Where a module's outputs begin in the fused ones, how many these are, and how many of each head."""
+    """Where a module's outputs begin in the fused ones, the number of fused outputs, and their number per head."""
     for fused in layout.fused:
         if module in fused:
-            sizes = [outputs[name.replace(module, one)] for one in fused]
+            sizes = [outputs[name.replace(module, part)] for part in fused]
             at = fused.index(module)
             if layout.by_head:
                 return at * model.head_size, sum(sizes), len(fused) * model.head_size
@@ -177,14 +178,13 @@ _OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 @dataclass(frozen=True)
 class Naming:
-    """What a Hugging Face family calls the tensors of one model; ``config`` is the content of its config.json.
-
-    ``model`` has multi-token-prediction modules where a folder stores them, or will: those of a family that names them.
-    """
+    """What a Hugging Face family calls the tensors of one model."""
 
     model: Model
+    """With multi-token-prediction modules if the folder stores them, or will: not every family names them."""
     layout: FamilyLayout
     config: Mapping[str, Any]
+    """The content of config.json."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], model: Model | None = None, present: Collection[str] = ()) -> Naming:
@@ -203,10 +203,10 @@ class Naming:
         if config["model_type"] not in LAYOUTS:
             problem = f"weights of the family {config['model_type']} are not written"
             raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")
-        found = cls.of_config(config, model)
-        if model.mtp_layers == 0 or "joined" not in found.layout.inside:
-            return found
-        return cls(model, found.layout, {**config, "num_nextn_predict_layers": model.mtp_layers})
+        naming = cls.of_config(config, model)
+        if model.mtp_layers == 0 or "joined" not in naming.layout.inside:
+            return naming
+        return cls(model, naming.layout, {**config, "num_nextn_predict_layers": model.mtp_layers})
 
     def copies(self, name: str) -> tuple[str, ...]:
         """Where a stored prediction module repeats a tensor of the model: each has the embedding and the head."""
@@ -227,7 +227,7 @@ class Naming:
 
     def check(self, present: Collection[str], where: str) -> None:
         """Raises SpecError for the first tensor that is missing or that no decoder of this model has."""
-        needed = {self.stored_name(one, present): one for place in self.places.values() for one in place.names}
+        needed = {self.stored_name(name, present): name for place in self.places.values() for name in place.names}
         for stored, theirs in needed.items():
             if stored not in present:
                 raise SpecError(theirs, f"is missing in {where}", f"complete the download, or {_OTHER_CONFIG}")

@@ -30,8 +30,8 @@ def write_folder(
 ) -> None:
     """Writes ``tensors``, named as in a `Decoder` of ``model``, in the layout and with the names of a family.
 
-    ``source`` is the folder that the weights came from, or one with its small files: the family is that one's, its
-    config.json goes on with what is still true of it, and its other files are copied (`interop.companions`).
+    ``source`` is the folder that the weights came from, or one with its small files: it determines the family, what is
+    still true of its config.json is kept, and its other files are copied (`interop.companions`).
 
     No more than one file's tensors are held at a time. The index is written last, so a folder left unfinished is
     never taken for a whole one. Raises SpecError when a tensor is missing, unknown, twice there or of another
@@ -55,9 +55,9 @@ def write_folder(
 
 
 def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model as its family stores them; parts of a fused one wait until all are there.
+    """The tensors of a model as its family stores them; parts of a fused tensor wait until all are there.
 
-    Prediction modules of a family that has no names for them stay behind.
+    Prediction modules are left out if the family has no names for them.
     """
     model, places = naming.model, naming.places
     waiting: dict[str, list[tuple[TensorPlace, Tensor]]] = {}
@@ -77,8 +77,8 @@ def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Ite
             parts.append((place, stored))
             if sum(part.shape[place.outputs] for _, part in parts) == place.whole:
                 whole = stored.new_empty(place.stored_shape)
-                for one, part in waiting.pop(theirs):
-                    one.put(part, whole)
+                for part_place, part in waiting.pop(theirs):
+                    part_place.put(part, whole)
                 yield theirs, whole
     if left:
         name = next(iter(left))

@@ -1,4 +1,4 @@
-"""Kernels in Triton for what PyTorch takes several passes over memory for; each has a plain version beside it."""
+"""Triton kernels for what takes PyTorch several passes over memory; each has a plain version besides."""
 
 from __future__ import annotations
 

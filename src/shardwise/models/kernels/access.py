@@ -12,10 +12,10 @@ import triton.language as tl
 @triton.jit
 def read(address, place, inside, WHOLE: tl.constexpr):
     if WHOLE:
-        found = tl.load(address + place)
+        values = tl.load(address + place)
     else:
-        found = tl.load(address + place, mask=inside, other=0.0)
-    return found.to(tl.float32)
+        values = tl.load(address + place, mask=inside, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit

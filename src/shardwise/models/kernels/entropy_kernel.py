@@ -1,4 +1,4 @@
-"""Softmax, cross-entropy and its gradient in one launch: 16-bit logits are read, and written over by their gradient.
+"""Softmax, cross-entropy and its gradient in one launch: 16-bit logits are read, and overwritten by their gradient.
 
 Sums run along the row as it is read (online softmax, Milakov and Gimelshein, arXiv 1805.02867); all arithmetic is fp32.
 """
@@ -17,7 +17,7 @@ def whole(
     logits, labels, factors, lost, stride, columns, softcap, CAPPED: tl.constexpr, DIFFERENTIATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The cross-entropy of each token times its factor, and instead of its logits the gradient by them."""
+    """The cross-entropy of each token times its factor; logits are replaced by their gradient."""
     token = tl.program_id(0).to(tl.int64)
     row, label, factor = logits + token * stride, tl.load(labels + token), tl.load(factors + token)
     right = _capped(tl.load(row + label).to(tl.float32), softcap, CAPPED)  # before it is written over
@@ -28,15 +28,15 @@ def whole(
 
 
 @triton.jit
-def statistics(logits, labels, found, tokens, stride, present, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each token: the largest logit, the sum of exponentials beyond it, the label's logit (0 where it is -1)."""
+def statistics(logits, labels, sums, tokens, stride, present, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each token: the largest logit, the sum of exponentials relative to it, the label's logit (0: label is -1)."""
     token = tl.program_id(0).to(tl.int64)
     row, label = logits + token * stride, tl.load(labels + token)
     right = _capped(tl.load(row + label, mask=label >= 0, other=0.0).to(tl.float32), softcap, CAPPED)
     largest, total = _summed(row, present, softcap, CAPPED, BLOCK)
-    tl.store(found + token, largest)
-    tl.store(found + tokens + token, total)
-    tl.store(found + 2 * tokens + token, tl.where(label >= 0, right, 0.0))
+    tl.store(sums + token, largest)
+    tl.store(sums + tokens + token, total)
+    tl.store(sums + 2 * tokens + token, tl.where(label >= 0, right, 0.0))
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def differentiate(
     logits, labels, factors, largest, total, stride, present, columns, softcap, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Instead of logits the gradient by them, from their largest and the sum of exponentials beyond it."""
+    """Replaces logits by their gradient, from the largest logit and the sum of exponentials relative to it."""
     token = tl.program_id(0).to(tl.int64)
     row, label, factor = logits + token * stride, tl.load(labels + token), tl.load(factors + token)
     highest, share = tl.load(largest + token), factor / tl.load(total + token)
@@ -58,16 +58,16 @@ def _summed(row, present, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     whole_blocks = present // BLOCK * BLOCK
     for start in range(0, whole_blocks, BLOCK):  # without a mask, so that a thread reads 16 bytes at a time
-        found = _capped(tl.load(row + start + column).to(tl.float32), softcap, CAPPED)
-        larger = tl.maximum(largest, tl.max(found, axis=0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(found - larger), axis=0)
+        values = _capped(tl.load(row + start + column).to(tl.float32), softcap, CAPPED)
+        larger = tl.maximum(largest, tl.max(values, axis=0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), axis=0)
         largest = larger
     if whole_blocks < present:
         there = whole_blocks + column < present
-        found = tl.load(row + whole_blocks + column, mask=there, other=0.0).to(tl.float32)
-        found = tl.where(there, _capped(found, softcap, CAPPED), -float("inf"))
-        larger = tl.maximum(largest, tl.max(found, axis=0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(found - larger), axis=0)
+        values = tl.load(row + whole_blocks + column, mask=there, other=0.0).to(tl.float32)
+        values = tl.where(there, _capped(values, softcap, CAPPED), -float("inf"))
+        larger = tl.maximum(largest, tl.max(values, axis=0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), axis=0)
         largest = larger
     return largest, total
 
@@ -79,23 +79,23 @@ def _differentiate(
     column = tl.arange(0, BLOCK)
     whole_blocks = present // BLOCK * BLOCK
     for start in range(0, whole_blocks, BLOCK):
-        found = _capped(tl.load(row + start + column).to(tl.float32), softcap, CAPPED)
-        gradient = _gradient(found, start + column == label, largest, share, factor, softcap, CAPPED)
+        values = _capped(tl.load(row + start + column).to(tl.float32), softcap, CAPPED)
+        gradient = _gradient(values, start + column == label, largest, share, factor, softcap, CAPPED)
         tl.store(row + start + column, gradient.to(row.dtype.element_ty))
     for start in range(whole_blocks, columns, BLOCK):
         there = start + column < present
-        found = _capped(tl.load(row + start + column, mask=there, other=0.0).to(tl.float32), softcap, CAPPED)
-        gradient = _gradient(found, start + column == label, largest, share, factor, softcap, CAPPED)
+        values = _capped(tl.load(row + start + column, mask=there, other=0.0).to(tl.float32), softcap, CAPPED)
+        gradient = _gradient(values, start + column == label, largest, share, factor, softcap, CAPPED)
         gradient = tl.where(there, gradient, 0.0).to(row.dtype.element_ty)
         tl.store(row + start + column, gradient, mask=start + column < columns)
 
 
 @triton.jit
-def _gradient(found, is_label, largest, share, factor, softcap, CAPPED: tl.constexpr):
+def _gradient(values, is_label, largest, share, factor, softcap, CAPPED: tl.constexpr):
     """The probability, less one at the label, times the factor."""
-    gradient = tl.exp(found - largest) * share - tl.where(is_label, factor, 0.0)
+    gradient = tl.exp(values - largest) * share - tl.where(is_label, factor, 0.0)
     if CAPPED:
-        gradient *= 1.0 - (found / softcap) * (found / softcap)
+        gradient *= 1.0 - (values / softcap) * (values / softcap)
     return gradient
 
 
@@ -112,5 +112,5 @@ def scaled(tensor, factor, result, elements, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     there = place < elements - start
-    found = tl.load(tensor + start + place, mask=there, other=0.0) * tl.load(factor)
-    tl.store(result + start + place, found.to(result.dtype.element_ty), mask=there)
+    values = tl.load(tensor + start + place, mask=there, other=0.0) * tl.load(factor)
+    tl.store(result + start + place, values.to(result.dtype.element_ty), mask=there)
