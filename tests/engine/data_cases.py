@@ -192,7 +192,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
 def _groups(module: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    from shardwise.engine.data.fsdp import parameter_groups
+    from shardwise.engine.torch_private import parameter_groups
 
     return [group for one in module.modules() if isinstance(one, FSDPModule) for group in parameter_groups(one)]
 

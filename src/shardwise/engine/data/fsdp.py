@@ -24,7 +24,6 @@ from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import sent, wait_for
-from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, parameter_groups
 from shardwise.layout.sharding import gathers_in_fp8, last_weights_stay, sharding_of
 
 
@@ -250,7 +249,7 @@ IN_FLIGHT = 2
 def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> list[GradientReduceScatter]:
     """Gives a module under `fully_shard` our collectives."""
     reductions = []
-    for group in parameter_groups(module):
+    for group in torch_private.parameter_groups(module):
         mesh = group.mesh_info.mesh
         lent = on_gloo(mesh.get_group(mesh.ndim - 1), mesh.device_type)
         overlapped = lent and mesh.ndim == 1  # hybrid: FSDP goes on to sum between the shard groups at once
@@ -289,12 +288,12 @@ class Unfinished:
 
     @property
     def may_begin(self) -> bool:
-        return self.will_finish or current_graph_task_id() != -1
+        return self.will_finish or torch_private.current_graph_task_id() != -1
 
     def add(self, reduction: _Reduction) -> None:
         if not self.will_finish:
             self.will_finish = True
-            at_end_of_backward(self.finish)
+            torch_private.at_end_of_backward(self.finish)
         self.started.append(reduction)
         while len(self.started) > IN_FLIGHT:
             self.started.pop(0).finish()

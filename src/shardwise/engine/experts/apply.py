@@ -13,9 +13,9 @@ from shardwise.engine.experts.exchanges import (
     FlatExchange,
     GatheredExchange,
     SummedExchange,
+    mix_overlapped,
 )
 from shardwise.engine.experts.loads import sequence_sum
-from shardwise.engine.experts.overlapped import mix_overlapped
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.models.experts import LocalExchange, TokenExchange
