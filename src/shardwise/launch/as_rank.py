@@ -66,12 +66,12 @@ def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepare
     """As rank 0: prepares, given the hosts of all ranks, and lets the others know; they end with it if it refuses."""
     store = _store(here)
     try:
-        found = prepare(_hosts(store, here))
+        prepared = prepare(_hosts(store, here))
     except SpecError as error:
         _announce(store, here, {"status": error.status})
         raise
-    _announce(store, here, asdict(found))
-    return replace(found, store=store)
+    _announce(store, here, asdict(prepared))
+    return replace(prepared, store=store)
 
 
 def follow(here: Started) -> Prepared:
@@ -80,16 +80,16 @@ def follow(here: Started) -> Prepared:
     try:
         store.set(f"{_HOST} {here.rank}", host_name())
         store.wait([_KEY], _WAIT)
-        found = json.loads(store.get(_KEY))
+        announced = json.loads(store.get(_KEY))
         store.add(_READ, 1)
     except RuntimeError:  # rank 0 ended, and with it the store
         raise FollowsRankZero("", "rank 0 ended", "see what it printed") from None
-    if "status" in found:
+    if "status" in announced:
         refused = FollowsRankZero("", "rank 0 refused the job", "see what it printed")
-        refused.status = found["status"]
+        refused.status = announced["status"]
         raise refused
-    _require_job(RunFolder(Path(found["folder"])), found["job_text"])
-    return Prepared(found["folder"], found["job_text"], found["finished_step"], store)
+    _require_job(RunFolder(Path(announced["folder"])), announced["job_text"])
+    return Prepared(announced["folder"], announced["job_text"], announced["finished_step"], store)
 
 
 def _require_job(folder: RunFolder, text: str) -> None:

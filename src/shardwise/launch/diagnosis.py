@@ -79,7 +79,7 @@ def with_collectives(failure: Failure, ranks: Sequence[RankProcess]) -> Failure:
     """The same failure with what the ranks' records of their collectives say: who was missing, or in another one."""
     if failure.mistake or failure.cause in ("killed", "exited"):
         return failure
-    records = {rank.number: found for rank in ranks if (found := read_flight(rank.folder, rank.number)) is not None}
+    records = {rank.number: record for rank in ranks if (record := read_flight(rank.folder, rank.number)) is not None}
     finding = out_of_step(records)
     if finding is None:
         return failure
@@ -91,14 +91,14 @@ def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProc
     """The ranks that have been too long in one phase, or too long without a heartbeat."""
     now = time.monotonic()
     silence = max(timeouts.step, SILENT_SECONDS)
-    found = []
+    overdue_ranks = []
     for rank in running:
         progress = rank.progress()
         late = now - rank.since > _limit_seconds(progress, timeouts)
         silent = progress is not None and progress.phase != "start" and now - progress.beat > silence
         if late or silent:
-            found.append(rank)
-    return found
+            overdue_ranks.append(rank)
+    return overdue_ranks
 
 
 def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
@@ -120,7 +120,7 @@ def _silent_rank(running: Sequence[RankProcess]) -> Failure | None:
     silent = [rank for rank in running if now - last.get(rank.number, now) > SILENT_SECONDS]
     if not silent:
         return None
-    rank = min(silent, key=lambda one: last[one.number])
+    rank = min(silent, key=lambda rank: last[rank.number])
     silence = readable_duration(now - last[rank.number])
     return _failure(rank, "silent", f"no sign of life for {silence}: stopped, or in a call that holds the interpreter")
 
@@ -134,12 +134,12 @@ def _blocking_rank(
         if rank.progress() is None:
             since = readable_duration(now - rank.started)
             return _failure(rank, "stuck", f"has not reported since it was started {since} ago")
-    found = _not_in_a_collective(running, gave_up) or _behind(running, gave_up)
-    if found is None:
+    stuck = _not_in_a_collective(running, gave_up) or _behind(running, gave_up)
+    if stuck is None:
         return None
-    limit = readable_duration(_limit_seconds(found.progress(), timeouts))
-    seconds = readable_duration(now - found.since)
-    return _failure(found, "stuck", f"no progress for {seconds} (limit {limit}){_stack_top(found)}")
+    limit = readable_duration(_limit_seconds(stuck.progress(), timeouts))
+    seconds = readable_duration(now - stuck.since)
+    return _failure(stuck, "stuck", f"no progress for {seconds} (limit {limit}){_stack_top(stuck)}")
 
 
 def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
@@ -152,9 +152,9 @@ def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[Failu
 
 def _behind(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
     """The one rank that is behind all others."""
-    far = [(one.step, PHASES.index(one.phase)) for rank in running if (one := rank.progress())]
+    far = [(progress.step, PHASES.index(progress.phase)) for rank in running if (progress := rank.progress())]
     least = min(far, default=(0, 0))
-    left = [(one.step, PHASES.index(one.phase)) for one in gave_up]
+    left = [(record.step, PHASES.index(record.phase)) for record in gave_up]
     return running[far.index(least)] if far.count(least) == 1 and max(far + left) > least else None
 
 

@@ -42,7 +42,7 @@ class KeptObjects:
 
     def below(self, prefix: str) -> dict[str, tuple[int, int]]:
         with self._lock:
-            return {key: one[1:] for key, one in self._objects.items() if key.startswith(prefix)}
+            return {key: kept[1:] for key, kept in self._objects.items() if key.startswith(prefix)}
 
     def delete(self, keys: list[str]) -> None:
         with self._lock:
@@ -72,10 +72,10 @@ class _Request(socketserver.StreamRequestHandler):
         self._answer(done=True)
 
     def _get(self, key: str, first: int, last: int | None) -> None:
-        found = self.server.objects.get(key)
-        if found is None:
+        kept = self.server.objects.get(key)
+        if kept is None:
             return self._answer(missing=True)
-        pieces, size, _ = found
+        pieces, size, _ = kept
         last = size if last is None else min(last, size)
         self._answer(size=max(0, last - first))
         at = 0

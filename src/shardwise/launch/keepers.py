@@ -106,7 +106,9 @@ class Keepers:
     def _replace_lost(self) -> None:
         again: dict[str, float] = {}  # when a place that did not answer is tried again
         while not self._closed.wait(_POLL_SECONDS):
-            for kept in [one for one in list(self.kept.values()) if one.process.poll() is not None]:
+            for kept in [
+                keeper_here for keeper_here in list(self.kept.values()) if keeper_here.process.poll() is not None
+            ]:
                 name, now = kept.place.name, time.monotonic()
                 if again.get(name, now) > now:
                     continue
@@ -136,10 +138,10 @@ class Keepers:
 @contextmanager
 def keepers(file: Path, network: Network | None) -> Iterator[Keepers]:
     """A keeper on every virtual node of the network; without one, on this machine."""
-    with contextlib.closing(Keepers(file)) as found:
-        nodes = found.nodes if network is None else network.emulation.nodes
-        found.use([place_here(network, node) for node in range(nodes)])
-        yield found
+    with contextlib.closing(Keepers(file)) as started:
+        nodes = started.nodes if network is None else network.emulation.nodes
+        started.use([place_here(network, node) for node in range(nodes)])
+        yield started
 
 
 @contextmanager
@@ -148,8 +150,8 @@ def keepers_elsewhere(job: Job, folder: Path | None) -> Iterator[Keepers | None]
     if job.run.checkpoints.memory is None or folder is None:
         yield None
         return
-    with contextlib.closing(Keepers(RunFolder(folder).keepers)) as found:
-        yield found
+    with contextlib.closing(Keepers(RunFolder(folder).keepers)) as started:
+        yield started
 
 
 def place_here(network: Network | None, node: int) -> KeeperPlace:

@@ -107,13 +107,13 @@ def supervise(
                 ranks: RankGroup = start(command, own_folder, given, lambda: stop.requested > 0)
             else:
                 ranks = RankProcesses(command, gang or Gang.all_here(world), own_folder, given)
-            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop, layouts, still_there)
+            supervision = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop, layouts, still_there)
             here = f"{counted(len(ranks.all), 'process')}, logs in {own_folder}"
             on_event(Event("started", len(attempts), here, own_folder))
             began = time.monotonic()
-            status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
+            status, failure = supervision.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
-            if one.changes and status == STOPPED and not stop.requested:
+            if supervision.changes and status == STOPPED and not stop.requested:
                 continue
             if failure is None or status != FAILED or stop.requested:
                 stopped = status in STOPS or (stop.requested > 0 and status != DONE)
@@ -203,10 +203,10 @@ class _Supervision:
             self._ranks.request_stacks()
         while True:
             self._ranks.poll()
-            found = diagnose(self._ranks.all, self._timeouts)
-            if found is None:
+            diagnosis = diagnose(self._ranks.all, self._timeouts)
+            if diagnosis is None:
                 return None
-            failure, certain = found
+            failure, certain = diagnosis
             enough = SETTLE_SECONDS if certain else MOST_SETTLE_SECONDS
             if not requested and (not certain or (failure.cause == "raised" and not failure.mistake)):
                 self._ranks.request_stacks()
@@ -306,7 +306,7 @@ def new_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
-            used = sorted(int(match[1]) for one in folder.iterdir() if (match := _NAME.fullmatch(one.name)))
+            used = sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
             own = folder / _name(used[-1] + 1 if used else 1)
             try:
                 own.mkdir()

@@ -62,11 +62,11 @@ class Refusal:
 
 def refusal(hosts: Sequence[str], origins: Sequence[str], named: Collection[str] = ()) -> Refusal | None:
     """For the values of a request's Host and Origin; ``named``: other hosts under which the server is reached."""
-    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-    if found is None or found[1].lower() not in _NAMES.union(one.lower() for one in named):
+    match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if match is None or match[1].lower() not in _NAMES.union(name.lower() for name in named):
         problem = f"{shown(', '.join(hosts))} is not this server"
         return Refusal(421, "host", problem, "use the address that it printed")
-    if any(one.lower() != f"http://{hosts[0].lower()}" for one in origins):
+    if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in origins):
         return Refusal(403, "origin", f"{shown(', '.join(origins))} may not use this server", "open its own page")
     return None
 

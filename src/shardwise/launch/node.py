@@ -42,7 +42,9 @@ def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
 def _grace_seconds(arguments: Sequence[str]) -> float:
     """What `--grace` of the command gives its ranks."""
     after = dict(zip(arguments, [*arguments[1:], ""]))
-    given = next((one.partition("=")[2] for one in arguments if one.startswith("--grace=")), after.get("--grace"))
+    given = next(
+        (argument.partition("=")[2] for argument in arguments if argument.startswith("--grace=")), after.get("--grace")
+    )
     return _GRACE_SECONDS if given is None else float(parse(given, "seconds", "--grace"))
 
 

@@ -24,13 +24,13 @@ def on_nodes(job: Job, hosts: Sequence[str] | None, *, started: bool) -> tuple[J
         why = f"it does not know {unknown[0]}" if unknown else f"it names {len(named)} of {job.cluster.nodes} nodes"
         return replace(job, cluster=replace(job.cluster, wiring=None)), [f"cluster.wiring is not used: {why}"]
     as_given = replace(job, cluster=replace(job.cluster, wiring=wiring.of(named)))
-    found = place_nodes(job, named)
-    words = None if found is None else placement_words(found)
-    if found is None or words is None:
+    placement = place_nodes(job, named)
+    words = None if placement is None else placement_words(placement)
+    if placement is None or words is None:
         return as_given, []
     if not started and job.run.reorder:
-        return found.job, [f"ranks go to the nodes in another order: {words}"]
-    if found.gain < WORTHWHILE:
+        return placement.job, [f"ranks go to the nodes in another order: {words}"]
+    if placement.gain < WORTHWHILE:
         return as_given, []
     remedy = "start the ranks on the hosts in that order" if started else "run.reorder: true does it"
     return as_given, [f"the nodes are not in their best order, {words}; {remedy}"]

@@ -155,7 +155,7 @@ class Pool:
             worker.process.kill()
             worker.process.join()
             worker.connection.close()
-        self._workers = {rank: one for rank, one in self._workers.items() if one not in workers}
+        self._workers = {rank: worker for rank, worker in self._workers.items() if worker not in workers}
 
 
 def _serve(connection: Connection, initializer: Callable[[], None] | None) -> None:

@@ -276,13 +276,13 @@ def _kill_group(rank: RankProcess) -> None:
 
 def _rendezvous(folder: Path) -> OwnedFolder:
     """Holds the rendezvous file: in memory if possible, so that ranks can communicate while the disk is full."""
-    found = OwnedFolder("rendezvous", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
+    rendezvous = OwnedFolder("rendezvous", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
     try:
-        found.require_room(_RENDEZVOUS_BYTES, "the processes of a run rendezvous there")
+        rendezvous.require_room(_RENDEZVOUS_BYTES, "the processes of a run rendezvous there")
     except BaseException:
-        found.close()
+        rendezvous.close()
         raise
-    return found
+    return rendezvous
 
 
 def _environment(number: int, gang: Gang, folder: Path, rendezvous: Path) -> dict[str, str]:

@@ -64,29 +64,31 @@ def rehearse(
             if outcome.status or outcome.stopped:
                 return outcome, []
     records = list(read_lines(here.metrics))
-    return outcome, list(points(job, [one for one in records if one["step"] <= steps], records[-1]["step"] - steps))
+    return outcome, list(
+        points(job, [record for record in records if record["step"] <= steps], records[-1]["step"] - steps)
+    )
 
 
 def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[RehearsalCheck]:
     """The checks of a rehearsal."""
-    found, bar = summarise(records), error_bar(job)
-    losses = [one["loss"] for one in records if one.get("loss") is not None]
+    summary, bar = summarise(records), error_bar(job)
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
     third = max(1, len(losses) // 3)
     first, last = (sum(some) / len(some) for some in (losses[:third], losses[-third:]))
     yield RehearsalCheck("the loss falls", f"{first:.3f} → {last:.3f}", last < first)
     yield _growth(records)
     yield from _spread(job.strategy, records)
-    yield from _beside_the_plan(found, bar)
+    yield from _beside_the_plan(summary, bar)
     figure = f"{steps_after_restoring} step after it"
     yield RehearsalCheck("a checkpoint is saved and restored", figure, steps_after_restoring == 1)
-    waited = found.data_wait_share or 0.0
+    waited = summary.data_wait_share or 0.0
     figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
     yield RehearsalCheck("data arrives in time", figure, waited <= MOST_WAIT)
 
 
 def _growth(records: Sequence[Record]) -> RehearsalCheck:
     name = f"memory does not grow after step {SETTLED_STEP}"
-    later = [one["memory_bytes"] for one in records if one["step"] > SETTLED_STEP and "memory_bytes" in one]
+    later = [record["memory_bytes"] for record in records if record["step"] > SETTLED_STEP and "memory_bytes" in record]
     if len(later) < 2:
         return RehearsalCheck(name, "not measured often enough", False)
     growth = later[-1] / later[0] - 1
@@ -95,7 +97,7 @@ def _growth(records: Sequence[Record]) -> RehearsalCheck:
 
 def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[RehearsalCheck]:
     """The ranks of one pipeline stage hold the same amount of memory."""
-    measured = [one["memory_bytes_of_ranks"] for one in records if "memory_bytes_of_ranks" in one]
+    measured = [record["memory_bytes_of_ranks"] for record in records if "memory_bytes_of_ranks" in record]
     stages: dict[int, list[int]] = {}
     for rank, peak in enumerate(measured[-1] if measured else ()):
         stages.setdefault(coordinate(strategy, "pp", rank), []).append(peak)
@@ -104,9 +106,15 @@ def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Rehearsal
     yield RehearsalCheck("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
 
 
-def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[RehearsalCheck]:
-    time = ("step time as planned", found.predicted_seconds, found.step_seconds, bar.time_low, bar.time_high)
-    memory = ("memory as planned", found.predicted_memory_bytes, found.memory_bytes, bar.memory_low, bar.memory_high)
+def _beside_the_plan(summary: RunSummary, bar: ErrorBar) -> Iterator[RehearsalCheck]:
+    time = ("step time as planned", summary.predicted_seconds, summary.step_seconds, bar.time_low, bar.time_high)
+    memory = (
+        "memory as planned",
+        summary.predicted_memory_bytes,
+        summary.memory_bytes,
+        bar.memory_low,
+        bar.memory_high,
+    )
     for (name, predicted, measured, low, high), show in ((time, readable_seconds), (memory, readable_bytes)):
         if not predicted or measured is None:
             yield RehearsalCheck(name, "not measured", False)

@@ -60,20 +60,20 @@ def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
     saved = _saved_job(folder.checkpoints)
     if saved is None:
         return []
-    mine, theirs, found = job.model.to_dict(), saved.model.to_dict(), []
+    mine, theirs, different = job.model.to_dict(), saved.model.to_dict(), []
     for name in sorted({*mine, *theirs} - set(_DESCRIBING)):
         if mine.get(name) != theirs.get(name):
             now, before = _spelled(mine.get(name)), _spelled(theirs.get(name))
-            found.append(JobDifference(f"model.{name}", now, before, always=True))
+            different.append(JobDifference(f"model.{name}", now, before, always=True))
     if job.run.seed != saved.run.seed:
-        found.append(JobDifference("run.seed", str(job.run.seed), str(saved.run.seed), always=True))
+        different.append(JobDifference("run.seed", str(job.run.seed), str(saved.run.seed), always=True))
     for path in _IDENTITY:
-        found += _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
+        different += _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
     recorded = recorded_data(folder)
     for name, content in contents_of_data(job).items():
         if recorded.get(name, content) != content:  # of a shard with the same name as when the run began
-            found.append(JobDifference("run.data.shards", f"{name} as it is now", "other content"))
-    return found
+            different.append(JobDifference("run.data.shards", f"{name} as it is now", "other content"))
+    return different
 
 
 def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
@@ -82,7 +82,7 @@ def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
     if not why:
         return folder, []
     others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return next(one for one in others if not differences(job, RunFolder(one))), why
+    return next(other for other in others if not differences(job, RunFolder(other))), why
 
 
 def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
@@ -90,19 +90,24 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
     ``go_on`` says to continue it as this one.
     """
     _require_same_place(folder)
-    for one in differences(job, folder):
-        if one.field == "run.seed":
-            problem = f"is {one.now}, but the run in {folder.path} began with {one.before}"
-            raise SpecError(one.field, problem, f"use {one.before}, or {_ANOTHER}")
-        if one.always or not go_on:
-            problem = f"is {one.now}, but {one.before} in the run in {folder.path}"
-            way = "" if one.always else ", or continue with its weights as another job (--go-on)"
-            raise SpecError(one.field, problem, f"train it in {_ANOTHER}{way}")
+    for difference in differences(job, folder):
+        if difference.field == "run.seed":
+            problem = f"is {difference.now}, but the run in {folder.path} began with {difference.before}"
+            raise SpecError(difference.field, problem, f"use {difference.before}, or {_ANOTHER}")
+        if difference.always or not go_on:
+            problem = f"is {difference.now}, but {difference.before} in the run in {folder.path}"
+            way = "" if difference.always else ", or continue with its weights as another job (--go-on)"
+            raise SpecError(difference.field, problem, f"train it in {_ANOTHER}{way}")
     saved = _saved_job(folder.checkpoints)
     if saved is None:
         return []
-    changed = [one for path in _REPORTED for one in _changed(path, _field(job, path), _field(saved, path))]
-    return [f"{one} when this run was saved: it continues from there" for one in (*differences(job, folder), *changed)]
+    changed = [
+        difference for path in _REPORTED for difference in _changed(path, _field(job, path), _field(saved, path))
+    ]
+    return [
+        f"{difference} when this run was saved: it continues from there"
+        for difference in (*differences(job, folder), *changed)
+    ]
 
 
 def _require_same_place(folder: RunFolder) -> None:
@@ -122,11 +127,11 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
     """
     from shardwise.training.checkpoint.load import problems_of
 
-    found, last = folder.checkpoints, job.run.last_step
-    for step in found.committed():
+    checkpoints, last = folder.checkpoints, job.run.last_step
+    for step in checkpoints.committed():
         if step < last:
             return None
-        path = found.of_step(step)
+        path = checkpoints.of_step(step)
         if path.is_symlink() or problems_of(path):
             continue
         if step > last:
@@ -142,17 +147,17 @@ def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:
     if now == before:
         return
     if is_dataclass(now) and type(now) is type(before):
-        for one in fields(now):
-            yield from _changed(f"{path}.{one.name}", getattr(now, one.name), getattr(before, one.name))
+        for field in fields(now):
+            yield from _changed(f"{path}.{field.name}", getattr(now, field.name), getattr(before, field.name))
     else:
         yield JobDifference(path, _spelled(now), _spelled(before))
 
 
 def _field(job: Job, path: str) -> Any:
-    found: Any = job
+    value: Any = job
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _spelled(value: Any) -> str:
@@ -163,15 +168,15 @@ def _spelled(value: Any) -> str:
 
 def contents_of_data(job: Job) -> dict[str, str]:
     """A checksum of each shard that is here, of its size and 64 blocks of 64 KiB: all of it may be terabytes."""
-    found, limit_seconds = {}, job.run.timeouts.checkpoint
+    checksums, limit_seconds = {}, job.run.timeouts.checkpoint
     for name in job.run.data.shards:
         files = [path for suffix in _SUFFIXES if (path := place_of(f"{name}{suffix}", limit_seconds)).is_file()]
         sums = place_of(f"{name}.sums.json", limit_seconds)
         if isinstance(sums, RemotePlace) and sums.is_file():  # one request instead of hundreds
-            found[name] = hashlib.sha256(sums.read_bytes()).hexdigest()
+            checksums[name] = hashlib.sha256(sums.read_bytes()).hexdigest()
         elif files:
-            found[name] = _checksum(files)
-    return found
+            checksums[name] = _checksum(files)
+    return checksums
 
 
 def record_data(job: Job, folder: RunFolder) -> None:
@@ -181,8 +186,8 @@ def record_data(job: Job, folder: RunFolder) -> None:
 def recorded_data(folder: RunFolder) -> dict[str, str]:
     """Empty if nothing was recorded, or the record is damaged."""
     try:
-        found = read_json(folder.data, "record of data")["shards"]
-        return {str(name): str(content) for name, content in found.items()}
+        shards = read_json(folder.data, "record of data")["shards"]
+        return {str(name): str(content) for name, content in shards.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

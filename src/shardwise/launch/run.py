@@ -116,9 +116,9 @@ class Launch:
             )  # fmt: skip
 
     def _last_commit(self) -> Commit:
-        found = self.folder.checkpoints
+        checkpoints = self.folder.checkpoints
         try:
-            commits = [Commit(found.written_ns(step), step) for step in found.committed()]
+            commits = [Commit(checkpoints.written_ns(step), step) for step in checkpoints.committed()]
         except OSError:  # a store that does not answer: the ranks will say so
             commits = []
         with suppress(OSError, ValueError):

@@ -21,11 +21,11 @@ class Tail:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at)
-                found = file.read()
+                appended = file.read()
         except OSError:
             return ""
-        self._at += len(found)
-        return found.decode("utf-8", "replace")
+        self._at += len(appended)
+        return appended.decode("utf-8", "replace")
 
 
 @contextmanager

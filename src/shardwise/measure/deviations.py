@@ -25,8 +25,8 @@ class Deviation:
     where: str
 
     @staticmethod
-    def worst(found: Iterable[Deviation]) -> Deviation:
-        return max(found, default=Deviation(0.0, ""))
+    def worst(deviations: Iterable[Deviation]) -> Deviation:
+        return max(deviations, default=Deviation(0.0, ""))
 
 
 def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
@@ -38,7 +38,7 @@ def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     small the gradient is. With this scale error/scale ≤ tolerance means error ≤ max(tolerance·own, ε·layer's).
     """
     of_layers, rounded = largest_of_layers(gradients), torch.finfo(torch.float32).eps / TOLERANCE
-    return {name: max(largest(one), rounded * of_layers[name]) for name, one in gradients.items()}
+    return {name: max(largest(gradient), rounded * of_layers[name]) for name, gradient in gradients.items()}
 
 
 def weight_scales(
@@ -49,22 +49,22 @@ def weight_scales(
     A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ for g far below ϵ: there a gradient's rounding, ε times the largest
     of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much; less with clipping.
     """
-    found = {name: largest(one) for name, one in weights.items()}
+    scales = {name: largest(weight) for name, weight in weights.items()}
     rounded = torch.finfo(torch.float32).eps / TOLERANCE
     for gradients in steps:
         norm = global_norm(gradients.values())
         clipped = min(1.0, settings.clip_norm / norm) if settings.clip_norm and norm else 1.0
         carried = rounded * clipped * settings.learning_rate / settings.epsilon
-        for name, one in largest_of_layers(gradients).items():
-            found[name] += carried * one
-    return found
+        for name, gradient in largest_of_layers(gradients).items():
+            scales[name] += carried * gradient
+    return scales
 
 
 def largest_of_layers(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """For each gradient the largest element of its layer."""
     of_layers: dict[str, float] = defaultdict(float)
-    for name, one in gradients.items():
-        of_layers[_layer(name)] = max(of_layers[_layer(name)], largest(one))
+    for name, gradient in gradients.items():
+        of_layers[_layer(name)] = max(of_layers[_layer(name)], largest(gradient))
     return {name: of_layers[_layer(name)] for name in gradients}
 
 
@@ -74,27 +74,25 @@ def _layer(name: str) -> str:
     return numbered[0] if numbered else name
 
 
-def deviation(
-    name: str, found: Tensor, part: HeldPart, whole: Tensor, absolute_scale: float | None = None
-) -> Deviation:
+def deviation(name: str, held: Tensor, part: HeldPart, whole: Tensor, absolute_scale: float | None = None) -> Deviation:
     """max|a-b| / max|b|, b being the full reference, or / ``absolute_scale``; a is this rank's shard of ``found``."""
-    expected, mine = part.of(whole), local(found)
-    if found.shape != expected.shape or not torch.isfinite(mine).all():
+    expected, mine = part.of(whole), local(held)
+    if held.shape != expected.shape or not torch.isfinite(mine).all():
         return Deviation(float("inf"), name)
     scale = largest(whole) if absolute_scale is None else absolute_scale
-    difference = largest(mine - divided_as(found, expected))
+    difference = largest(mine - divided_as(held, expected))
     return Deviation(difference / scale if scale else float(difference > 0), name)
 
 
-def relative(name: str, found: float, expected: float) -> Deviation:
-    difference = abs(found - expected)
+def relative(name: str, actual: float, expected: float) -> Deviation:
+    difference = abs(actual - expected)
     if not math.isfinite(difference):  # no order with others
         return Deviation(float("inf"), name)
     return Deviation(difference / abs(expected) if expected else difference, name)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    return float(torch.stack([one.float().norm() for one in tensors]).norm())
+    return float(torch.stack([tensor.float().norm() for tensor in tensors]).norm())
 
 
 def largest(tensor: Tensor) -> float:

@@ -50,15 +50,15 @@ class _Narrow:
 
 def _run_narrow(job: Job, steps: int, seed: int, reference: Reference, device: str, tick: Tick) -> _Narrow:
     """Trains with the reference's experts for every token."""
-    found, engine = _Narrow(), sample_engine(job, seed, device)
+    narrow, engine = _Narrow(), sample_engine(job, seed, device)
     for step in range(steps):
         for stage in engine.stages.values():
             hold_routes(stage, reference.routes[step], engine.device)
-        found.losses.append(float(engine.forward_backward(share(engine, step, seed))))
-        found.gradient_errors.append(_gradient_errors(engine, reference.gradients[step]))
-        found.gradient_norms.append(float(engine.update()))
+        narrow.losses.append(float(engine.forward_backward(share(engine, step, seed))))
+        narrow.gradient_errors.append(_gradient_errors(engine, reference.gradients[step]))
+        narrow.gradient_norms.append(float(engine.update()))
         tick()
-    return found
+    return narrow
 
 
 def write_narrow(
@@ -82,19 +82,19 @@ def compare_narrow(
     alone = _Narrow(**torch.load(narrow_path, weights_only=False))
     with joined(place.rank, place.world, place.rendezvous_file, device=device):
         mine = _run_narrow(job, steps, seed, reference, device, tick if place.rank == 0 else lambda: None)
-    found: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
+    deviations: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
     for step, expected in enumerate(reference.gradients):
         at = f"step {step + 1}"
         for kind, name in (("loss", "losses"), ("gradient_norm", "gradient_norms")):
             right = float(getattr(reference, name)[step])
             here, there = (torch.tensor([abs(getattr(run, name)[step] - right)]) for run in (mine, alone))
-            found[kind].append(_beside_alone(kind, at, here, there, torch.tensor([abs(right)])))
+            deviations[kind].append(_beside_alone(kind, at, here, there, torch.tensor([abs(right)])))
         sizes = _gradient_sizes(expected)
         for name, here in mine.gradient_errors[step].items():
             known = reference_name(name, expected)
-            one = _beside_alone("gradient", f"{name}, {at}", here, alone.gradient_errors[step][known], sizes[known])
-            found["gradient"].append(one)
-    return {kind: Deviation.worst(several) for kind, several in found.items()}
+            worst = _beside_alone("gradient", f"{name}, {at}", here, alone.gradient_errors[step][known], sizes[known])
+            deviations["gradient"].append(worst)
+    return {kind: Deviation.worst(several) for kind, several in deviations.items()}
 
 
 def _beside_alone(kind: str, where: str, errors: Tensor, by_alone: Tensor, sizes: Tensor) -> Deviation:
@@ -114,28 +114,28 @@ def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str
 
     Of stacked experts, of each: one expert of many would be lost in the norm of all. Zero for those of other ranks.
     """
-    found = {}
-    for one in engine.parameters:
-        whole = expected[reference_name(one.name, expected)]
-        tensor = engine.gradient(one)
+    errors_of = {}
+    for held in engine.parameters:
+        whole = expected[reference_name(held.name, expected)]
+        tensor = engine.gradient(held)
         if tensor is None:
-            found[one.name] = torch.full_like(_norms(one.name, whole), float("inf"))
+            errors_of[held.name] = torch.full_like(_norms(held.name, whole), float("inf"))
             continue
-        right = divided_as(tensor, one.part.of(whole)).float()
-        found[one.name] = _norms(one.name, local(tensor).float().cpu() - right)
-        if is_stack_of_experts(one.name):
+        right = divided_as(tensor, held.part.of(whole)).float()
+        errors_of[held.name] = _norms(held.name, local(tensor).float().cpu() - right)
+        if is_stack_of_experts(held.name):
             numbers = torch.arange(len(whole)).view(-1, *[1] * (whole.dim() - 1)).expand(whole.shape)
-            here = divided_as(tensor, one.part.of(numbers)).flatten(1)[:, :1].flatten()
+            here = divided_as(tensor, held.part.of(numbers)).flatten(1)[:, :1].flatten()
             errors = torch.zeros(len(whole))
-            found[one.name] = errors.index_copy(0, here, found[one.name][: len(here)])
-    return found
+            errors_of[held.name] = errors.index_copy(0, here, errors_of[held.name][: len(here)])
+    return errors_of
 
 
 def _gradient_sizes(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The norm of each gradient, or more where rounding of its layer exceeds that, as in `gradient_scales`."""
-    norms = {name: _norms(name, one) for name, one in gradients.items()}
+    norms = {name: _norms(name, gradient) for name, gradient in gradients.items()}
     of_layers = largest_of_layers(norms)
-    return {name: one.clamp_min(BF16_ROUNDING * of_layers[name]) for name, one in norms.items()}
+    return {name: norm.clamp_min(BF16_ROUNDING * of_layers[name]) for name, norm in norms.items()}
 
 
 def _norms(name: str, tensor: Tensor) -> Tensor:

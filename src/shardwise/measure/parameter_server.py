@@ -102,28 +102,28 @@ class ServerComparison:
         """In and out of every server, in all steps."""
         plan, steps = self.request.plan, self.request.steps
         each = range(plan.servers)
-        return [(int(plan.received_bytes(one, steps)), int(plan.sent_bytes(one, steps))) for one in each]
+        return [(int(plan.received_bytes(server, steps)), int(plan.sent_bytes(server, steps))) for server in each]
 
     def measured_bytes(self, way: MeasuredWay) -> list[tuple[int, int]]:
-        return [(one.received_bytes, one.sent_bytes) for one in way.servers]
+        return [(record.received_bytes, record.sent_bytes) for record in way.servers]
 
     def widest_gap(self, way: MeasuredWay) -> int:
-        return max((gap for one in way.servers for gap in one.gaps), default=0)
+        return max((gap for record in way.servers for gap in record.gaps), default=0)
 
     @property
     def faults(self) -> list[str]:
         """What contradicts the plan, in words."""
-        found = []
+        faults = []
         if self.difference(self.synchronous) > TOLERANCE:
-            found.append(f"synchronous weights are {self.difference(self.synchronous):.1e} from the all-reduce's")
-        found += [
+            faults.append(f"synchronous weights are {self.difference(self.synchronous):.1e} from the all-reduce's")
+        faults += [
             f"{way.name}: bytes at the servers differ from the plan"
             for way in (self.synchronous, self.asynchronous)
             if self.measured_bytes(way) != self.planned_bytes()
         ]
         if self.widest_gap(self.asynchronous) > self.request.staleness:
-            found.append(f"a worker was {self.widest_gap(self.asynchronous)} steps ahead")
-        return found
+            faults.append(f"a worker was {self.widest_gap(self.asynchronous)} steps ahead")
+        return faults
 
 
 def compare_servers(
@@ -133,13 +133,13 @@ def compare_servers(
     plan = request.plan
     with Pool(PRELOAD) if pool is None else nullcontext(pool) as pool:
         on_progress(f"all-reduce of {plan.workers} ranks")
-        found = [by_all_reduce(request, pool)]
+        ways = [by_all_reduce(request, pool)]
         for name, staleness in (("synchronous", None), ("asynchronous", request.staleness)):
             on_progress(f"{name} servers")
             world = plan.workers + plan.servers
             ranks = pool.run(_serve_or_work, world, request, staleness, timeout_seconds=_LIMIT_SECONDS)
-            found.append(_way(name, ranks, plan))
-    return ServerComparison(request, server_price(plan, request.job.cluster), *found)
+            ways.append(_way(name, ranks, plan))
+    return ServerComparison(request, server_price(plan, request.job.cluster), *ways)
 
 
 def by_all_reduce(request: ServerRequest, pool: Pool) -> MeasuredWay:
@@ -150,11 +150,11 @@ def by_all_reduce(request: ServerRequest, pool: Pool) -> MeasuredWay:
 
 def _way(name: str, ranks: list[dict[str, Any]], plan: ServerPlan) -> MeasuredWay:
     workers, servers = ranks[: plan.workers], ranks[plan.workers :]
-    losses = tuple(sum(parts) for parts in zip(*(one["losses"] for one in workers)))
-    weights = torch.cat([one["weights"] for one in servers]) if servers else workers[0]["weights"]
-    seconds = max(one["seconds"] for one in ranks) / len(losses)
-    compute = max(one["compute_seconds"] for one in workers) / len(losses)
-    return MeasuredWay(name, losses, seconds, compute, weights, tuple(one["record"] for one in servers))
+    losses = tuple(sum(parts) for parts in zip(*(worker["losses"] for worker in workers)))
+    weights = torch.cat([server["weights"] for server in servers]) if servers else workers[0]["weights"]
+    seconds = max(rank["seconds"] for rank in ranks) / len(losses)
+    compute = max(worker["compute_seconds"] for worker in workers) / len(losses)
+    return MeasuredWay(name, losses, seconds, compute, weights, tuple(server["record"] for server in servers))
 
 
 # -- the processes -----------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ def _reduce(place: WorkerPlace, request: ServerRequest) -> dict[str, Any]:
     job = request.job
     with joined(place.rank, place.world, place.rendezvous_file):
         engine = Engine(job, seed=request.seed)
-        for one in engine.parameters:
-            value = one.part.of(sample_weight(one.name, one.part.shape, request.seed, job.model))
-            engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+        for held in engine.parameters:
+            value = held.part.of(sample_weight(held.name, held.part.shape, request.seed, job.model))
+            engine.optimizer.write(held.parameter, MASTER, divided_as(held.parameter, value))
         engine.on_weights_loaded()
         dist.barrier()
         began, compute, losses = time.perf_counter(), 0.0, []
@@ -182,9 +182,11 @@ def _reduce(place: WorkerPlace, request: ServerRequest) -> dict[str, Any]:
             losses.append(loss / place.world)  # it is the mean of all ranks, and they are added up
         dist.barrier()
         seconds = time.perf_counter() - began
-        held = {one.name: local(weight) for one in engine.parameters if (weight := engine.weight(one)) is not None}
+        by_name = {
+            held.name: local(weight) for held in engine.parameters if (weight := engine.weight(held)) is not None
+        }
         names = [name for name, _ in Decoder(job.model).named_parameters()]
-        weights = torch.cat([held[name].detach().reshape(-1) for name in names])
+        weights = torch.cat([by_name[name].detach().reshape(-1) for name in names])
     return {"losses": losses, "seconds": seconds, "compute_seconds": compute, "weights": weights}
 
 
@@ -196,7 +198,7 @@ def _serve_or_work(place: WorkerPlace, request: ServerRequest, staleness: int | 
         dist.barrier()
         began = time.perf_counter()
         if place.rank < plan.workers:
-            found = _work(model, ServerClient(plan), request, place.rank)
+            result = _work(model, ServerClient(plan), request, place.rank)
         else:
             start = parameters_to_vector(model.parameters()).detach()
             server = ParameterServer(plan, place.rank - plan.workers, start, optimizer_of(request.job))
@@ -204,9 +206,9 @@ def _serve_or_work(place: WorkerPlace, request: ServerRequest, staleness: int | 
                 server.serve_together(request.steps)
             else:
                 server.serve_apart(request.steps, staleness)
-            found = {"weights": server.weights.detach(), "record": server.record}
-        found["seconds"] = time.perf_counter() - began
-    return found
+            result = {"weights": server.weights.detach(), "record": server.record}
+        result["seconds"] = time.perf_counter() - began
+    return result
 
 
 def _work(model: Decoder, client: ServerClient, request: ServerRequest, worker: int) -> dict[str, Any]:
@@ -238,7 +240,9 @@ def own_gradient(model: Decoder, request: ServerRequest, step: int, worker: int)
     model.zero_grad()
     loss = model(batch.tokens, batch.labels, positions=batch.positions, documents=batch.documents) / counted
     loss.backward()
-    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in model.parameters()
+    ]
     return float(loss.detach()), parameters_to_vector(gradients)
 
 

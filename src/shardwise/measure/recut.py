@@ -51,11 +51,11 @@ class Recut:
     @property
     def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of every stage, before and after."""
-        before, after = (stage_layer_counts(one.model, one.strategy) for one in (self.old, self.job))
+        before, after = (stage_layer_counts(job.model, job.strategy) for job in (self.old, self.job))
         return before, after
 
 
-def recut(job: Job, found: Measured) -> Recut:
+def recut(job: Job, recorded: Measured) -> Recut:
     """The best division into stages, and order of the dimensions, for the measured speeds of the ranks."""
     if job.strategy.pp == 1:
         problem = "the run has one pipeline stage: no layer can move to another rank"
@@ -64,11 +64,11 @@ def recut(job: Job, found: Measured) -> Recut:
         problem = "stages of unlike degrees are not cut anew: their layers take unlike times on equal devices"
         raise SpecError("strategy", problem, "`shardwise plan` cuts them")
     priced = pieces_of(job)
-    slowness = rank_slowness(job.model, found)
+    slowness = rank_slowness(job.model, recorded)
     if slowness is None:
         raise SpecError("profile", "no layer was recorded", "record the run anew")
-    pieces = measured_pieces(job, found, priced, slowness)
-    forward = _forward_share(found)
+    pieces = measured_pieces(job, recorded, priced, slowness)
+    forward = _forward_share(recorded)
     now = _simulated(job, pieces, slowness, forward)
     best, seconds = job, now
     for other in _proposals(job, pieces, slowness):
@@ -76,23 +76,23 @@ def recut(job: Job, found: Measured) -> Recut:
         simulated = _simulated(other, pieces, slowness, forward) + moved
         if simulated < seconds:
             best, seconds = other, simulated
-    measured = found.step_seconds
-    pipeline = measured - sum(found.busiest.parts.get(part, 0.0) for part in _AROUND)
+    measured = recorded.step_seconds
+    pipeline = measured - sum(recorded.busiest.parts.get(part, 0.0) for part in _AROUND)
     expected = measured - pipeline * (1 - seconds / now)
     if expected > measured * (1 - WORTH):
         best, expected = job, measured
     return Recut(job, best, slowness, measured, expected)
 
 
-def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
+def measured_pieces(job: Job, recorded: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
     """The seconds of the model's pieces on a usual rank: layers by their share of the forward passes, ends the rest."""
     last = job.strategy.stages - 1
     layers, ends = [], {0: 0.0, last: 0.0}
-    for record, steps, one in zip(found.records, found.steps, found.ranks):
+    for record, steps, times in zip(recorded.records, recorded.steps, recorded.ranks):
         for stage, (forward, all_passes) in _stage_seconds(steps).items():
             usual = all_passes / slowness[record.rank]
             held = record.stages[stage]
-            in_layers = min(1.0, sum(one.layers[layer] for layer in held) / forward) if held else 0.0
+            in_layers = min(1.0, sum(times.layers[layer] for layer in held) / forward) if held else 0.0
             if held:
                 layers.append(usual * in_layers / sum(priced.layers[layer].seconds for layer in held))
             if stage in ends:
@@ -109,25 +109,27 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
     """Of every stage of a rank: the forward pass of a microbatch, and all its passes, without communication."""
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
-        for one in step.ranges:
-            label = label_of(one.name)
+        for named in step.ranges:
+            label = label_of(named.name)
             if label.pass_kind is None or label.stage is None:
                 continue
             sent = sum(
                 inner.seconds
                 for inner in step.ranges
-                if label_of(inner.name).kind in ("begin", "wait") and one.start <= inner.start and inner.end <= one.end
+                if label_of(inner.name).kind in ("begin", "wait")
+                and named.start <= inner.start
+                and inner.end <= named.end
             )
-            seconds[label.stage][label.pass_kind].append(one.seconds - sent)
+            seconds[label.stage][label.pass_kind].append(named.seconds - sent)
     return {
         stage: (statistics.fmean(passes["forward"]), sum(statistics.fmean(some) for some in passes.values()))
         for stage, passes in seconds.items()
     }
 
 
-def _forward_share(found: Measured) -> float:
+def _forward_share(recorded: Measured) -> float:
     """The forward passes' share of all passes."""
-    stages = [seconds for steps in found.steps for seconds in _stage_seconds(steps).values()]
+    stages = [seconds for steps in recorded.steps for seconds in _stage_seconds(steps).values()]
     return sum(forward for forward, _ in stages) / sum(all_passes for _, all_passes in stages)
 
 
@@ -142,7 +144,7 @@ def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
 
 def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]:
     """Other divisions, in this order of the dimensions and in others, which may put slow ranks in one stage."""
-    capacity, found = room_of(job).planned_bytes, []
+    capacity, proposals = room_of(job).planned_bytes, []
     for order in [job.strategy.order, *permutations(DIMENSIONS)]:
         try:
             laid_out = job.with_strategy(order=order)
@@ -155,8 +157,8 @@ def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]
             cuts = [laid_out.with_strategy(stage_layers=cut) for cut in divisions(laid_out, pieces, places)]
         except SpecError:
             continue  # a layout that this cluster or model cannot have
-        found += [one for one in cuts if fits(one, capacity)]
-    return found
+        proposals += [cut for cut in cuts if fits(cut, capacity)]
+    return proposals
 
 
 def _simulated(job: Job, pieces: Pieces, slowness: Sequence[float], forward_share: float) -> float:
@@ -173,11 +175,11 @@ def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_shar
         for stage in stages_of_rank(job, rank):
             held: Piece = pieces.stage(counts, stage)
             seconds[stage] = held.seconds / speed
-    backward = [(1 - forward_share) / 2 * one for one in seconds]
-    return stage_times([forward_share * one for one in seconds], backward, backward)
+    backward = [(1 - forward_share) / 2 * spent for spent in seconds]
+    return stage_times([forward_share * spent for spent in seconds], backward, backward)
 
 
-def _priced_difference(one: Job, other: Job) -> float:
+def _priced_difference(proposed: Job, other: Job) -> float:
     """What another order of the dimensions costs or saves on the network, by price."""
-    same_cut = one.with_strategy(stage_layers=stage_layer_counts(other.model, other.strategy))
+    same_cut = proposed.with_strategy(stage_layers=stage_layer_counts(other.model, other.strategy))
     return candidate(same_cut).step_seconds - candidate(other).step_seconds

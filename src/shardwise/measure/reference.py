@@ -56,9 +56,9 @@ def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> T
 def sample_engine(job: Job, seed: int, device: str) -> Engine:
     """With the weights that the reference begins with."""
     engine = Engine(job, device=device, seed=seed)
-    for one in engine.parameters:
-        value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))
-        engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+    for held in engine.parameters:
+        value = held.part.of(sample_weight(held.name, held.part.shape, seed, job.model))
+        engine.optimizer.write(held.parameter, MASTER, divided_as(held.parameter, value))
     engine.on_weights_loaded()
     return engine
 
@@ -103,11 +103,11 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
     model = Decoder(job.model)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(sample_weight(name, parameter.shape, seed, job.model))
-    found, settings = Reference(), job.training.optimization
+    reference, settings = Reference(), job.training.optimization
     # Biases of stacked experts have two dimensions.
-    decayed = {name: one.dim() > 1 and not is_bias(name) for name, one in model.named_parameters()}
-    matrices = [one for name, one in model.named_parameters() if decayed[name]]
-    others = [one for name, one in model.named_parameters() if not decayed[name]]
+    decayed = {name: parameter.dim() > 1 and not is_bias(name) for name, parameter in model.named_parameters()}
+    matrices = [parameter for name, parameter in model.named_parameters() if decayed[name]]
+    others = [parameter for name, parameter in model.named_parameters() if not decayed[name]]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}],
         lr=settings.learning_rate,
@@ -116,21 +116,21 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
     )
     routed = _record_routes(model)
     for step in range(steps):
-        found.losses.append(_gradients(model, job, step, seed))
-        found.routes.append({name: _joined(parts) for name, parts in routed.items()})
+        reference.losses.append(_gradients(model, job, step, seed))
+        reference.routes.append({name: _joined(parts) for name, parts in routed.items()})
         routed.clear()
-        found.gradients.append(
-            {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        reference.gradients.append(
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
         )
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm or float("inf"))
-        found.gradient_norms.append(float(norm))
+        reference.gradient_norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         for _, mixture in _mixtures(model):
             mixture.update_bias(mixture.load, job.model.numerics.bias_rate)
         after_step()
-    found.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return found
+    reference.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return reference
 
 
 def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
@@ -142,15 +142,15 @@ def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
     total = 0.0
     each = max(1, MOST_TOKENS // job.training.seq)
     for start in range(0, job.sequences, each):
-        one = batch.changed(lambda tensor, start=start: tensor[start : start + each])  # type: ignore[misc]
-        loss = model(one.tokens, one.labels, positions=one.positions, documents=one.documents) / counted
+        part = batch.changed(lambda tensor, start=start: tensor[start : start + each])  # type: ignore[misc]
+        loss = model(part.tokens, part.labels, positions=part.positions, documents=part.documents) / counted
         loss.backward()
         total += loss.item()
     return total
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    return ((plain_name(name), one) for name, one in module.named_modules() if isinstance(one, MoELayer))
+    return ((plain_name(name), mixture) for name, mixture in module.named_modules() if isinstance(mixture, MoELayer))
 
 
 # -- the experts of every token, the same in two runs ------------------------------------------------
@@ -162,14 +162,14 @@ COMPARED_TOGETHER = 1024  # tokens, each with all of the step: bounds the memory
 
 def _record_routes(model: Decoder) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """A record to which every router adds the tokens that it sees, and their experts."""
-    found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    routes: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def note(name: str, router: nn.Module, given: tuple[Tensor], made: tuple[Tensor, ...]) -> None:
-        found[name].append((_features(given[0]), made[0].clone()))
+        routes[name].append((_features(given[0]), made[0].clone()))
 
     for name, mixture in _mixtures(model):
         mixture.router.register_forward_hook(partial(note, name))
-    return found
+    return routes
 
 
 def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -185,13 +185,13 @@ def hold_routes(stage: nn.Module, routes: Mapping[str, tuple[Tensor, Tensor]], d
     microbatches have made of the batch.
     """
     for name, mixture in _mixtures(stage):
-        features, experts = (one.to(device) for one in routes[name])
+        features, experts = (tensor.to(device) for tensor in routes[name])
         mixture.router.held = partial(_experts_of, features, experts)
 
 
 def _experts_of(features: Tensor, experts: Tensor, hidden: Tensor) -> Tensor:
     parts = torch.split(_features(hidden), COMPARED_TOGETHER)
-    return experts[torch.cat([torch.cdist(one, features).argmin(1) for one in parts])]
+    return experts[torch.cat([torch.cdist(part, features).argmin(1) for part in parts])]
 
 
 def _features(hidden: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_bytes
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
@@ -57,8 +57,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        exact = all(one.value <= self.tolerance for one in self.worst.values())
-        return exact and all(one.value <= FP8_BOUNDS[kind] for kind, one in self.in_fp8.items())
+        exact = all(worst.value <= self.tolerance for worst in self.worst.values())
+        return exact and all(worst.value <= FP8_BOUNDS[kind] for kind, worst in self.in_fp8.items())
 
     @property
     def where(self) -> str:
@@ -122,10 +122,10 @@ class PoolProcesses:
     pool: Pool
     world: int
 
-    def alone(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+    def alone(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self.pool.run(function, 1, *arguments)
 
-    def together(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+    def together(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self.pool.run(function, self.world, *arguments)
 
 
@@ -135,18 +135,18 @@ class StartedProcesses:
 
     ranks: StartedRanks
 
-    def alone(self, function: Callable[..., Found], *arguments: Any) -> list[Found | None]:
+    def alone(self, function: Callable[..., Result], *arguments: Any) -> list[Result | None]:
         return self.ranks.run(_on_first, function, arguments)
 
-    def together(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+    def together(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         return self.ranks.run(_on_all, function, arguments)
 
 
-def _on_first(rank: Rank, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found | None:
+def _on_first(rank: Rank, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result | None:
     return function(WorkerPlace(0, 1, ""), *arguments) if rank.first_of_host else None
 
 
-def _on_all(rank: Rank, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
+def _on_all(rank: Rank, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
     return function(WorkerPlace(rank.number, rank.world, rank.store), *arguments)
 
 
@@ -190,7 +190,7 @@ class _Comparison:
             watch("one process", alone.count)
             processes.alone(_write_reference, job, *given, path, alone)
         watch(f"{job.strategy.world} processes", together.count)
-        found = processes.together(_compare, job, *given, path, self.device, together)
+        of_ranks = processes.together(_compare, job, *given, path, self.device, together)
         narrow: list[dict[str, Deviation]] = []
         if asked.recipe.scaling:
             narrowed = replace(job, training=replace(job.training, precision=asked.precision))
@@ -200,8 +200,8 @@ class _Comparison:
             processes.alone(write_narrow, on_one_process(narrowed), *both, alone_again.tick)
             watch(f"the same in {asked.precision}", again.count)
             narrow = processes.together(compare_narrow, narrowed, *both, again.tick)
-        worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
-        in_fp8 = {kind: Deviation.worst(one[kind] for one in narrow) for kind in FP8_BOUNDS} if narrow else {}
+        worst = {kind: Deviation.worst(own[kind] for own in of_ranks) for kind in KINDS}
+        in_fp8 = {kind: Deviation.worst(own[kind] for own in narrow) for kind in FP8_BOUNDS} if narrow else {}
         return Verification(job, self.steps, self.tolerance, worst, in_fp8)
 
 
@@ -253,22 +253,24 @@ def _compare(
     """The deviations of one rank."""
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
-    found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
+    deviations: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
     with joined(place.rank, place.world, place.rendezvous_file, device=device):
         engine = sample_engine(job, seed, device)
         for step in range(steps):
             at = f"step {step + 1}"
             loss = engine.forward_backward(share(engine, step, seed))
-            found["loss"].append(relative(at, float(loss), reference.losses[step]))
+            deviations["loss"].append(relative(at, float(loss), reference.losses[step]))
             expected = reference.gradients[step]
-            found["gradient"] += _deviations(engine, engine.gradient, expected, gradient_scales(expected), f", {at}")
+            deviations["gradient"] += _deviations(
+                engine, engine.gradient, expected, gradient_scales(expected), f", {at}"
+            )
             norm = float(engine.update())
-            found["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
+            deviations["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
             if place.rank == 0:
                 ticks.tick()
         scales = weight_scales(reference.weights, reference.gradients, job.training.optimization)
-        found["weight"] += _deviations(engine, engine.weight, reference.weights, scales)
-    return {kind: Deviation.worst(several) for kind, several in found.items()}
+        deviations["weight"] += _deviations(engine, engine.weight, reference.weights, scales)
+    return {kind: Deviation.worst(several) for kind, several in deviations.items()}
 
 
 def _deviations(
@@ -279,12 +281,12 @@ def _deviations(
     at: str = "",
 ) -> list[Deviation]:
     """Of every parameter what this rank holds of its gradient or weight, against the whole one."""
-    found = []
-    for one in engine.parameters:
-        tensor = held(one)
+    deviations = []
+    for parameter in engine.parameters:
+        tensor = held(parameter)
         if tensor is None:
-            found.append(Deviation(float("inf"), f"{one.name}{at}: no gradient"))
+            deviations.append(Deviation(float("inf"), f"{parameter.name}{at}: no gradient"))
             continue
-        name = reference_name(one.name, expected)
-        found.append(deviation(f"{one.name}{at}", tensor, one.part, expected[name], scales[name]))
-    return found
+        name = reference_name(parameter.name, expected)
+        deviations.append(deviation(f"{parameter.name}{at}", tensor, parameter.part, expected[name], scales[name]))
+    return deviations

@@ -120,7 +120,7 @@ class HereTarget:
         deadline = time.monotonic() + self.whole.run.restarts.wait
         while True:
             there = self._there()
-            missing = {one for one in self.used if one not in self._left_out} - set(there)
+            missing = {place for place in self.used if place not in self._left_out} - set(there)
             if not missing or stopped() or time.monotonic() >= deadline:
                 return there
             time.sleep(_POLL_SECONDS)
@@ -141,11 +141,11 @@ class HereTarget:
         if len(places) == self._places:
             job, each = self.whole, 1 if self.network is None else self.network.emulation.ranks_per_node
         else:
-            found = next(self.splits.on(self._rooms(places)), None)
-            size = None if found is None else bundle_size_of(found, self._rooms(places))
-            if found is None or size is None:
+            smaller = next(self.splits.on(self._rooms(places)), None)
+            size = None if smaller is None else bundle_size_of(smaller, self._rooms(places))
+            if smaller is None or size is None:
                 return False
-            job, each = found, 1 if self.network is None else size
+            job, each = smaller, 1 if self.network is None else size
         bundles = [place for place, room in zip(places, self._bundles(places, each)) for _ in range(room)]
         if job != self.job:
             write_job(job, self.folder)

@@ -49,10 +49,10 @@ class RecutTarget:
         why = self.target.better()
         if why is not None:
             return why
-        found = self.recuts.found(self._since_ns)
-        if found is None:
+        better = self.recuts.found(self._since_ns)
+        if better is None:
             return None
-        self._next, why = found
+        self._next, why = better
         return why
 
     def leave_out(self, failure: Failure) -> str | None:

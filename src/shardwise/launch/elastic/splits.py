@@ -35,11 +35,11 @@ def job_for(job: Job, devices: int) -> Job | None:
     for name in _DEGREES:  # the search needs some valid split to begin with
         try:
             begin = replace(job, cluster=cluster, strategy=_split(job, name, devices), run=run)
-            found = plan(Request(begin, time_limit_seconds=PLAN_SECONDS))
+            planned = plan(Request(begin, time_limit_seconds=PLAN_SECONDS))
         except SpecError:
             continue
-        if isinstance(found, Plan) and _sequences(found.best.job) == _sequences(job):
-            return found.best.job
+        if isinstance(planned, Plan) and _sequences(planned.best.job) == _sequences(job):
+            return planned.best.job
     return None
 
 
@@ -56,9 +56,9 @@ class SmallerSplits:
         for devices in range(most, max(self.least, more_than + 1) - 1, -1):
             if devices not in self._planned:
                 self._planned[devices] = job_for(self.job, devices)
-            found = self._planned[devices]
-            if found is not None and bundle_size_of(found, rooms) is not None:
-                yield found
+            split = self._planned[devices]
+            if split is not None and bundle_size_of(split, rooms) is not None:
+                yield split
 
 
 def bundle_sizes(strategy: Strategy, node_devices: int) -> list[int]:

@@ -45,8 +45,8 @@ class KernelSwitch:
                 raise SpecError("emulate", "the kernel shapes all links alike", "choose shaping='switch'")
             self._shape(self._emulation.unchecked(**given))
         if "partition" in request:
-            one, other = request["partition"]
-            for here, there in ((one, other), (other, one)):
+            first, other = request["partition"]
+            for here, there in ((first, other), (other, first)):
                 _inside(self.namespaces[here], partial(_black_hole, there))
         if "heal" in request:
             for inside in self.namespaces:

@@ -66,9 +66,9 @@ class Network:
         """Changes bytes/s, one-way seconds or the share lost from now on; of all links, or of one ``pair`` of nodes."""
         self._request({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
 
-    def partition(self, one: int, other: int) -> None:
+    def partition(self, node: int, other: int) -> None:
         """Cuts the connection between two nodes."""
-        self._request({"partition": (one, other)})
+        self._request({"partition": (node, other)})
 
     def heal(self) -> None:
         """Ends all partitions."""

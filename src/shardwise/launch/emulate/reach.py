@@ -33,29 +33,29 @@ class Reach:
         """The most nodes that all reach each other within so many seconds."""
         token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + seconds
         count = len(self._sockets)
-        missing = {(one, other) for one in range(count) for other in range(count) if one != other}
+        missing = {(sender, other) for sender in range(count) for other in range(count) if sender != other}
         while missing and time.monotonic() < deadline:
-            for one, other in missing:
+            for sender, other in missing:
                 with suppress(OSError):  # no way there: as if it were lost
                     there = self._sockets[other].getsockname()
-                    self._sockets[one].sendto(token + bytes([one]), there)
+                    self._sockets[sender].sendto(token + bytes([sender]), there)
             until = min(deadline, time.monotonic() + _AGAIN_SECONDS)
             while missing and (left := until - time.monotonic()) > 0:
                 missing -= self._received(token, left)
         return most_together(count, missing)
 
     def _received(self, token: bytes, seconds: float) -> set[tuple[int, int]]:
-        found = set()
+        arrived = set()
         for ready in select.select(self._sockets, [], [], seconds)[0]:
             with suppress(OSError):
                 content = ready.recv(64)
                 if content[:_TOKEN_BYTES] == token:
-                    found.add((content[_TOKEN_BYTES], self._sockets.index(ready)))
-        return found
+                    arrived.add((content[_TOKEN_BYTES], self._sockets.index(ready)))
+        return arrived
 
     def close(self) -> None:
-        for one in self._sockets:
-            one.close()
+        for own in self._sockets:
+            own.close()
 
 
 def most_together(nodes: int, apart: set[tuple[int, int]]) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def most_together(nodes: int, apart: set[tuple[int, int]]) -> tuple[int, ...]:
     for begin in range(nodes):
         together: list[int] = []
         for node in [*range(begin, nodes), *range(begin)]:
-            if all((node, one) not in apart and (one, node) not in apart for one in together):
+            if all((node, member) not in apart and (member, node) not in apart for member in together):
                 together.append(node)
         if len(together) > len(best):
             best = tuple(sorted(together))

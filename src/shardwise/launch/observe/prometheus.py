@@ -65,12 +65,12 @@ def metrics_of(state: RunState) -> Iterator[Metric]:
         yield Metric(
             "rank_silent_seconds",
             "Time since a rank's last heartbeat.",
-            tuple((_rank(one.rank), one.silent_seconds) for one in state.ranks),
+            tuple((_rank(rank.rank), rank.silent_seconds) for rank in state.ranks),
         )
     if state.late:
-        late = tuple((_rank(one.rank), one.share) for one in state.late)
+        late = tuple((_rank(rank.rank), rank.share) for rank in state.late)
         yield Metric("rank_late_ratio", "Share of the time that others wait for a rank in collectives.", late)
-        slow = tuple((_rank(one.rank), float(one.straggles)) for one in state.late)
+        slow = tuple((_rank(rank.rank), float(rank.straggles)) for rank in state.late)
         yield Metric("straggler", "1 for a rank that the others wait for.", slow)
 
 
@@ -87,10 +87,10 @@ def _rank(rank: int) -> dict[str, str]:
 def exposition(metrics: Iterable[Metric]) -> str:
     """The text that Prometheus scrapes; every name begins with ``shardwise_``."""
     lines = []
-    for one in metrics:
-        name = f"shardwise_{one.name}"
-        lines += [f"# HELP {name} {_escaped(one.meaning)}", f"# TYPE {name} {one.kind}"]
-        lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in one.samples]
+    for metric in metrics:
+        name = f"shardwise_{metric.name}"
+        lines += [f"# HELP {name} {_escaped(metric.meaning)}", f"# TYPE {name} {metric.kind}"]
+        lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in metric.samples]
     return "\n".join(lines) + "\n"
 
 
@@ -101,8 +101,8 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _escaped(text: str, *, quotes: bool = False) -> str:
-    found = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return found.replace('"', '\\"') if quotes else found
+    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return escaped.replace('"', '\\"') if quotes else escaped
 
 
 def _number(value: float) -> str:

@@ -89,7 +89,7 @@ class RunState:
 
     @property
     def stragglers(self) -> tuple[Lateness, ...]:
-        return tuple(one for one in self.late if one.straggles)
+        return tuple(rank for rank in self.late if rank.straggles)
 
     @property
     def goodput(self) -> float | None:
@@ -118,7 +118,7 @@ class RunObserver:
         if job is not None and figures.predicted_seconds is None:  # before the first step
             for name, value in read_prediction(self.folder.path).items():
                 setattr(figures, name, value)
-        last_start = next((one for one in reversed(events) if one.kind == STARTED), None)
+        last_start = next((event for event in reversed(events) if event.kind == STARTED), None)
         attempt = _attempt_folder(self.folder, last_start)
         ranks = () if attempt is None else rank_states(attempt, now)
         quiet = _age(self.folder.metrics, now) if figures.step else None
@@ -158,18 +158,18 @@ class RunObserver:
         self, events: Sequence[RunEvent], ranks: Sequence[RankState], figures: RecentSteps, quiet: float | None
     ) -> tuple[Word, str]:
         last = events[-1] if events else None
-        failed = next((one.text for one in reversed(events) if one.kind == FAILED), "")
+        failed = next((event.text for event in reversed(events) if event.kind == FAILED), "")
         if last is not None and last.kind == ENDED:
             return _end(last, failed)
         if not self._is_up(last, ranks, quiet):
             return ("not started", "") if last is None and not figures.step else ("killed", failed)
-        begun = any(one.phase != "start" for one in ranks) if ranks else figures.step > 0
+        begun = any(rank.phase != "start" for rank in ranks) if ranks else figures.step > 0
         if last is not None and (last.kind == FAILED or (last.attempt and not begun)):
             return "restarting", failed
         if not begun:
             return "starting", ""
         limit = max(STALLED_SECONDS, STALLED_STEPS * (figures.step_seconds or 0.0) * figures.interval)
-        busy = any(one.phase in ("checkpoint", "evaluation", "done") for one in ranks)
+        busy = any(rank.phase in ("checkpoint", "evaluation", "done") for rank in ranks)
         if quiet is not None and quiet > limit and not busy:
             return "stalled", f"no step for {quiet:.0f} s"
         return "running", ""
@@ -180,25 +180,25 @@ class RunObserver:
         if in_use or (in_use is False and (last is None or last.host == gethostname())):
             return bool(in_use)
         if ranks:
-            return any(one.silent_seconds < FRESH_SECONDS for one in ranks)
+            return any(rank.silent_seconds < FRESH_SECONDS for rank in ranks)
         return quiet is not None and quiet < UNHEARD_SECONDS
 
     def _saved(self, now: float) -> Saved | None:
-        found: list[Saved] = []
+        saved: list[Saved] = []
         with suppress(OSError, SpecError):
             committed = self.folder.checkpoints.committed()
             if committed:
                 written = self.folder.checkpoints.written_ns(committed[0]) / 1e9
-                found.append(Saved(committed[0], max(0.0, now - written)))
+                saved.append(Saved(committed[0], max(0.0, now - written)))
         with suppress(OSError, ValueError):
             copied = self.folder.copied
             age = max(0.0, now - copied.stat().st_mtime)
-            found.append(Saved(int(copied.read_text(encoding="utf-8")), age, in_memory=True))
-        return min(found, key=lambda one: one.age_seconds, default=None)
+            saved.append(Saved(int(copied.read_text(encoding="utf-8")), age, in_memory=True))
+        return min(saved, key=lambda commit: commit.age_seconds, default=None)
 
     def _last_sign(self, ranks: Sequence[RankState], now: float) -> float:
         """When anything of the run was last written."""
-        ages = [one.silent_seconds for one in ranks]
+        ages = [rank.silent_seconds for rank in ranks]
         ages += [age for path in (self.folder.metrics, self.folder.events) if (age := _age(path, now)) is not None]
         return now - min(ages, default=0.0)
 
@@ -212,12 +212,12 @@ def _end(last: RunEvent, failed: str) -> tuple[Word, str]:
 
 def rank_states(attempt: Path, now: float) -> tuple[RankState, ...]:
     """By the progress files of an attempt; clocks of other hosts do not matter."""
-    found = []
+    states = []
     with suppress(OSError):
-        for one in attempt.iterdir():
-            if match := _PROGRESS.fullmatch(one.name):
-                found.append(_rank_state(attempt, int(match[1]), now))
-    return tuple(sorted((one for one in found if one is not None), key=lambda one: one.rank))
+        for path in attempt.iterdir():
+            if match := _PROGRESS.fullmatch(path.name):
+                states.append(_rank_state(attempt, int(match[1]), now))
+    return tuple(sorted((state for state in states if state is not None), key=lambda state: state.rank))
 
 
 def _rank_state(attempt: Path, rank: int, now: float) -> RankState | None:
@@ -247,21 +247,21 @@ def _attempt_folder(folder: RunFolder, start: RunEvent | None) -> Path | None:
 
 def _restarts(events: Sequence[RunEvent]) -> int:
     """Starts that followed a failure by themselves."""
-    return sum(one.kind == STARTED and one.attempt > 0 for one in events)
+    return sum(event.kind == STARTED and event.attempt > 0 for event in events)
 
 
 def _running_seconds(events: Sequence[RunEvent], last_sign: float, now: float | None) -> float:
     """From every start of the run to its end; of a command that was killed, to the next sign of it."""
     total, begun = 0.0, None
-    for number, one in enumerate(events):
-        if one.kind == STARTED and one.attempt == 0:
+    for number, event in enumerate(events):
+        if event.kind == STARTED and event.attempt == 0:
             if begun is not None:  # killed before: the last that it told
                 total += max(0.0, events[number - 1].at - begun)
-            begun = one.at
-        elif one.kind == STARTED and begun is None:
-            begun = one.at
-        elif one.kind == ENDED and begun is not None:
-            total, begun = total + one.at - begun, None
+            begun = event.at
+        elif event.kind == STARTED and begun is None:
+            begun = event.at
+        elif event.kind == ENDED and begun is not None:
+            total, begun = total + event.at - begun, None
     if begun is not None:
         total += max(0.0, (last_sign if now is None else now) - begun)
     return total
@@ -276,7 +276,7 @@ def _age(path: Path, now: float) -> float | None:
 def as_data(state: RunState) -> dict[str, Any]:
     """Plain data, seconds and bytes: what ``--json`` prints."""
     figures, saved = state.figures, state.saved
-    late = {one.rank: one for one in state.late}
+    late = {rank.rank: rank for rank in state.late}
     return {
         "run": state.folder,
         "state": state.state,
@@ -301,16 +301,16 @@ def as_data(state: RunState) -> dict[str, Any]:
         "saved": None
         if saved is None
         else {"step": saved.step, "age_seconds": saved.age_seconds, "in_memory": saved.in_memory},
-        "stragglers": [one.rank for one in state.stragglers],
+        "stragglers": [rank.rank for rank in state.stragglers],
         "ranks": [
             {
-                "rank": one.rank,
-                "phase": one.phase,
-                "step": one.step,
-                "phase_seconds": one.phase_seconds,
-                "silent_seconds": one.silent_seconds,
-                "late_share": late[one.rank].share if one.rank in late else None,
+                "rank": rank.rank,
+                "phase": rank.phase,
+                "step": rank.step,
+                "phase_seconds": rank.phase_seconds,
+                "silent_seconds": rank.silent_seconds,
+                "late_share": late[rank.rank].share if rank.rank in late else None,
             }
-            for one in state.ranks
+            for rank in state.ranks
         ],
     }

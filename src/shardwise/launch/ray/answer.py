@@ -26,12 +26,12 @@ def within(seconds: float, call: Callable[[], object]) -> bool:
 
 def answer(call: Callable[[], T], seconds: float = ANSWER_SECONDS, stopped: Callable[[], bool] = lambda: False) -> T:
     """What Ray answers; raises SpecError if it does not in time, or ``stopped`` before."""
-    found: list[T] = []
+    answers: list[T] = []
     raised: list[Exception] = []
 
     def called() -> None:
         try:
-            found.append(call())
+            answers.append(call())
         except Exception as error:
             raised.append(error)
 
@@ -45,4 +45,4 @@ def answer(call: Callable[[], T], seconds: float = ANSWER_SECONDS, stopped: Call
         thread.join(_LOOK_SECONDS)
     if raised:
         raise raised[0]
-    return found[0]
+    return answers[0]

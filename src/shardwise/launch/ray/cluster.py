@@ -194,12 +194,12 @@ class RayCluster:
         """Those that are alive and have such devices."""
         import ray
 
-        found = [
-            RayNode(one["NodeID"], one["NodeManagerAddress"], int(one["Resources"].get(device, 0)))
-            for one in ray.nodes()
-            if one["Alive"]
+        alive = [
+            RayNode(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(device, 0)))
+            for node in ray.nodes()
+            if node["Alive"]
         ]
-        return sorted((node for node in found if node.room), key=lambda node: (node.address, node.number))
+        return sorted((node for node in alive if node.room), key=lambda node: (node.address, node.number))
 
     def nodes_for(self, job: Job) -> list[RayNode]:
         return self.nodes(_RESOURCES[job.run_device])
@@ -233,9 +233,9 @@ class RayCluster:
                 if group is None or best != size:
                     _remove(group)
                     size, group = best, _group(device, best, world // best)
-                if group.wait(timeout_seconds=_LOOK_SECONDS) and (found := self._bundles(group, size, job)):
+                if group.wait(timeout_seconds=_LOOK_SECONDS) and (bundles := self._bundles(group, size, job)):
                     given, group = group, None
-                    return PlacedGang(given, found, device)
+                    return PlacedGang(given, bundles, device)
                 if stopped():
                     return None
                 if time.monotonic() >= deadline:
@@ -254,8 +254,8 @@ class RayCluster:
             return []
         addresses = {name: node.address for name, node in nodes.items()}
         ranks = ranks_of_bundles(where, size, addresses, wanted_order(job, [addresses[name] for name in where]))
-        found = [Bundle(index, nodes[where[index]], ranks[index]) for index in range(len(where))]
-        return sorted(found, key=lambda bundle: bundle.ranks.start)
+        bundles = [Bundle(index, nodes[where[index]], ranks[index]) for index in range(len(where))]
+        return sorted(bundles, key=lambda bundle: bundle.ranks.start)
 
     def _does_not_fit(self, job: Job, sizes: Sequence[int], seconds: float) -> DoesNotFit:
         device = _RESOURCES[job.run_device]

@@ -48,17 +48,17 @@ class AgentActor:
 
     def read(self) -> tuple[list[bytes], int | None, str]:
         """New lines; after the last of them the agent's exit status and what it printed to standard error."""
-        found: list[bytes] = []
+        lines: list[bytes] = []
         try:
             line = self._lines.get(timeout=_READ_SECONDS)
             while line is not None:
-                found.append(line)
+                lines.append(line)
                 line = self._lines.get_nowait()
         except queue.Empty:
-            return found, None, ""
+            return lines, None, ""
         status = self._agent.wait()
         self._errors.seek(0)
-        return found, status, self._errors.read().decode("utf-8", "replace")
+        return lines, status, self._errors.read().decode("utf-8", "replace")
 
     def _listen(self) -> None:
         assert self._agent.stdout is not None

@@ -43,8 +43,8 @@ def ranks_of_bundles(
 
 def wanted_order(job: Job, addresses: Sequence[str]) -> Sequence[str]:
     """The best order of the nodes that Ray chose, where the job's wiring knows them by their addresses."""
-    found = place_nodes(job, sorted(set(addresses), key=_address_order)) if job.run.reorder else None
-    return () if found is None else found.hosts
+    placement = place_nodes(job, sorted(set(addresses), key=_address_order)) if job.run.reorder else None
+    return () if placement is None else placement.hosts
 
 
 def _address_order(address: str) -> tuple[tuple[int, str], ...]:

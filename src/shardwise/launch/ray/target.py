@@ -179,7 +179,7 @@ class RayTarget:
         assert self.splits is not None
         free, now = answer(lambda: self.cluster.free(self.job)), self.job.strategy.world
         larger = self.splits.on(self._rooms(), more_than=now)
-        return any(one.strategy.world - now <= free for one in larger)
+        return any(split.strategy.world - now <= free for split in larger)
 
     def close(self) -> None:
         """Nothing of this run is left in the cluster."""
@@ -193,7 +193,7 @@ class RayTarget:
     def _name(self, bundle: Bundle) -> str:
         """Its address; of several nodes at one address, with Ray's number of it."""
         assert self.gang is not None
-        same = {one.node.number for one in self.gang.bundles if one.node.address == bundle.node.address}
+        same = {other.node.number for other in self.gang.bundles if other.node.address == bundle.node.address}
         return bundle.node.address if len(same) == 1 else f"{bundle.node.address} (node {bundle.node.number[:8]})"
 
     def _places(self) -> list[tuple[Host, range]]:

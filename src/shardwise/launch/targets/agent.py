@@ -197,13 +197,13 @@ class _Agent:
 
     def _relay_progress(self, rank: RankProcess) -> None:
         """Times as ages: clocks of hosts differ."""
-        found = rank.progress()
-        if found is None or found == self._progress.get(rank.number):
+        progress = rank.progress()
+        if progress is None or progress == self._progress.get(rank.number):
             return
-        self._progress[rank.number] = found
+        self._progress[rank.number] = progress
         now = time.monotonic()
-        ages = {"since": now - found.since, "beat": now - found.beat}
-        say(rank=rank.number, progress={**asdict(found), **ages})
+        ages = {"since": now - progress.since, "beat": now - progress.beat}
+        say(rank=rank.number, progress={**asdict(progress), **ages})
 
 
 if __name__ == "__main__":

@@ -30,18 +30,18 @@ class Host:
 
 def read_hosts(text: str, field: str = "--on") -> list[Host]:
     """The hosts in their order; what follows a # is a comment."""
-    found: dict[str, Host] = {}
+    hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
         host = _host(line, f"{field}, line {number}")
-        if host.name in found:
+        if host.name in hosts:
             raise SpecError(f"{field}, line {number}", f"{host.name} is there twice", "add its slots up in one line")
-        found[host.name] = host
-    if not found:
+        hosts[host.name] = host
+    if not hosts:
         raise SpecError(field, "names no host", "write one in a line: `host slots=8`")
-    return list(found.values())
+    return list(hosts.values())
 
 
 def _host(line: str, field: str) -> Host:
@@ -66,7 +66,7 @@ def placed(hosts: Sequence[Host], world: int, node_devices: int) -> list[tuple[H
     That is a node's devices, or the slots where these are fewer and divide the world.
     """
     wanted = min(node_devices, world)
-    room = min((wanted if one.slots is None else one.slots) for one in hosts)
+    room = min((wanted if host.slots is None else host.slots) for host in hosts)
     here = wanted if room >= wanted else room
     if world % here:
         problem = f"{counted(world, 'rank')} on hosts of {here} slots"

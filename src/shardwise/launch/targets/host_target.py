@@ -80,15 +80,15 @@ class HostTarget:
         whole, here = self.request.job, len(self.places[0][1])
         if self.job is not whole:
             return [f"starts with {self.job.strategy.world} of {counted(whole.strategy.world, 'device')}"]
-        found = []
+        notes = []
         if here != min(whole.cluster.node_devices, whole.strategy.world):
             nodes = whole.cluster.node_devices
-            found.append(
+            notes.append(
                 f"the prediction is for nodes of {nodes} devices: these hosts have {counted(here, 'rank')} each"
             )
         if len(self.places) < len(self.hosts):
-            found.append(f"{len(self.places)} of {len(self.hosts)} hosts are needed: the others stay idle")
-        return found
+            notes.append(f"{len(self.places)} of {len(self.hosts)} hosts are needed: the others stay idle")
+        return notes
 
     def start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
@@ -123,11 +123,11 @@ class HostTarget:
         again = time.monotonic()
         left_out = {name: until for name, until in self._left_out.items() if until > again}
         there = (used | self._returned.names) - left_out.keys()
-        found = self._layout([host for host in self.hosts if host.name in there])
-        if found is None or found[0].strategy.world <= now:
+        layout = self._layout([host for host in self.hosts if host.name in there])
+        if layout is None or layout[0].strategy.world <= now:
             return None
         self._left_out = left_out
-        return f"{counted(found[0].strategy.world, 'rank')} have room again instead of {now}"
+        return f"{counted(layout[0].strategy.world, 'rank')} have room again instead of {now}"
 
     def leave_out(self, failure: Failure) -> str | None:
         """Goes on without the host of the rank that failed, if it is one rank."""
@@ -152,15 +152,15 @@ class HostTarget:
         lost: dict[str, HostLost] = {}
         while not stopped():
             late = time.monotonic() >= deadline
-            found = self._layout([host for host in self._usable() if host.name not in lost], whole_only=not late)
-            if found is None:
+            layout = self._layout([host for host in self._usable() if host.name not in lost], whole_only=not late)
+            if layout is None:
                 if late:
                     raise next(iter(lost.values()), None) or SpecError("--on", "no host is left", "check the hosts")
                 time.sleep(_RETRY_SECONDS)
                 lost.clear()
                 continue
             try:
-                self._connect(*found, folder)
+                self._connect(*layout, folder)
                 return True
             except HostLost as error:
                 if strict:

@@ -126,8 +126,8 @@ class Agent:
 
     def take(self) -> list[dict[str, Any]]:
         with self._changed:
-            found, self.messages = self.messages, []
-        return found
+            taken, self.messages = self.messages, []
+        return taken
 
     def close(self, seconds: float = 0.0) -> None:
         """Lets the agent end, and the connection with it; an agent whose input ends leaves no rank."""
@@ -213,10 +213,10 @@ class HostRanks:
         self.folder, self._agents = folder, list(agents)
         self.news: list[str] = []
         self._lost: set[Agent] = set()
-        self._files = {rank: _progress_file(folder, rank) for one in agents for rank in one.ranks}
+        self._files = {rank: _progress_file(folder, rank) for agent in agents for rank in agent.ranks}
         self._counts = dict.fromkeys(self._files, 0)
         now = time.monotonic()
-        self.all = [RankProcess(rank, RemoteProcess(one), folder, now) for one in agents for rank in one.ranks]
+        self.all = [RankProcess(rank, RemoteProcess(agent), folder, now) for agent in agents for rank in agent.ranks]
         self._by_number = {rank.number: rank for rank in self.all}
         for rank in self.all:
             rank_file(folder, rank.number, "log").touch()
@@ -229,30 +229,30 @@ class HostRanks:
             "working_folder": str(Path.cwd()),
         }  # fmt: skip
         given = {**passed_environment(), **environment}
-        for one in agents:
-            own = {**given, HOST: one.host.address}
-            one.say(start={**start, "ranks": [one.ranks.start, one.ranks.stop], "environment": own})
+        for agent in agents:
+            own = {**given, HOST: agent.host.address}
+            agent.say(start={**start, "ranks": [agent.ranks.start, agent.ranks.stop], "environment": own})
 
     @classmethod
     def lost(cls, places: Sequence[tuple[Host, range]], folder: Path, why: str) -> HostRanks:
         """An attempt whose hosts could not be connected: all of it has failed."""
-        found = cls.never_begun(places, folder)
-        for rank in found.all:
-            found._fail(rank, why)
-        return found
+        attempt = cls.never_begun(places, folder)
+        for rank in attempt.all:
+            attempt._fail(rank, why)
+        return attempt
 
     @classmethod
     def never_begun(cls, places: Sequence[tuple[Host, range]], folder: Path) -> HostRanks:
         """An attempt that was stopped before any of its ranks was started."""
-        found = cls([], [], folder, {})
-        found.all = [
+        attempt = cls([], [], folder, {})
+        attempt.all = [
             RankProcess(rank, RemoteProcess(None), folder, time.monotonic()) for _, ranks in places for rank in ranks
         ]
-        found._by_number = {rank.number: rank for rank in found.all}
-        for rank in found.all:
+        attempt._by_number = {rank.number: rank for rank in attempt.all}
+        for rank in attempt.all:
             rank_file(folder, rank.number, "log").touch()
             rank.process.returncode = -signal.SIGTERM
-        return found
+        return attempt
 
     @property
     def running(self) -> list[RankProcess]:
@@ -315,12 +315,17 @@ class HostRanks:
             with rank_file(self.folder, number, "log").open("ab") as log:
                 log.write(message["log"].encode("latin-1"))
         elif "progress" in message and number in self._files:
-            found, file = message["progress"], self._files[number]
+            progress, file = message["progress"], self._files[number]
             self._counts[number] += 1
             write_progress(
-                file, self._counts[number], found["phase"], found["step"], now - found["since"], found["limit_seconds"]
+                file,
+                self._counts[number],
+                progress["phase"],
+                progress["step"],
+                now - progress["since"],
+                progress["limit_seconds"],
             )
-            write_beat(file, now - found["beat"])
+            write_beat(file, now - progress["beat"])
         elif "failed" in message:
             write_failure(self.folder, FailureRecord(**{**message["failed"], "at": now - message["failed"]["at"]}))
         elif "stacks" in message:

@@ -16,13 +16,16 @@ PACKAGES = ("torch", "numpy", "safetensors")
 
 def installed(working_folder: Path, job_file: Path | None = None) -> dict[str, str]:
     """By name, in the order in which differences should be reported; "missing" for what is not there."""
-    found = {"Python": platform.python_version()}
-    found |= {name: _version(name) for name in PACKAGES}
-    found |= {"shardwise": shardwise.__version__, "the code of shardwise": code_hash(Path(shardwise.__file__).parent)}
-    found["the working folder"] = str(working_folder) if working_folder.is_dir() else "missing"
+    versions = {"Python": platform.python_version()}
+    versions |= {name: _version(name) for name in PACKAGES}
+    versions |= {
+        "shardwise": shardwise.__version__,
+        "the code of shardwise": code_hash(Path(shardwise.__file__).parent),
+    }
+    versions["the working folder"] = str(working_folder) if working_folder.is_dir() else "missing"
     if job_file is not None:
-        found["the job file"] = _hash(job_file)
-    return found
+        versions["the job file"] = _hash(job_file)
+    return versions
 
 
 def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, folder: Path | None = None) -> None:
@@ -39,10 +42,10 @@ def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, f
 
 def code_hash(folder: Path) -> str:
     """Of all Python files, whatever compiled files lie beside them."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder).as_posix()} {_hash(path)}\n".encode())
-    return found.hexdigest()[:12]
+        digest.update(f"{path.relative_to(folder).as_posix()} {_hash(path)}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def _hash(path: Path) -> str:

@@ -36,122 +36,122 @@ def write_for(
 ) -> Written:
     """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
     options = manifest_options("kubernetes", manifest)
-    found = manifest_job(request.job, options, run_name, grace_seconds)
-    return written_manifest(dump_documents(documents(found)), out, ("kubectl", "apply", "-f"))
+    run = manifest_job(request.job, options, run_name, grace_seconds)
+    return written_manifest(dump_documents(documents(run)), out, ("kubectl", "apply", "-f"))
 
 
-def documents(found: ManifestJob) -> list[dict[str, Any]]:
+def documents(run: ManifestJob) -> list[dict[str, Any]]:
     """In the order in which they must be there."""
-    _require_possible(found)
-    made = [_config_map(found)]
-    if found.options.kind == "jobset":
-        return [*made, _job_set(found)]
-    return [*made, _runtime(found), _train_job(found)]
+    _require_possible(run)
+    made = [_config_map(run)]
+    if run.options.kind == "jobset":
+        return [*made, _job_set(run)]
+    return [*made, _runtime(run), _train_job(run)]
 
 
-def _require_possible(found: ManifestJob) -> None:
-    options = found.options
-    if found.nodes > 1 and options.gang is None and options.queue is None:
+def _require_possible(run: ManifestJob) -> None:
+    options = run.options
+    if run.nodes > 1 and options.gang is None and options.queue is None:
         remedy = f"{FLAG} gang=coscheduling, volcano or none, or {FLAG} queue=NAME of Kueue: what the cluster has"
-        raise SpecError(FLAG, f"gang is missing: {found.nodes} pods must start together or not at all", remedy)
+        raise SpecError(FLAG, f"gang is missing: {run.nodes} pods must start together or not at all", remedy)
     if options.gang == "coscheduling" and options.kind == "jobset":
         problem = "gang=coscheduling needs a pod group, which Kubeflow Trainer makes and JobSet does not"
         raise SpecError(FLAG, problem, "use kind=trainjob, gang=volcano, or queue=NAME")
-    if found.is_gpu and found.job.cluster.device.vendor not in _GPUS:
-        problem = f"Kubernetes has no resource for {found.job.cluster.device.name} that this engine runs on"
+    if run.is_gpu and run.job.cluster.device.vendor not in _GPUS:
+        problem = f"Kubernetes has no resource for {run.job.cluster.device.name} that this engine runs on"
         raise SpecError("cluster", problem, f"use devices of {' or '.join(_GPUS)}")
-    if any(one.is_uri for one in options.mounts):
+    if any(mount.is_uri for mount in options.mounts):
         raise SpecError(FLAG, "a claim is wanted, not a URI", "name URIs in the job")
     for name in options.env:
         if name.startswith("PET_"):
             raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
-    if len(found.job.to_yaml().encode()) > MOST_JOB_BYTES:
+    if len(run.job.to_yaml().encode()) > MOST_JOB_BYTES:
         raise SpecError("job file", "is larger than 1 MiB, the limit of a ConfigMap", "name a model of the catalogue")
 
 
-def _metadata(found: ManifestJob, name: str, **labels: str) -> dict[str, Any]:
+def _metadata(run: ManifestJob, name: str, **labels: str) -> dict[str, Any]:
     made: dict[str, Any] = {"name": name}
-    if found.options.namespace is not None:
-        made["namespace"] = found.options.namespace
-    common = {"app.kubernetes.io/name": "shardwise", "app.kubernetes.io/instance": found.name}
+    if run.options.namespace is not None:
+        made["namespace"] = run.options.namespace
+    common = {"app.kubernetes.io/name": "shardwise", "app.kubernetes.io/instance": run.name}
     return {**made, "labels": {**common, **labels}}
 
 
-def _queued(found: ManifestJob) -> dict[str, str]:
-    return {} if found.options.queue is None else {"kueue.x-k8s.io/queue-name": found.options.queue}
+def _queued(run: ManifestJob) -> dict[str, str]:
+    return {} if run.options.queue is None else {"kueue.x-k8s.io/queue-name": run.options.queue}
 
 
-def _config_map(found: ManifestJob) -> dict[str, Any]:
+def _config_map(run: ManifestJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(found, f"{found.name}-job"),
-        "data": {JOB_FILE: found.job.to_yaml()},
+        "metadata": _metadata(run, f"{run.name}-job"),
+        "data": {JOB_FILE: run.job.to_yaml()},
     }
 
 
-def _train_job(found: ManifestJob) -> dict[str, Any]:
+def _train_job(run: ManifestJob) -> dict[str, Any]:
     """Trainer's torch policy gives every pod the variables that name its place (`PET_...`)."""
     return {
         "apiVersion": _TRAINER,
         "kind": "TrainJob",
-        "metadata": _metadata(found, found.name, **_queued(found)),
+        "metadata": _metadata(run, run.name, **_queued(run)),
         "spec": {
-            "runtimeRef": {"apiGroup": _TRAINER.partition("/")[0], "kind": "TrainingRuntime", "name": found.name},
-            "trainer": {"numNodes": found.nodes, "numProcPerNode": found.ranks_per_node},
+            "runtimeRef": {"apiGroup": _TRAINER.partition("/")[0], "kind": "TrainingRuntime", "name": run.name},
+            "trainer": {"numNodes": run.nodes, "numProcPerNode": run.ranks_per_node},
         },
     }
 
 
-def _runtime(found: ManifestJob) -> dict[str, Any]:
-    spec: dict[str, Any] = {"mlPolicy": {"numNodes": found.nodes, "torch": {}}}
-    if found.options.gang == "coscheduling":
+def _runtime(run: ManifestJob) -> dict[str, Any]:
+    spec: dict[str, Any] = {"mlPolicy": {"numNodes": run.nodes, "torch": {}}}
+    if run.options.gang == "coscheduling":
         spec["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": _SCHEDULE_SECONDS}}
-    elif found.options.gang == "volcano":
+    elif run.options.gang == "volcano":
         spec["podGroupPolicy"] = {"volcano": {}}
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     return {
         "apiVersion": _TRAINER,
         "kind": "TrainingRuntime",
-        "metadata": _metadata(found, found.name, **{"trainer.kubeflow.org/framework": "torch"}),
-        "spec": {**spec, "template": {"spec": _job_set_spec(found, {"metadata": {"labels": labels}}, [])}},
+        "metadata": _metadata(run, run.name, **{"trainer.kubeflow.org/framework": "torch"}),
+        "spec": {**spec, "template": {"spec": _job_set_spec(run, {"metadata": {"labels": labels}}, [])}},
     }
 
 
-def _job_set(found: ManifestJob) -> dict[str, Any]:
+def _job_set(run: ManifestJob) -> dict[str, Any]:
     """Its pods find each other by name: JobSet makes a Service without an address of its own."""
     job: dict[str, Any] = {}
-    if found.options.gang == "volcano":  # it makes the pod group of a Job by itself
-        job["metadata"] = {"annotations": {"scheduling.volcano.sh/group-min-member": str(found.nodes)}}
+    if run.options.gang == "volcano":  # it makes the pod group of a Job by itself
+        job["metadata"] = {"annotations": {"scheduling.volcano.sh/group-min-member": str(run.nodes)}}
     places: list[dict[str, Any]] = [
-        {"name": "PET_NNODES", "value": str(found.nodes)},
-        {"name": "PET_NPROC_PER_NODE", "value": str(found.ranks_per_node)},
+        {"name": "PET_NNODES", "value": str(run.nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(run.ranks_per_node)},
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-        {"name": "PET_MASTER_ADDR", "value": f"{found.name}-{NODE}-0-0.{found.name}"},
+        {"name": "PET_MASTER_ADDR", "value": f"{run.name}-{NODE}-0-0.{run.name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
     ]
-    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": found.name}
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": run.name}
     return {
         "apiVersion": _JOBSET,
         "kind": "JobSet",
-        "metadata": _metadata(found, found.name, **_queued(found)),
-        "spec": {"network": network, **_job_set_spec(found, job, places)},
+        "metadata": _metadata(run, run.name, **_queued(run)),
+        "spec": {"network": network, **_job_set_spec(run, job, places)},
     }
 
 
-def _job_set_spec(found: ManifestJob, job: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
+def _job_set_spec(run: ManifestJob, job: dict[str, Any], places: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "failurePolicy": _failure_policy(found),
-        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {**job, "spec": _job_spec(found, places)}}],
+        "failurePolicy": _failure_policy(run),
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {**job, "spec": _job_spec(run, places)}}],
     }
 
 
-def _failure_policy(found: ManifestJob) -> dict[str, Any]:
+def _failure_policy(run: ManifestJob) -> dict[str, Any]:
     """A mistake ends it; a pod that was stopped or evicted counts as no failure; all else is a restart that counts."""
-    statuses = "|".join(map(str, found.final_statuses))
+    statuses = "|".join(map(str, run.final_statuses))
     by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
-        "maxRestarts": found.job.run.restarts.most,
+        "maxRestarts": run.job.run.restarts.most,
         "rules": [
             {
                 "name": "final",
@@ -164,28 +164,28 @@ def _failure_policy(found: ManifestJob) -> dict[str, Any]:
     }
 
 
-def _job_spec(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
+def _job_spec(run: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
     def ended_with(statuses: list[int]) -> dict[str, Any]:
         return {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": statuses}}
 
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {
         "completionMode": "Indexed",
-        "completions": found.nodes,
-        "parallelism": found.nodes,
+        "completions": run.nodes,
+        "parallelism": run.nodes,
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [ended_with(found.final_statuses), ended_with(list(STOPS)), disrupted]},
-        "template": {"spec": _pod(found, places)},
+        "podFailurePolicy": {"rules": [ended_with(run.final_statuses), ended_with(list(STOPS)), disrupted]},
+        "template": {"spec": _pod(run, places)},
     }
 
 
-def _pod(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
+def _pod(run: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
     """As the strictest of Kubernetes' pod security standards wants it, unless it locks memory for RDMA."""
-    options = found.options
-    volumes = _volumes(found)
+    options = run.options
+    volumes = _volumes(run)
     made: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": round(found.grace_seconds) + END_SECONDS,
+        "terminationGracePeriodSeconds": round(run.grace_seconds) + END_SECONDS,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER_ID,
@@ -204,25 +204,25 @@ def _pod(found: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
         made["schedulerName"] = scheduler
     if options.node_selector:
         made["nodeSelector"] = dict(options.node_selector)
-    if found.is_gpu:
-        made["tolerations"] = [{"key": _gpus(found), "operator": "Exists", "effect": "NoSchedule"}]
+    if run.is_gpu:
+        made["tolerations"] = [{"key": _gpus(run), "operator": "Exists", "effect": "NoSchedule"}]
     if options.pull_secret is not None:
         made["imagePullSecrets"] = [{"name": options.pull_secret}]
-    container = _container(found, places, [mount for mount, _ in volumes])
+    container = _container(run, places, [mount for mount, _ in volumes])
     return {**made, "containers": [container], "volumes": [volume for _, volume in volumes]}
 
 
-def _container(found: ManifestJob, places: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    options = found.options
+def _container(run: ManifestJob, places: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    options = run.options
     capabilities: dict[str, Any] = {"drop": ["ALL"]}
     if options.rdma is not None:
         capabilities["add"] = ["IPC_LOCK"]
     made: dict[str, Any] = {
         "name": NODE,
         "image": options.image,
-        "command": ["bash", "-c", found.script(f"{JOB_FOLDER}/{JOB_FILE}")],
+        "command": ["bash", "-c", run.script(f"{JOB_FOLDER}/{JOB_FILE}")],
         "env": [*places, *({"name": name, "value": value} for name, value in options.env.items())],
-        "resources": _resources(found),
+        "resources": _resources(run),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         "volumeMounts": mounts,
     }
@@ -231,47 +231,47 @@ def _container(found: ManifestJob, places: list[dict[str, Any]], mounts: list[di
     return {name: value for name, value in made.items() if value != []}
 
 
-def _gpus(found: ManifestJob) -> str:
-    return _GPUS[found.job.cluster.device.vendor]
+def _gpus(run: ManifestJob) -> str:
+    return _GPUS[run.job.cluster.device.vendor]
 
 
-def _resources(found: ManifestJob) -> dict[str, Any]:
+def _resources(run: ManifestJob) -> dict[str, Any]:
     """Extended resources are limits; a CPU rank wants a core."""
-    options = found.options
-    limits: dict[str, int | str] = {_gpus(found): found.ranks_per_node} if found.is_gpu else {}
+    options = run.options
+    limits: dict[str, int | str] = {_gpus(run): run.ranks_per_node} if run.is_gpu else {}
     if options.rdma is not None:
         limits[options.rdma[0]] = options.rdma[1]
-    requests = {"cpu": options.cpu or (None if found.is_gpu else str(found.ranks_per_node)), "memory": options.memory}
+    requests = {"cpu": options.cpu or (None if run.is_gpu else str(run.ranks_per_node)), "memory": options.memory}
     made = {"requests": {name: value for name, value in requests.items() if value is not None}, "limits": limits}
     return {name: value for name, value in made.items() if value}
 
 
-def _volumes(found: ManifestJob) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _volumes(run: ManifestJob) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Where each is mounted, and what it is. Without a claim for the runs each node has a folder that ends with it."""
-    memory = {"medium": "Memory", "sizeLimit": f"{-(-shared_bytes(found) // 2**20)}Mi"}
+    memory = {"medium": "Memory", "sizeLimit": f"{-(-shared_bytes(run) // 2**20)}Mi"}
     made: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"name": "shm", "mountPath": "/dev/shm"}, {"name": "shm", "emptyDir": memory}),
         (
             {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True},
-            {"name": "job", "configMap": {"name": f"{found.name}-job"}},
+            {"name": "job", "configMap": {"name": f"{run.name}-job"}},
         ),
     ]
-    if found.options.runs is None:
+    if run.options.runs is None:
         made.append(({"name": "runs", "mountPath": RUNS}, {"name": "runs", "emptyDir": {}}))
-    for number, one in enumerate(found.options.all_mounts):
-        name = "runs" if one.path == RUNS else f"volume-{number}"
-        mount: dict[str, Any] = {"name": name, "mountPath": one.path}
-        claim: dict[str, Any] = {"claimName": one.source}
-        if one.read_only:
+    for number, given in enumerate(run.options.all_mounts):
+        name = "runs" if given.path == RUNS else f"volume-{number}"
+        mount: dict[str, Any] = {"name": name, "mountPath": given.path}
+        claim: dict[str, Any] = {"claimName": given.source}
+        if given.read_only:
             mount["readOnly"] = claim["readOnly"] = True
         made.append((mount, {"name": name, "persistentVolumeClaim": claim}))
     return made
 
 
-def shared_bytes(found: ManifestJob) -> int:
+def shared_bytes(run: ManifestJob) -> int:
     """What the ranks of a node may share: as given, or so much for each, and what data is copied there."""
-    if found.options.shared_memory_bytes is not None:
-        return found.options.shared_memory_bytes
-    data = found.job.run.data
+    if run.options.shared_memory_bytes is not None:
+        return run.options.shared_memory_bytes
+    data = run.job.run.data
     staged = int(data.stage_limit) if data.stage == "memory" else 0
-    return SHARED_BYTES[found.job.run_device] * found.ranks_per_node + staged
+    return SHARED_BYTES[run.job.run_device] * run.ranks_per_node + staged

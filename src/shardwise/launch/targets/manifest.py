@@ -100,7 +100,7 @@ def _require_seen(job: Job, options: ManifestOptions) -> None:
         named["run.start_from"] = run.start_from
     if run.checkpoints.folder is not None:
         named["run.checkpoints.folder"] = run.checkpoints.folder
-    paths = [RUNS, *(one.path for one in options.mounts)]
+    paths = [RUNS, *(mount.path for mount in options.mounts)]
     for field, text in named.items():
         if isinstance(place_of(text), RemotePlace) or any(_inside(text, path) for path in paths):
             continue

@@ -140,8 +140,8 @@ def is_name(text: str) -> bool:
 
 def name_from(text: str) -> str:
     """A name of the cluster's kind from any other."""
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return re.sub(r"^[^a-z]*", "", found)[:MOST_NAME].strip("-") or "shardwise"
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return re.sub(r"^[^a-z]*", "", name)[:MOST_NAME].strip("-") or "shardwise"
 
 
 def manifest_options(target: str, given: Sequence[str]) -> ManifestOptions:
@@ -163,43 +163,43 @@ def manifest_options(target: str, given: Sequence[str]) -> ManifestOptions:
 
 
 def _options(values: Mapping[str, Sequence[str]]) -> ManifestOptions:
-    one = {name: found[0] for name, found in values.items()}
-    mounts = [Mount(DATA, one["data"], read_only=True)] if "data" in one else []
+    single = {name: texts[0] for name, texts in values.items()}
+    mounts = [Mount(DATA, single["data"], read_only=True)] if "data" in single else []
     mounts += [_mount(text) for text in values.get("volume", ())]
     _require_apart(mounts)
-    rdma = _RESOURCE.fullmatch(one.get("rdma", ""))
+    rdma = _RESOURCE.fullmatch(single.get("rdma", ""))
     return ManifestOptions(
-        name=one.get("name"),
-        image=one.get("image", IMAGE),
-        runs=one.get("runs"),
+        name=single.get("name"),
+        image=single.get("image", IMAGE),
+        runs=single.get("runs"),
         mounts=tuple(mounts),
-        shared_memory_bytes=int(parse(one["shm"], "bytes", FLAG)) if "shm" in one else None,
-        cpu=one.get("cpu"),
-        memory=one.get("memory"),
+        shared_memory_bytes=int(parse(single["shm"], "bytes", FLAG)) if "shm" in single else None,
+        cpu=single.get("cpu"),
+        memory=single.get("memory"),
         env=_pairs(values.get("env", ())),
-        kind=one.get("kind", "trainjob"),
-        namespace=one.get("namespace"),
-        gang=one.get("gang"),
-        scheduler=one.get("scheduler"),
-        queue=one.get("queue"),
+        kind=single.get("kind", "trainjob"),
+        namespace=single.get("namespace"),
+        gang=single.get("gang"),
+        scheduler=single.get("scheduler"),
+        queue=single.get("queue"),
         rdma=None if rdma is None else (rdma[1], int(rdma[2])),
-        secret=one.get("secret"),
-        pull_secret=one.get("pull-secret"),
-        service_account=one.get("service-account"),
+        secret=single.get("secret"),
+        pull_secret=single.get("pull-secret"),
+        service_account=single.get("service-account"),
         node_selector=_pairs(values.get("node-selector", ())),
-        infra=one.get("infra"),
-        accelerator=one.get("accelerator"),
-        spot=one.get("spot") == "true",
+        infra=single.get("infra"),
+        accelerator=single.get("accelerator"),
+        spot=single.get("spot") == "true",
     )
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if found.setdefault(name, value) != value:
+        if pairs.setdefault(name, value) != value:
             raise SpecError(FLAG, f"{name} is given twice", "give it once")
-    return found
+    return pairs
 
 
 def _is_mount(text: str, source: re.Pattern[str]) -> bool:
@@ -216,8 +216,10 @@ def _mount(text: str) -> Mount:
 def _require_apart(mounts: Sequence[Mount]) -> None:
     """Every folder is one volume's."""
     seen = [RUNS]
-    for one in mounts:
-        clash = next((path for path in seen if f"{one.path}/".startswith(f"{path}/")), None)
+    for mount in mounts:
+        clash = next((path for path in seen if f"{mount.path}/".startswith(f"{path}/")), None)
         if clash is not None:
-            raise SpecError(FLAG, f"volume {one.source} at {one.path}: {clash} is another volume's", "choose another")
-        seen.append(one.path)
+            raise SpecError(
+                FLAG, f"volume {mount.source} at {mount.path}: {clash} is another volume's", "choose another"
+            )
+        seen.append(mount.path)

@@ -35,8 +35,8 @@ HOSTS = LaunchTarget(
     "FILE", "hosts over ssh, one in a line: `host slots=8`", "starts", "shardwise.launch.targets.host_target"
 )
 TARGETS = {
-    one.name: one
-    for one in (
+    target.name: target
+    for target in (
         LaunchTarget(
             "slurm", "a script for sbatch, which --submit submits", "writes", "shardwise.launch.targets.slurm"
         ),
@@ -115,13 +115,13 @@ def hosts_named(target: LaunchTarget, named: str) -> list[str] | None:
 
 def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:
     """Checks the hosts of a target that `starts`, before any rank starts."""
-    found: AbstractContextManager[StartsRanks] = importlib.import_module(target.module).start_on(request)
-    return found
+    started: AbstractContextManager[StartsRanks] = importlib.import_module(target.module).start_on(request)
+    return started
 
 
 def submitted(target: LaunchTarget, written: Written) -> SubmittedJob:
-    found: SubmittedJob = importlib.import_module(target.module).submitted(written)
-    return found
+    job: SubmittedJob = importlib.import_module(target.module).submitted(written)
+    return job
 
 
 def command_status(target: LaunchTarget, request: TargetRequest, command: Sequence[str]) -> int:
@@ -142,5 +142,5 @@ def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) ->
         raise SpecError("run.checkpoints.memory", problem, "leave it out")
     if request.job.run.recut is not None:
         raise SpecError("run.recut", f"a script for {target.name} has no launcher to re-cut the stages", "leave it out")
-    found: Written = importlib.import_module(target.module).write_for(request, **options)
-    return found
+    written: Written = importlib.import_module(target.module).write_for(request, **options)
+    return written

@@ -42,40 +42,40 @@ def write_for(
 ) -> Written:
     """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
     options = manifest_options("skypilot", manifest)
-    found = manifest_job(request.job, options, run_name, grace_seconds)
-    return written_manifest(dump_documents([task(found)]), out, ("sky", "jobs", "launch"))
+    run = manifest_job(request.job, options, run_name, grace_seconds)
+    return written_manifest(dump_documents([task(run)]), out, ("sky", "jobs", "launch"))
 
 
-def task(found: ManifestJob) -> dict[str, Any]:
-    options = found.options
+def task(run: ManifestJob) -> dict[str, Any]:
+    options = run.options
     for name in options.env:
         if name.startswith("SKYPILOT_"):
             raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
-    buckets = {one.path: {"source": one.source, "mode": "MOUNT"} for one in options.all_mounts if one.is_uri}
-    volumes = {one.path: one.source for one in options.all_mounts if not one.is_uri}
+    buckets = {mount.path: {"source": mount.source, "mode": "MOUNT"} for mount in options.all_mounts if mount.is_uri}
+    volumes = {mount.path: mount.source for mount in options.all_mounts if not mount.is_uri}
     made = {
-        "name": found.name,
-        "num_nodes": found.nodes,
-        "resources": _resources(found),
+        "name": run.name,
+        "num_nodes": run.nodes,
+        "resources": _resources(run),
         "envs": dict(options.env),
         "file_mounts": buckets,
         "volumes": volumes,
-        "setup": _setup(found),
-        "run": _run(found),
+        "setup": _setup(run),
+        "run": _run(run),
     }
     return {name: value for name, value in made.items() if value not in ({}, None)}
 
 
-def _resources(found: ManifestJob) -> dict[str, Any]:
-    options = found.options
+def _resources(run: ManifestJob) -> dict[str, Any]:
+    options = run.options
     made: dict[str, Any] = {"image_id": f"docker:{options.image}"}
-    if found.is_gpu:
-        made["accelerators"] = {_accelerator(found): found.ranks_per_node}
-        if found.nodes > 1:
+    if run.is_gpu:
+        made["accelerators"] = {_accelerator(run): run.ranks_per_node}
+        if run.nodes > 1:
             made["network_tier"] = "best"
     if options.infra is not None:
         made["infra"] = options.infra
-    cpus = options.cpu or (None if found.is_gpu else f"{found.ranks_per_node}+")
+    cpus = options.cpu or (None if run.is_gpu else f"{run.ranks_per_node}+")
     made |= {name: value for name, value in (("cpus", cpus), ("memory", options.memory)) if value is not None}
     if options.spot:
         made["use_spot"] = True
@@ -83,29 +83,29 @@ def _resources(found: ManifestJob) -> dict[str, Any]:
         **made,
         "job_recovery": {
             "strategy": "EAGER_NEXT_REGION",
-            "max_restarts_on_errors": found.job.run.restarts.most,
+            "max_restarts_on_errors": run.job.run.restarts.most,
             "recover_on_exit_codes": list(STOPS),
         },
     }
 
 
-def _accelerator(found: ManifestJob) -> str:
-    if found.options.accelerator is not None:
-        return found.options.accelerator
-    device = found.job.cluster.device.name
+def _accelerator(run: ManifestJob) -> str:
+    if run.options.accelerator is not None:
+        return run.options.accelerator
+    device = run.job.cluster.device.name
     if device not in _ACCELERATORS:
         raise SpecError("cluster", f"SkyPilot's name of {device} is not known", f"{FLAG} accelerator=NAME gives it")
     return _ACCELERATORS[device]
 
 
-def _setup(found: ManifestJob) -> str:
+def _setup(run: ManifestJob) -> str:
     """The job file, on every node."""
-    text = found.job.to_yaml()
+    text = run.job.to_yaml()
     assert _END not in text
     return f"mkdir -p {Path(_JOB).parent}\ncat > {_JOB} <<'{_END}'\n{text}{_END}\n"
 
 
-def _run(found: ManifestJob) -> str:
+def _run(run: ManifestJob) -> str:
     """SkyPilot counts GPUs, and CPU ranks are none."""
-    ranks = "" if found.is_gpu else f"export SKYPILOT_NUM_GPUS_PER_NODE={found.ranks_per_node}\n"
-    return ranks + found.script(_JOB)
+    ranks = "" if run.is_gpu else f"export SKYPILOT_NUM_GPUS_PER_NODE={run.ranks_per_node}\n"
+    return ranks + run.script(_JOB)

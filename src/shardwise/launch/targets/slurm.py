@@ -64,10 +64,10 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
         "restarts": str(job.run.restarts.most),
         "stopped": str(STOPPED),
     }
-    found = _SCRIPT
+    text = _SCRIPT
     for name, value in values.items():
-        found = found.replace(f"@{name}@", value)
-    return found
+        text = text.replace(f"@{name}@", value)
+    return text
 
 
 def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str | None]:
@@ -88,10 +88,10 @@ def _resources(job: Job) -> dict[str, str | None]:
     here = min(job.cluster.node_devices, world)
     if world % here:
         raise SpecError("strategy", f"{world} ranks are not a whole number of nodes of {here} devices")
-    found: dict[str, str | None] = {"nodes": str(world // here), "ntasks": str(world), "ntasks-per-node": str(here)}
+    resources: dict[str, str | None] = {"nodes": str(world // here), "ntasks": str(world), "ntasks-per-node": str(here)}
     if job.run_device == "cuda":
-        found["gpus-per-node"] = str(here)
-    return found
+        resources["gpus-per-node"] = str(here)
+    return resources
 
 
 def _order(directives: Mapping[str, str | None]) -> str:
@@ -102,22 +102,22 @@ def _order(directives: Mapping[str, str | None]) -> str:
 
 def _given(options: Sequence[str]) -> dict[str, str | None]:
     """More options of sbatch; those that follow from the job are its own."""
-    found: dict[str, str | None] = {}
+    given: dict[str, str | None] = {}
     for text in options:
         match = _OPTION.fullmatch(text.strip())
         if match is None or "\n" in text:
             raise SpecError("--sbatch", f"{shown(text)} is not an option of sbatch", "write it like time=4:00:00")
         if match["name"] in _FIXED:
             raise SpecError("--sbatch", f"{match['name']} follows from the job", "leave it out")
-        found[match["name"]] = match["value"]
-    return found
+        given[match["name"]] = match["value"]
+    return given
 
 
 def _exports(*, debug: bool) -> str:
     """sbatch hands on the environment; where a site turns that off, the code must still be found."""
     path = os.environ.get("PYTHONPATH")
-    found = [f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"]
-    return "\n".join([*found, *(f"export {name}={value}" for name, value in DEBUG.items() if debug)])
+    exports = [f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"]
+    return "\n".join([*exports, *(f"export {name}={value}" for name, value in DEBUG.items() if debug)])
 
 
 _SCRIPT = """#!/bin/bash
@@ -211,17 +211,17 @@ class SlurmJob:
 
     def wait(self) -> int:
         """Until it has ended and is not in the queue again; its exit status, 1 if it was cancelled or lost."""
-        found: Mapping[str, str] = {}
+        facts: Mapping[str, str] = {}
         while True:
             now = self.facts()
             if not now:
                 break
-            found = now
-            if found.get("JobState", "") not in _RUNNING:
+            facts = now
+            if facts.get("JobState", "") not in _RUNNING:
                 break
             time.sleep(POLL_SECONDS)
-        status = found.get("ExitCode", "1:0").partition(":")[0]
-        return int(status) if status.isdecimal() and found.get("JobState") in ("COMPLETED", "FAILED") else 1
+        status = facts.get("ExitCode", "1:0").partition(":")[0]
+        return int(status) if status.isdecimal() and facts.get("JobState") in ("COMPLETED", "FAILED") else 1
 
 
 def submitted(written: Written) -> SlurmJob:

@@ -80,11 +80,11 @@ def main(run: str, file: str) -> None:
     folder = RunFolder(Path(run))
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     given = tuple(nodes_of(os.environ.get(_NODES, ""), _NODES))
-    found, order, notes = in_order(job, given, _switches)
+    ordered, order, notes = in_order(job, given, _switches)
     for note in notes:
         print(f"shardwise: {note}", file=sys.stderr)
-    if found != job:
-        write_job(found, folder)  # what is predicted is for this order
+    if ordered != job:
+        write_job(ordered, folder)  # what is predicted is for this order
     if order == given:
         return
     each = job.strategy.world // len(order)

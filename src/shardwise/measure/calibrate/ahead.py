@@ -19,7 +19,7 @@ class Compiling:
     """Started at once; `wait` ends when all are done. One that fails leaves its case to be compiled where it runs."""
 
     def __init__(self, cases: Sequence[StepCase], device_index: int) -> None:
-        numbers = [str(CASES.index(one)) for one in cases if one.compile]
+        numbers = [str(CASES.index(case)) for case in cases if case.compile]
         most = max(1, (os.cpu_count() or 1) * 3 // 4)
         quiet = subprocess.DEVNULL
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -30,12 +30,12 @@ class Compiling:
         ]  # fmt: skip
 
     def wait(self) -> None:
-        for one in self._processes:
+        for process in self._processes:
             try:
-                one.wait(_LONGEST_SECONDS)
+                process.wait(_LONGEST_SECONDS)
             except subprocess.TimeoutExpired:
-                one.kill()
-                one.wait()
+                process.kill()
+                process.wait()
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> 
     if device_type == "cuda":
         return _measure_gpu(rank, threads, base)
     device, barrier = torch.device("cpu"), StoreBarrier(rank.store, rank.world)
-    matmuls = tuple(_matmul(name, *one, device, barrier) for name in CPU.precisions for one in CPU.matmuls)
+    matmuls = tuple(_matmul(name, *shape, device, barrier) for name in CPU.precisions for shape in CPU.matmuls)
     formats = tuple(_matmul(name, *_SMALL, device, barrier) for name in CPU.formats)
     attentions = tuple(_attentions(CPU.precisions[0], CPU, device, barrier))
     copies = tuple(_copies(CPU, device, barrier))
@@ -184,14 +184,16 @@ def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
     device = torch.device("cuda", local_rank(rank.number, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     barrier = StoreBarrier(rank.store, rank.world)
-    found = measure_gpu(base, device, compiles=rank.first_of_host, meet=barrier.wait)
-    matmuls = [one for one in found.figures if isinstance(one, ProductFigure) and one.product == "forward"]
-    copies = [one for one in found.figures if isinstance(one, CopyFigure)]
+    samples = measure_gpu(base, device, compiles=rank.first_of_host, meet=barrier.wait)
+    matmuls = [
+        figure for figure in samples.figures if isinstance(figure, ProductFigure) and figure.product == "forward"
+    ]
+    copies = [figure for figure in samples.figures if isinstance(figure, CopyFigure)]
     return DeviceSamples(
         _name(device), threads, _memory(device, rank.ranks_per_host),
-        tuple(MatmulSample("bf16", one.rows, one.inner, one.columns, one.seconds) for one in matmuls), (),
-        tuple(CopySample(one.bytes, one.seconds) for one in copies), (),
-        _host_link(device, barrier), gpu=found,
+        tuple(MatmulSample("bf16", own.rows, own.inner, own.columns, own.seconds) for own in matmuls), (),
+        tuple(CopySample(own.bytes, own.seconds) for own in copies), (),
+        _host_link(device, barrier), gpu=samples,
     )  # fmt: skip
 
 
@@ -267,7 +269,7 @@ class _Busy:
     def seconds_beside(self, call: Callable[[], None]) -> float:
         """Of one call in an undisturbed round, with products for longer than it takes."""
         products = math.ceil(2 * seconds_of(call, self.device, self.barrier) / self._seconds)
-        found = []
+        seconds = []
         for _ in range(ROUNDS):
             self.barrier.wait()
             torch.cuda.synchronize(self.device)
@@ -279,8 +281,8 @@ class _Busy:
             call()
             end.record()
             torch.cuda.synchronize(self.device)
-            found.append(begin.elapsed_time(end) / 1e3)
-        return undisturbed(found)
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        return undisturbed(seconds)
 
 
 def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:

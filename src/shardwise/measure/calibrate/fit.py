@@ -108,9 +108,9 @@ class Residual:
     worst_error: float
 
     @classmethod
-    def of(cls, what: str, found: Fit) -> Residual:
-        errors = np.abs(found.residuals or (0.0,))
-        return cls(what, len(found.residuals), float(np.median(errors)), float(np.max(errors)))
+    def of(cls, what: str, fitted: Fit) -> Residual:
+        errors = np.abs(fitted.residuals or (0.0,))
+        return cls(what, len(fitted.residuals), float(np.median(errors)), float(np.max(errors)))
 
 
 def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:
@@ -119,28 +119,28 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
     With ``known_peak`` the data sheet's peaks stay and shares of them are fitted; else the peak is what large matmuls
     approach.
     """
-    one = _middle(samples)
-    copied = max(2 * copy.bytes / copy.seconds for copy in one.copies)
+    device_figures = _middle(samples)
+    copied = max(2 * copy.bytes / copy.seconds for copy in device_figures.copies)
     memory_share = min(1.0, copied / base.memory_bandwidth) if known_peak else 1.0
     if known_peak:
-        device = replace(base, driver_memory=max(0.0, base.memory - one.memory_bytes))
+        device = replace(base, driver_memory=max(0.0, base.memory - device_figures.memory_bytes))
     else:
-        device = replace(base, memory_bandwidth=copied, memory=float(one.memory_bytes), driver_memory=0.0)
+        device = replace(base, memory_bandwidth=copied, memory=float(device_figures.memory_bytes), driver_memory=0.0)
     # What one machine cannot show: how unequal many are, and what mixtures of experts wait for.
     unseen = {name: getattr(base.efficiency, name) for name in ("routing_seconds", "device_spread", "layer_jitter")}
     device = replace(device, efficiency=replace(NOTHING, memory=memory_share, **unseen))
     residuals = []
-    for data_type in dict.fromkeys(matmul.data_type for matmul in one.matmuls):
-        chosen = [matmul for matmul in one.matmuls if matmul.data_type == data_type]
-        device, found = _with_matmuls(device, data_type, chosen, known_peak=known_peak)
-        residuals.append(Residual.of(f"matmuls in {data_type}", found))
+    for data_type in dict.fromkeys(matmul.data_type for matmul in device_figures.matmuls):
+        chosen = [matmul for matmul in device_figures.matmuls if matmul.data_type == data_type]
+        device, fitted = _with_matmuls(device, data_type, chosen, known_peak=known_peak)
+        residuals.append(Residual.of(f"matmuls in {data_type}", fitted))
     if not known_peak:
-        device = _with_formats(device, one.formats)
-    device, forward, backward = _with_attention(device, one.attentions)
+        device = _with_formats(device, device_figures.formats)
+    device, forward, backward = _with_attention(device, device_figures.attentions)
     residuals += [Residual.of("attention, forward", forward), Residual.of("attention, backward", backward)]
-    device, found = _with_steps(device, one.steps)
-    residuals.append(Residual.of("passes of small models", found))
-    return _with_updates(device, one.steps), residuals
+    device, fitted = _with_steps(device, device_figures.steps)
+    residuals.append(Residual.of("passes of small models", fitted))
+    return _with_updates(device, device_figures.steps), residuals
 
 
 def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
@@ -149,9 +149,11 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
         return samples[0]
 
     def middle(name: str, seconds: Sequence[str]) -> tuple[object, ...]:
-        columns = zip(*(getattr(one, name) for one in samples))
+        columns = zip(*(getattr(device, name) for device in samples))
         return tuple(
-            replace(same[0], **{field: statistics.median(getattr(one, field) for one in same) for field in seconds})
+            replace(
+                same[0], **{field: statistics.median(getattr(figure, field) for figure in same) for field in seconds}
+            )
             for same in columns
         )
 
@@ -171,12 +173,12 @@ def _with_matmuls(
     """The asymptotic rate, the loss by short inner dimensions, the traffic of operands, and the cost of a call."""
     width = 4 if data_type == "fp32" else 2
     features = []
-    for one in matmuls:
-        flops = 2.0 * one.rows * one.inner * one.columns
-        moved = width * (one.rows * one.inner + one.inner * one.columns + one.rows * one.columns)
-        features.append((flops, flops / one.inner, moved, 1.0))
-    found = fit(features, [one.seconds for one in matmuls])
-    per_flop, rolloff, per_byte, _ = found.values
+    for matmul in matmuls:
+        flops = 2.0 * matmul.rows * matmul.inner * matmul.columns
+        moved = width * (matmul.rows * matmul.inner + matmul.inner * matmul.columns + matmul.rows * matmul.columns)
+        features.append((flops, flops / matmul.inner, moved, 1.0))
+    fitted = fit(features, [matmul.seconds for matmul in matmuls])
+    per_flop, rolloff, per_byte, _ = fitted.values
     peaks, shares = dict(device.peak), dict(device.efficiency.gemm)
     if known_peak:
         shares[data_type] = min(1.0, 1 / (per_flop * device.peak_flops(data_type)))
@@ -191,28 +193,30 @@ def _with_matmuls(
         gemm_rolloff=rolloff / per_flop,
         operand_traffic=per_byte * device.memory_bandwidth,
     )
-    return replace(device, peak=FrozenMapping(peaks), efficiency=efficiency), found
+    return replace(device, peak=FrozenMapping(peaks), efficiency=efficiency), fitted
 
 
 def _with_formats(device: Device, formats: Sequence[MatmulSample]) -> Device:
     """Peaks of other formats from fp32's, by the ratio of one matmul: a format without instructions is far slower."""
-    seconds = {one.data_type: one.seconds for one in formats}
-    others = {name: device.peak["fp32"] * seconds["fp32"] / one for name, one in seconds.items() if name != "fp32"}
+    seconds = {matmul.data_type: matmul.seconds for matmul in formats}
+    others = {name: device.peak["fp32"] * seconds["fp32"] / spent for name, spent in seconds.items() if name != "fp32"}
     return replace(device, peak=FrozenMapping({**device.peak, **others}))
 
 
 def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tuple[Device, Fit, Fit]:
     counted = []
-    for one in attentions:
-        attended = (one.seq + 1) / 2 / one.seq
-        scores = one.batch * one.seq * one.seq * one.heads * attended
-        counted.append((scores * 4 * one.features, scores))
-    forward = fit([(flops, scores, 1.0) for flops, scores in counted], [one.forward_seconds for one in attentions])
+    for attention in attentions:
+        attended = (attention.seq + 1) / 2 / attention.seq
+        scores = attention.batch * attention.seq * attention.seq * attention.heads * attended
+        counted.append((scores * 4 * attention.features, scores))
+    forward = fit(
+        [(flops, scores, 1.0) for flops, scores in counted], [attention.forward_seconds for attention in attentions]
+    )
     per_flop, per_score, _ = forward.values
     score_flops = per_score / per_flop if per_flop else 0.0
     backward = fit(
         [(2.5 * (flops + score_flops * scores), 1.0) for flops, scores in counted],
-        [one.backward_seconds for one in attentions],
+        [attention.backward_seconds for attention in attentions],
     )
     peak = device.peak_flops(attentions[0].data_type)
 
@@ -240,9 +244,9 @@ def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fi
     known = [priced(step) for step in steps]
     names = ("elementwise_traffic", "operator_seconds")
     features = [[priced(step, **{name: 1.0}) - base for name in names] for step, base in zip(steps, known)]
-    found = fit(features, [step.passes_seconds for step in steps], known)
-    efficiency = replace(device.efficiency, **dict(zip(names, found.values)))  # type: ignore[arg-type]
-    return replace(device, efficiency=efficiency), found
+    fitted = fit(features, [step.passes_seconds for step in steps], known)
+    efficiency = replace(device.efficiency, **dict(zip(names, fitted.values)))  # type: ignore[arg-type]
+    return replace(device, efficiency=efficiency), fitted
 
 
 def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
@@ -277,19 +281,22 @@ def fitted_level(
 
     Otherwise the bandwidth is that of the faster of the two, and the latency is part of the steps' overhead.
     """
-    found, rates, residuals = {}, {}, []
+    transports, rates, residuals = {}, {}, []
     for runner, whose in {"backend": "the backend's", "schedules": "our"}.items():
-        own = [one for one in samples if one.level == index and one.runner == runner]
+        own = [sample for sample in samples if sample.level == index and sample.runner == runner]
         if own:
-            found[runner], rates[runner], result = _transport(base, index, widths, own, wire)
+            transports[runner], rates[runner], result = _transport(base, index, widths, own, wire)
             residuals.append(Residual.of(f"{whose} collectives, {base.name}", result))
     bandwidth = wire.rate if wire else max(rates.values())
-    found = {runner: replace(one, efficiency=min(1.0, rates[runner] / bandwidth)) for runner, one in found.items()}
-    backend = found["backend"]
+    transports = {
+        runner: replace(transport, efficiency=min(1.0, rates[runner] / bandwidth))
+        for runner, transport in transports.items()
+    }
+    backend = transports["backend"]
     level = replace(
         base, link=None, bandwidth=bandwidth, latency=wire.delay if wire else 0.0, trips=backend.trips,
         overhead=backend.overhead, startup=backend.startup, ramp=backend.ramp, efficiency=backend.efficiency,
-        schedules=found.get("schedules"),
+        schedules=transports.get("schedules"),
     )  # fmt: skip
     return level, residuals
 
@@ -298,21 +305,21 @@ def _transport(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
 ) -> tuple[Transport, float, Fit]:
     """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate; and the rate, bytes/s."""
-    several_delays = wire is not None and len({one.delay for one in samples}) > 1
+    several_delays = wire is not None and len({sample.delay for sample in samples}) > 1
     features, known = [], []
-    for one in samples:
-        hops, carried = demands(base, index, widths, one)
-        trips = hops * one.delay if several_delays else 0.0
+    for sample in samples:
+        hops, carried = demands(base, index, widths, sample)
+        trips = hops * sample.delay if several_delays else 0.0
         features.append((trips, hops, 1.0, carried, math.sqrt(carried)))
-        known.append(0.0 if several_delays or wire is None else hops * one.delay)
-    seconds = [one.seconds for one in samples]
+        known.append(0.0 if several_delays or wire is None else hops * sample.delay)
+    seconds = [sample.seconds for sample in samples]
     result = fit(features, seconds, known)
     if not result.values[3]:  # too noisy to tell a ramp from a rate
         result = fit([row[:4] for row in features], seconds, known)
     trips, overhead, startup, per_byte, *per_root = result.values
     if not several_delays:
         trips = 1.0 if wire is not None else 0.0
-    per_byte = per_byte or min(one / row[3] for one, row in zip(seconds, features))
+    per_byte = per_byte or min(spent / row[3] for spent, row in zip(seconds, features))
     ramp = (per_root[0] / per_byte) ** 2 if per_root else 0.0
     return Transport(trips=trips, overhead=overhead, startup=startup, ramp=ramp), 1 / per_byte, result
 

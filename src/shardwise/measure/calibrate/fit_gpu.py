@@ -39,8 +39,8 @@ _NOTHING = EngineKernels(
 
 def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[Device, list[Residual]]:
     """``base`` with its data sheet's peaks, and all that was measured as shares of them."""
-    copies = [one for one in samples.figures if isinstance(one, CopyFigure)]
-    copied = max(2 * one.bytes / one.seconds for one in copies if 2 * one.bytes > 4 * base.cache)
+    copies = [figure for figure in samples.figures if isinstance(figure, CopyFigure)]
+    copied = max(2 * copy.bytes / copy.seconds for copy in copies if 2 * copy.bytes > 4 * base.cache)
     slowest, of_attention, other = fitted_power(samples.mixes)
     kept = {name: getattr(base.efficiency, name) for name in _KEPT}
     efficiency = Efficiency(
@@ -50,42 +50,46 @@ def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[De
     )  # fmt: skip
     device = replace(base, driver_memory=max(0.0, base.memory - memory_bytes), efficiency=efficiency)
     slowed = _slowed_figures(efficiency, samples)
-    products = [replace(one, seconds=one.seconds / slowed) for one in samples.figures if isinstance(one, ProductFigure)]
-    attentions = [replace(one, seconds=one.seconds / slowed)
-                  for one in samples.figures if isinstance(one, AttentionFigure)]  # fmt: skip
+    products = [
+        replace(figure, seconds=figure.seconds / slowed)
+        for figure in samples.figures
+        if isinstance(figure, ProductFigure)
+    ]
+    attentions = [replace(figure, seconds=figure.seconds / slowed)
+                  for figure in samples.figures if isinstance(figure, AttentionFigure)]  # fmt: skip
     residuals: list[Residual] = []
     for with_some in (_with_products, _with_experts, _with_scaled):
-        device, found = with_some(device, products)
-        residuals += found
-    device, found = _with_attention(device, attentions)
-    residuals += found
-    device, found = _with_steps(device, samples.cases)
-    return device, [*residuals, *found]
+        device, errors = with_some(device, products)
+        residuals += errors
+    device, errors = _with_attention(device, attentions)
+    residuals += errors
+    device, errors = _with_steps(device, samples.cases)
+    return device, [*residuals, *errors]
 
 
 def fitted_power(mixes: Sequence[Mix]) -> tuple[float, float, float]:
     """``power_slowdown``, ``attention_slowdown`` and ``other_power`` that explain both beside more and more copies."""
-    matmuls, attentions = ([one for one in mixes if one.attention == wanted] for wanted in (False, True))
+    matmuls, attentions = ([mix for mix in mixes if mix.attention == wanted] for wanted in (False, True))
     best = float("inf"), Efficiency()
     for other in range(40, 100, 2):
         for percent in range(100, 150):
             tried = Efficiency(power_slowdown=percent / 100, other_power=other / 100)
-            best = min(best, (_misfit(matmuls, tried.slowdown_at), tried), key=lambda one: one[0])
-    found = best[1]
-    if attentions and found.power_slowdown > 1:
-        tries = [replace(found, attention_slowdown=percent / 100) for percent in range(100, 150)]
-        found = min(tries, key=lambda one: _misfit(attentions, partial(one.slowdown_at, 0.0)))
-    return found.power_slowdown, found.attention_slowdown, found.other_power
+            best = min(best, (_misfit(matmuls, tried.slowdown_at), tried), key=lambda scored: scored[0])
+    fitted = best[1]
+    if attentions and fitted.power_slowdown > 1:
+        tries = [replace(fitted, attention_slowdown=percent / 100) for percent in range(100, 150)]
+        fitted = min(tries, key=lambda tried: _misfit(attentions, partial(tried.slowdown_at, 0.0)))
+    return fitted.power_slowdown, fitted.attention_slowdown, fitted.other_power
 
 
 def _misfit(mixes: Sequence[Mix], slowdown_at: Callable[[float], float]) -> float:
-    found = fit([(slowdown_at(one.share),) for one in mixes], [one.seconds for one in mixes])
-    return sum(one * one for one in found.residuals)
+    fitted = fit([(slowdown_at(mix.share),) for mix in mixes], [mix.seconds for mix in mixes])
+    return sum(error * error for error in fitted.residuals)
 
 
 def _slowed_figures(efficiency: Efficiency, samples: GpuSamples) -> float:
     """What the power limit did to all figures, which were launched in turn for about as long each."""
-    kinds = [isinstance(one, AttentionFigure) for one in samples.figures if not isinstance(one, CopyFigure)]
+    kinds = [isinstance(figure, AttentionFigure) for figure in samples.figures if not isinstance(figure, CopyFigure)]
     attention = samples.figures_share * sum(kinds) / len(kinds)
     return efficiency.slowdown_at(samples.figures_share - attention, attention)
 
@@ -107,55 +111,57 @@ def _priced(figure: ProductFigure, device: Device) -> float:
         OperatorRole.MLP, "product", figure.rows, figure.columns, figure.inner, matrices=figure.matrices,
         expert=figure.matrices > 1,
     )  # fmt: skip
-    recipe = next(one for one in RECIPES.values() if one.scaling == figure.scaling and one.wide == "bf16")
+    recipe = next(known for known in RECIPES.values() if known.scaling == figure.scaling and known.wide == "bf16")
     passes = operator_seconds(operator, device, recipe, default_stack()).passes
     return float(passes[("forward", "input", "weight").index(figure.product)])
 
 
 def _with_products(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
     """The asymptotic rate, the loss by short inner dimensions, by the last wave of tiles, and by operands."""
-    plain = [one for one in figures if one.matrices == 1 and not one.scaling]
+    plain = [figure for figure in figures if figure.matrices == 1 and not figure.scaling]
 
     def at(**changes: float) -> list[float]:
         full = {"gemm": FrozenMapping({**device.efficiency.gemm, "bf16": 1.0}), "gemm_rolloff": 0.0, "gemm_tail": 0.0}
-        return [_priced(one, _changed(device, **{**full, "operand_traffic": 0.0, **changes})) for one in plain]
+        return [_priced(figure, _changed(device, **{**full, "operand_traffic": 0.0, **changes})) for figure in plain]
 
     bare = at()
-    columns = [bare, *([one - none for one, none in zip(at(**{name: 1.0}), bare)]
+    columns = [bare, *([changed - none for changed, none in zip(at(**{name: 1.0}), bare)]
                        for name in ("gemm_rolloff", "gemm_tail", "operand_traffic"))]  # fmt: skip
     features = [(*row, 1.0) for row in zip(*columns)]
-    found = fit(features, [one.seconds for one in plain])
-    slower, rolloff, tail, traffic, _ = found.values
+    fitted_seconds = fit(features, [figure.seconds for figure in plain])
+    slower, rolloff, tail, traffic, _ = fitted_seconds.values
     share = min(1.0, 1 / slower)
     gemm = FrozenMapping({**device.efficiency.gemm, **dict.fromkeys(("bf16", "fp16"), share)})
     fitted = _changed(
         device, gemm=gemm, gemm_rolloff=rolloff / slower, gemm_tail=tail / slower, operand_traffic=traffic
     )
-    return fitted, [Residual.of("matmuls in bf16", found)]
+    return fitted, [Residual.of("matmuls in bf16", fitted_seconds)]
 
 
 def _with_experts(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
-    grouped = [one for one in figures if one.matrices > 1]
+    grouped = [figure for figure in figures if figure.matrices > 1]
     if not grouped:
         return device, []
     even = _changed(device, expert_gemm=1.0)
-    bare, with_a_row = ([_priced(one, _changed(even, expert_rolloff=rows)) for one in grouped] for rows in (0.0, 1.0))
+    bare, with_a_row = (
+        [_priced(figure, _changed(even, expert_rolloff=rows)) for figure in grouped] for rows in (0.0, 1.0)
+    )
     features = [(base, more - base) for base, more in zip(bare, with_a_row)]
-    found = fit(features, [one.seconds for one in grouped], expected=(1.0, 100.0))
-    slower, by_rows = found.values
+    fitted_seconds = fit(features, [figure.seconds for figure in grouped], expected=(1.0, 100.0))
+    slower, by_rows = fitted_seconds.values
     slower = max(1.0, slower)
     fitted = _changed(device, expert_gemm=1 / slower, expert_rolloff=by_rows / slower)
-    return fitted, [Residual.of("matmuls of experts", found)]
+    return fitted, [Residual.of("matmuls of experts", fitted_seconds)]
 
 
 def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
     shares, residuals = {}, []
-    for scaling in dict.fromkeys(one.scaling for one in figures if one.scaling):
-        own = [one for one in figures if one.scaling == scaling]
+    for scaling in dict.fromkeys(figure.scaling for figure in figures if figure.scaling):
+        own = [figure for figure in figures if figure.scaling == scaling]
         full = _own_changed(device, scaled=FrozenMapping({scaling: 1.0}))
-        found = fit([(_priced(one, full),) for one in own], [one.seconds for one in own])
-        shares[scaling] = min(1.0, 1 / found.values[0])
-        residuals.append(Residual.of(f"matmuls in FP8, a scale per {scaling}", found))
+        fitted_seconds = fit([(_priced(figure, full),) for figure in own], [figure.seconds for figure in own])
+        shares[scaling] = min(1.0, 1 / fitted_seconds.values[0])
+        residuals.append(Residual.of(f"matmuls in FP8, a scale per {scaling}", fitted_seconds))
     gemm = FrozenMapping({**device.efficiency.gemm, **({"fp8": max(shares.values())} if shares else {})})
     return _changed(_own_changed(device, scaled=FrozenMapping(shares)), gemm=gemm), residuals
 
@@ -163,10 +169,10 @@ def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Devi
 def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple[Device, list[Residual]]:
     """Of each pass the rate, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
     device = _changed(device, exponential_flops=0.0, head_features=_HEAD_FEATURES)
-    plain = [one for one in figures if one.window is None and one.softcap is None]
-    forward = [one for one in plain if not one.both]
-    backward = [replace(both, seconds=both.seconds - one.seconds)
-                for one, both in zip(forward, [one for one in plain if one.both])]  # fmt: skip
+    plain = [figure for figure in figures if figure.window is None and figure.softcap is None]
+    forward = [figure for figure in plain if not figure.both]
+    backward = [replace(both, seconds=both.seconds - alone.seconds)
+                for alone, both in zip(forward, [figure for figure in plain if figure.both])]  # fmt: skip
     kept, first = _attention_pass(forward)
     kept_backward, second = _attention_pass(backward)
     peak = device.peak_flops("bf16")
@@ -178,26 +184,27 @@ def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple
     )  # fmt: skip
     residuals = [Residual.of("attention, forward", first), Residual.of("attention, backward", second)]
     speeds = {
-        name: float(operator_seconds(_attention(one), fitted, RECIPES["bf16"], default_stack()).total) / one.seconds
-        for one in figures if one.both
-        for name in ("windowed_attention" if one.window else "capped_attention" if one.softcap else "",) if name
+        name: float(operator_seconds(_attention(figure), fitted, RECIPES["bf16"], default_stack()).total)
+        / figure.seconds
+        for figure in figures if figure.both
+        for name in ("windowed_attention" if figure.window else "capped_attention" if figure.softcap else "",) if name
     }  # fmt: skip
     return (_own_changed(fitted, **speeds) if speeds else fitted), residuals
 
 
 def _attention_pass(figures: Sequence[AttentionFigure]) -> tuple[float, Fit]:
     """The best rolloff, and seconds of a FLOP and of a score. Errors as they are: some sizes have their own kernels."""
-    tries = [(float(rolloff), fit([_attention_work(one, rolloff) for one in figures], [one.seconds for one in figures]))
+    seconds = [figure.seconds for figure in figures]
+    tries = [(float(rolloff), fit([_attention_work(figure, rolloff) for figure in figures], seconds))
              for rolloff in range(0, 1025, 32)]  # fmt: skip
-    return min((one for one in tries if one[1].values[0]), key=lambda one: sum(map(abs, one[1].residuals)))
+    return min((tried for tried in tries if tried[1].values[0]), key=lambda tried: sum(map(abs, tried[1].residuals)))
 
 
 def _attention(figure: AttentionFigure) -> Operator:
-    one = figure
-    seen = one.seq / 2 if one.window is None else one.window - one.window**2 / (2 * one.seq)
-    features = one.heads * (one.features + one.value_features)
-    return Operator(OperatorRole.ATTENTION, "attention", one.batch * one.seq, one.seq, features, one.heads,
-                    seen / one.seq)  # fmt: skip
+    seen = figure.seq / 2 if figure.window is None else figure.window - figure.window**2 / (2 * figure.seq)
+    features = figure.heads * (figure.features + figure.value_features)
+    return Operator(OperatorRole.ATTENTION, "attention", figure.batch * figure.seq, figure.seq, features, figure.heads,
+                    seen / figure.seq)  # fmt: skip
 
 
 def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, float]:
@@ -217,36 +224,38 @@ _LAYER_SECONDS = {"eager": (2e-4, 3e-4), "compiled": (1.5e-4, 1.5e-4)}
 
 
 def _with_steps(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, list[Residual]]:
-    recorded = [one for one in cases if one.case.graphs]
-    updates = sorted(recorded, key=lambda one: -one.update_seconds)[:_LARGEST_UPDATES]  # others wait for the host
-    times = [one.update_seconds / _update(case_job(one.case, _own_changed(device, update_traffic=1.0)))
-             for one in updates]  # fmt: skip
+    recorded = [sample for sample in cases if sample.case.graphs]
+    updates = sorted(recorded, key=lambda sample: -sample.update_seconds)[:_LARGEST_UPDATES]  # others wait for the host
+    times = [sample.update_seconds / _update(case_job(sample.case, _own_changed(device, update_traffic=1.0)))
+             for sample in updates]  # fmt: skip
     device = _own_changed(device, update_traffic=statistics.median(times))
-    dense = [one for one in recorded if one.case.model.moe is None and one.case.precision == "bf16"
-             and one.case.microbatches == 1]  # fmt: skip
-    device, found = _with_passes(device, dense)
-    residuals = [Residual.of("passes of dense models", found)]
-    device = _with_accumulation(device, [one for one in recorded if one.case.microbatches > 1])
-    mixtures = [one for one in recorded if one.case.model.moe is not None]
+    dense = [sample for sample in recorded if sample.case.model.moe is None and sample.case.precision == "bf16"
+             and sample.case.microbatches == 1]  # fmt: skip
+    device, fitted = _with_passes(device, dense)
+    residuals = [Residual.of("passes of dense models", fitted)]
+    device = _with_accumulation(device, [sample for sample in recorded if sample.case.microbatches > 1])
+    mixtures = [sample for sample in recorded if sample.case.model.moe is not None]
     changes = {"routing": _setting("routing", "eager"), "scores": _setting("score_traffic"),
                "starts": _setting("layer_seconds", "mixture")}  # fmt: skip
-    device, found = _with(device, [one for one in mixtures if not one.case.compile], changes, (8.0, 5.0, 2e-4))
-    residuals.append(Residual.of("passes of mixtures of experts", found))
-    compiled = [one for one in mixtures if one.case.compile]
+    device, fitted = _with(
+        device, [sample for sample in mixtures if not sample.case.compile], changes, (8.0, 5.0, 2e-4)
+    )
+    residuals.append(Residual.of("passes of mixtures of experts", fitted))
+    compiled = [sample for sample in mixtures if sample.case.compile]
     device, _ = _with(device, compiled, {"routing": _setting("routing", "compiled")}, (8.0,))
-    for one in recorded:
-        scaling = RECIPES[one.case.precision].scaling
+    for sample in recorded:
+        scaling = RECIPES[sample.case.precision].scaling
         if scaling:
-            device, found = _with(device, [one], {scaling: _setting("casts", scaling)}, (2.5,))
-    return _with_host(device, [one for one in cases if not one.case.graphs]), residuals
+            device, fitted = _with(device, [sample], {scaling: _setting("casts", scaling)}, (2.5,))
+    return _with_host(device, [sample for sample in cases if not sample.case.graphs]), residuals
 
 
 def _with_accumulation(device: Device, cases: Sequence[CaseSample]) -> Device:
     """What steps of several microbatches take beyond their passes and the update."""
     times = []
-    for one in cases:
-        job, more = (case_job(one.case, _own_changed(device, accumulation_traffic=value)) for value in (0.0, 1.0))
-        beyond = one.step_seconds - _update(job) - _passes(job)
+    for sample in cases:
+        job, more = (case_job(sample.case, _own_changed(device, accumulation_traffic=value)) for value in (0.0, 1.0))
+        beyond = sample.step_seconds - _update(job) - _passes(job)
         times.append(max(0.0, beyond) / (_update(more) - _update(job)))
     return _own_changed(device, accumulation_traffic=statistics.median(times)) if times else device
 
@@ -288,16 +297,16 @@ def _with(
     if not cases:
         return device, Fit((), ())
     even = _changed(device, power_slowdown=1.0)
-    bare = [_passes(case_job(one.case, even)) for one in cases]
-    known = [base + _slowed(device, one) for base, one in zip(bare, cases)]
-    columns = [[_passes(case_job(one.case, change(even, 1.0))) - base for one, base in zip(cases, bare)]
+    bare = [_passes(case_job(sample.case, even)) for sample in cases]
+    known = [base + _slowed(device, sample) for base, sample in zip(bare, cases)]
+    columns = [[_passes(case_job(sample.case, change(even, 1.0))) - base for sample, base in zip(cases, bare)]
                for change in changes.values()]  # fmt: skip
-    updates = [_update(case_job(one.case, device)) for one in cases]
-    passes = [one.step_seconds - update for one, update in zip(cases, updates)]
-    found = fit(list(zip(*columns)), passes, known, expected)
-    for change, value in zip(changes.values(), found.values):
+    updates = [_update(case_job(sample.case, device)) for sample in cases]
+    passes = [sample.step_seconds - update for sample, update in zip(cases, updates)]
+    fitted = fit(list(zip(*columns)), passes, known, expected)
+    for change, value in zip(changes.values(), fitted.values):
         device = change(device, value)
-    return device, found
+    return device, fitted
 
 
 def _passes(job: Job) -> float:
@@ -305,12 +314,12 @@ def _passes(job: Job) -> float:
     return job.microbatches * float(seconds.forward + seconds.backward)
 
 
-def _slowed(device: Device, one: CaseSample) -> float:
+def _slowed(device: Device, sample: CaseSample) -> float:
     """Seconds that the power limit adds to a measured step: `Efficiency.slowdown`, where the whole step is known."""
-    matmuls, attention, _ = unslowed_seconds(case_job(one.case, device))
+    matmuls, attention, _ = unslowed_seconds(case_job(sample.case, device))
     slower = 1.0
     for _ in range(12):
-        shares = (min(1.0, slower * part / one.step_seconds) for part in (matmuls, attention))
+        shares = (min(1.0, slower * part / sample.step_seconds) for part in (matmuls, attention))
         slower = device.efficiency.slowdown_at(*shares)
     return (slower - 1) * (matmuls + attention)
 
@@ -323,16 +332,21 @@ def _with_host(device: Device, cases: Sequence[CaseSample]) -> Device:
     """The host's time for a layer and for the rest of a step, where kernels are so small that it is all that counts."""
 
     def alike(*, rotary: bool, moe: bool = False, compiled: bool = False) -> list[CaseSample]:
-        found = [one for one in cases if one.case.compile == compiled and (one.case.model.moe is not None) == moe
-                 and (one.case.model.positions == "rope") == rotary]  # fmt: skip
-        return sorted(found, key=lambda one: one.case.model.layers)
+        chosen = [
+            sample
+            for sample in cases
+            if sample.case.compile == compiled
+            and (sample.case.model.moe is not None) == moe
+            and (sample.case.model.positions == "rope") == rotary
+        ]
+        return sorted(chosen, key=lambda sample: sample.case.model.layers)
 
     few, *_, many = alike(rotary=True)
     layer = (many.step_seconds - few.step_seconds) / (many.case.model.layers - few.case.model.layers)
     rest = max(0.0, few.step_seconds - few.case.model.layers * layer)
 
-    def of_layer(found: list[CaseSample], less: float = 0.0) -> float:
-        return max(0.0, (found[-1].step_seconds - rest) / found[-1].case.model.layers - less) if found else 0.0
+    def of_layer(samples: list[CaseSample], less: float = 0.0) -> float:
+        return max(0.0, (samples[-1].step_seconds - rest) / samples[-1].case.model.layers - less) if samples else 0.0
 
     host = {}
     for mode in MODES:

@@ -88,23 +88,23 @@ COPIES = (2**20, 2**24, 2**26, 2**28)
 
 def gpu_figures(device: torch.device, *, fp8: bool) -> list[tuple[GpuFigure, TimedCalls]]:
     noise = RandomOperands(device)
-    found: list[tuple[GpuFigure, TimedCalls]] = [
+    figures: list[tuple[GpuFigure, TimedCalls]] = [
         (figure, _product_calls(figure, noise))
         for shape in LAYERS for product in PRODUCTS for figure in [ProductFigure(*shape, product)]
     ]  # fmt: skip
     for experts, rows, inputs, outputs in GROUPS:
         grouped = [ProductFigure(rows, inputs, outputs, product, experts) for product in PRODUCTS]
-        found += [(figure, TimedCalls((_grouped(figure, noise),))) for figure in grouped]
+        figures += [(figure, TimedCalls((_grouped(figure, noise),))) for figure in grouped]
     if fp8:
-        found += [pair for shape in FP8_LAYERS for scaling in SCALINGS for pair in _scaled(shape, scaling, noise)]
+        figures += [pair for shape in FP8_LAYERS for scaling in SCALINGS for pair in _scaled(shape, scaling, noise)]
     for sizes in ATTENTIONS:
-        found += [(figure, _attention_calls(figure, noise))
+        figures += [(figure, _attention_calls(figure, noise))
                   for figure in (AttentionFigure(*sizes, both) for both in (False, True))]  # fmt: skip
     others = (AttentionFigure(*WINDOWED, True, window=WINDOWED[1] // 2), AttentionFigure(*CAPPED, True, softcap=50.0))
-    found += [(figure, _attention_calls(figure, noise)) for figure in others]
+    figures += [(figure, _attention_calls(figure, noise)) for figure in others]
     for size in COPIES:
-        found.append((CopyFigure(size), TimedCalls(tuple(_copy(size, noise) for _ in range(sets_of(size))))))
-    return found
+        figures.append((CopyFigure(size), TimedCalls(tuple(_copy(size, noise) for _ in range(sets_of(size))))))
+    return figures
 
 
 def _product_calls(figure: ProductFigure, noise: RandomOperands) -> TimedCalls:
@@ -159,17 +159,16 @@ def _forms(matrix: Tensor, scaling: str, *, gradient: bool, stacked: bool) -> An
 
 
 def _attention_calls(figure: AttentionFigure, noise: RandomOperands) -> TimedCalls:
-    one = figure
     query, key, value = (
-        noise(one.batch, one.seq, heads, features).requires_grad_()  # also forward: training's kernel
-        for heads, features in ((one.heads, one.features), (one.key_heads, one.features),
-                                (one.key_heads, one.value_features))
+        noise(figure.batch, figure.seq, heads, features).requires_grad_()  # also forward: training's kernel
+        for heads, features in ((figure.heads, figure.features), (figure.key_heads, figure.features),
+                                (figure.key_heads, figure.value_features))
     )  # fmt: skip
-    arguments = AttentionArguments(True, one.window, one.features**-0.5, softcap=one.softcap)
+    arguments = AttentionArguments(True, figure.window, figure.features**-0.5, softcap=figure.softcap)
     forward = partial(dot_product_attention, query, key, value, arguments)
-    if not one.both:
+    if not figure.both:
         return TimedCalls((forward,))
-    gradient = noise(one.batch, one.seq, one.heads, one.value_features)
+    gradient = noise(figure.batch, figure.seq, figure.heads, figure.value_features)
     return TimedCalls((lambda: torch.autograd.grad(forward(), (query, key, value), gradient),))
 
 

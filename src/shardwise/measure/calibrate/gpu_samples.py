@@ -33,7 +33,7 @@ def measure_gpu(
     base: Device, device: torch.device, *, compiles: bool = True, meet: Callable[[], None] = lambda: None
 ) -> GpuSamples:
     """``compiles``: for all GPUs of its host, which ``meet`` before they measure."""
-    cases = [one for one in CASES if "fp8" in base.peak or not one.precision.startswith("fp8")]
+    cases = [case for case in CASES if "fp8" in base.peak or not case.precision.startswith("fp8")]
     compiling = Compiling(cases if compiles else (), device.index or 0)
 
     def ready() -> None:
@@ -41,13 +41,13 @@ def measure_gpu(
         meet()
 
     figures = gpu_figures(device, fp8="fp8" in base.peak)  # built while others compile
-    seconds, share = sustained_seconds([one for _, one in figures], device, _FIGURES_SECONDS, ready=ready)
-    found = tuple(replace(one, seconds=spent) for (one, _), spent in zip(figures, seconds) if spent)
+    seconds, share = sustained_seconds([calls for _, calls in figures], device, _FIGURES_SECONDS, ready=ready)
+    timed = tuple(replace(figure, seconds=spent) for (figure, _), spent in zip(figures, seconds) if spent)
     del figures
     gc.collect()
     torch.cuda.empty_cache()
     slower = tuple(mixes(device, _MIX_SECONDS))
-    return GpuSamples(found, share, slower, tuple(measured_cases(cases, base, device, lambda text: None)))
+    return GpuSamples(timed, share, slower, tuple(measured_cases(cases, base, device, lambda text: None)))
 
 
 def middle_gpu(samples: Sequence[GpuSamples]) -> GpuSamples:
@@ -60,17 +60,17 @@ def middle_gpu(samples: Sequence[GpuSamples]) -> GpuSamples:
         return statistics.median(values)
 
     figures = tuple(
-        replace(same[0], seconds=median([one.seconds for one in same]))
-        for same in zip(*(one.figures for one in samples))
+        replace(same[0], seconds=median([figure.seconds for figure in same]))
+        for same in zip(*(gpu.figures for gpu in samples))
     )
     mixed = tuple(
-        replace(same[0], share=median([one.share for one in same]), seconds=median([one.seconds for one in same]))
-        for same in zip(*(one.mixes for one in samples))
+        replace(same[0], share=median([mix.share for mix in same]), seconds=median([mix.seconds for mix in same]))
+        for same in zip(*(gpu.mixes for gpu in samples))
     )
     cases = tuple(
         CaseSample(
-            same[0].case, median([one.step_seconds for one in same]), median([one.update_seconds for one in same])
+            same[0].case, median([case.step_seconds for case in same]), median([case.update_seconds for case in same])
         )
-        for same in zip(*(one.cases for one in samples))
+        for same in zip(*(gpu.cases for gpu in samples))
     )
-    return GpuSamples(figures, median([one.figures_share for one in samples]), mixed, cases)
+    return GpuSamples(figures, median([gpu.figures_share for gpu in samples]), mixed, cases)

@@ -51,16 +51,16 @@ def measure_host(rank: Rank, threads: int) -> HostSample:
 
 def with_host(cluster: Cluster, samples: Sequence[HostSample], hosts: Sequence[str]) -> Cluster:
     """The cluster with its hosts as fast as the slowest of them."""
-    of_hosts = [[one for one, host in zip(samples, hosts) if host == name] for name in dict.fromkeys(hosts)]
+    of_hosts = [[sample for sample, host in zip(samples, hosts) if host == name] for name in dict.fromkeys(hosts)]
     bandwidth, updates = (
-        min(sum(getattr(one, name) for one in some) for some in of_hosts) for name in ("copied", "updates")
+        min(sum(getattr(sample, name) for sample in some) for some in of_hosts) for name in ("copied", "updates")
     )
     host = NodeHost(
         memory_bandwidth=bandwidth,
-        cores=min(one.cores for one in samples),
+        cores=min(sample.cores for sample in samples),
         copied=1.0,
         updated=min(1.0, updates * UPDATE_BYTES / bandwidth),
-        core_updates=min(one.core_updates for one in samples),
+        core_updates=min(sample.core_updates for sample in samples),
         source="measured: copies and AdamW of all ranks at once",
     )
     return replace(cluster, host=host)
@@ -96,14 +96,16 @@ def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
 
 def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: Sequence[str]) -> Cluster:
     """The cluster with its first storage as fast as the slowest host's."""
-    found = [(one, host) for one, host in zip(samples, hosts) if one is not None]
-    for one, host in found:
-        if one.problem:
-            raise SpecError("--out", f"{one.problem} on {host}", "name a file in a folder that every host has")
-    measured = [one for one, _ in found if one.size]
+    on_hosts = [(sample, host) for sample, host in zip(samples, hosts) if sample is not None]
+    for sample, host in on_hosts:
+        if sample.problem:
+            raise SpecError("--out", f"{sample.problem} on {host}", "name a file in a folder that every host has")
+    measured = [sample for sample, _ in on_hosts if sample.size]
     if not measured:
         return cluster
-    write, read = (min(one.size / getattr(one, f"{way}_seconds") for one in measured) for way in ("write", "read"))
+    write, read = (
+        min(sample.size / getattr(sample, f"{way}_seconds") for sample in measured) for way in ("write", "read")
+    )
     first = cluster.storage[0]
     source = "measured: written and synced, and read" + (
         f", the slowest of {len(measured)} hosts" if len(measured) > 1 else ""

@@ -84,7 +84,7 @@ def measure_links(
 
 def slowest(of_ranks: Sequence[Sequence[LinkSample]], delay: float = 0.0) -> list[LinkSample]:
     """One sample for all ranks that took part: a collective ends when its last rank does."""
-    return [replace(same[0], seconds=max(one.seconds for one in same), delay=delay) for same in zip(*of_ranks)]
+    return [replace(same[0], seconds=max(sample.seconds for sample in same), delay=delay) for same in zip(*of_ranks)]
 
 
 def _call(
@@ -99,7 +99,7 @@ def _call(
 
 def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:
     """The seconds of a call: several back to back, so that it does not matter who left the barrier first."""
-    found = []
+    seconds = []
     for _ in range(rounds):
         dist.barrier()
         began = time.perf_counter()
@@ -107,8 +107,8 @@ def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:
             call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / repeats)
-    return undisturbed(found)
+        seconds.append((time.perf_counter() - began) / repeats)
+    return undisturbed(seconds)
 
 
 # -- How much communication slows concurrent computation: on a CPU both run on the same cores --------

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 _LONGEST_SECONDS = 1800.0  # of one call
 _LOOK_SECONDS = 0.01
 
@@ -55,15 +55,15 @@ class PoolRanks:
     world: int
     ranks_per_host: int | None = None
 
-    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         """What ``function(rank, *arguments)`` returned on every rank."""
         each = self.ranks_per_host or self.world
         return self.pool.run(_in_pool, self.world, each, function, arguments, timeout_seconds=_LONGEST_SECONDS)
 
 
 def _in_pool(
-    place: WorkerPlace, ranks_per_host: int, function: Callable[..., Found], arguments: tuple[Any, ...]
-) -> Found:
+    place: WorkerPlace, ranks_per_host: int, function: Callable[..., Result], arguments: tuple[Any, ...]
+) -> Result:
     silence_blas_fallback()
     store = dist.FileStore(str(place.rendezvous_file), place.world)  # type: ignore[attr-defined]
     return function(Rank(place.rank, place.world, ranks_per_host, store), *arguments)
@@ -75,13 +75,13 @@ class StartedRanks:
     def __init__(self, here: Started, store: Store) -> None:
         self._here, self._store, self._calls = here, store, 0
 
-    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         self._calls += 1
         here = self._here
         silence_blas_fallback()
         own: Store = dist.PrefixStore(f"calibrate-{self._calls}", self._store)  # type: ignore[attr-defined]
-        found = function(Rank(here.rank, here.world, here.ranks_per_host, own), *arguments)
-        own.set(f"found-{here.rank}", pickle.dumps(found))  # type: ignore[arg-type]
+        result = function(Rank(here.rank, here.world, here.ranks_per_host, own), *arguments)
+        own.set(f"found-{here.rank}", pickle.dumps(result))  # type: ignore[arg-type]
         names = [f"found-{rank}" for rank in range(here.world)]
         own.wait(names, timedelta(seconds=_LONGEST_SECONDS))
         return [pickle.loads(own.get(name)) for name in names]
@@ -110,13 +110,13 @@ def started_ranks(here: Started) -> Iterator[StartedRanks]:
 
 def hosts_of(ranks: Ranks) -> list[str]:
     """The host of every rank; raises SpecError unless all have equally many ranks, numbered host by host."""
-    found = ranks.run(_host)
-    count = found[0][1]
-    for rank, one in enumerate(found):
-        if one != (found[rank - local_rank(rank, count)][0], count):
-            problem = f"rank {rank} is one of {one[1]} on {one[0]}, rank 0 is one of {count} on {found[0][0]}"
+    of_ranks = ranks.run(_host)
+    count = of_ranks[0][1]
+    for rank, own in enumerate(of_ranks):
+        if own != (of_ranks[rank - local_rank(rank, count)][0], count):
+            problem = f"rank {rank} is one of {own[1]} on {own[0]}, rank 0 is one of {count} on {of_ranks[0][0]}"
             raise SpecError("LOCAL_WORLD_SIZE", problem, "start equally many ranks on every host, host by host")
-    return [name for name, _ in found]
+    return [name for name, _ in of_ranks]
 
 
 def node_names(hosts: Sequence[str], ranks_per_host: int) -> list[str]:
@@ -158,11 +158,11 @@ def seconds_of(call: Callable[[], Any], device: torch.device, barrier: StoreBarr
     """The mean seconds of one call in an undisturbed round: other load on the machine only adds time."""
     call()
     repeats = max(1, round(ROUND_SECONDS / max(1e-7, _round(call, device, 1))))
-    found = []
+    seconds = []
     for _ in range(ROUNDS):
         barrier.wait()
-        found.append(_round(call, device, repeats))
-    return undisturbed(found)
+        seconds.append(_round(call, device, repeats))
+    return undisturbed(seconds)
 
 
 def undisturbed(seconds: Sequence[float]) -> float:

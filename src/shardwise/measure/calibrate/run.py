@@ -48,20 +48,20 @@ def slow_ranks(what: str, seconds: Mapping[int, Sequence[float]], hosts: Sequenc
     """Of every rank the same figures, in the same order; ``hosts`` by rank."""
     for rank, own in seconds.items():
         others = zip(*(figures for other, figures in seconds.items() if other != rank))
-        shares = [one / statistics.median(same) for one, same in zip(own, others)]
+        shares = [spent / statistics.median(same) for spent, same in zip(own, others)]
         if shares and (times := statistics.median(shares)) > FAR:
             yield SlowRank(what, rank, hosts[rank], times)
 
 
 def slow_devices(samples: Sequence[DeviceSamples], hosts: Sequence[str]) -> Iterator[SlowRank]:
     kinds: dict[str, Callable[[DeviceSamples], list[float]]] = {
-        "matmuls": lambda one: [matmul.seconds for matmul in one.matmuls],
-        "attention": lambda one: [attention.forward_seconds for attention in one.attentions],
-        "copies in memory": lambda one: [copy.seconds for copy in one.copies],
-        "steps of small models": lambda one: [step.passes_seconds for step in one.steps],
+        "matmuls": lambda sample: [matmul.seconds for matmul in sample.matmuls],
+        "attention": lambda sample: [attention.forward_seconds for attention in sample.attentions],
+        "copies in memory": lambda sample: [copy.seconds for copy in sample.copies],
+        "steps of small models": lambda sample: [step.passes_seconds for step in sample.steps],
     }
     for what, figures in kinds.items():
-        yield from slow_ranks(what, {rank: figures(one) for rank, one in enumerate(samples)}, hosts)
+        yield from slow_ranks(what, {rank: figures(sample) for rank, sample in enumerate(samples)}, hosts)
 
 
 def slow_links(
@@ -69,7 +69,11 @@ def slow_links(
 ) -> Iterator[SlowRank]:
     """Among the groups of one level while all of them worked: the ranks of a group wait for each other."""
     seconds = {
-        rank: [one.seconds for one in samples if one.level == level and sum(map(len, one.groups)) == len(of_ranks)]
+        rank: [
+            sample.seconds
+            for sample in samples
+            if sample.level == level and sum(map(len, sample.groups)) == len(of_ranks)
+        ]
         for rank, samples in enumerate(of_ranks)
     }
     yield from slow_ranks(f"collectives over {name}", seconds, hosts)
@@ -114,10 +118,10 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
         if "device" in request.parts:
             report(f"device: matmuls, attention, memory and steps on {cluster.devices} at once")
             samples = ranks.run(measure_device, request.device, request.threads, cluster.device)
-            device, found = _device(request, samples)
-            cluster, residuals = replace(cluster, device=device), [*residuals, *found]
+            device, errors = _device(request, samples)
+            cluster, residuals = replace(cluster, device=device), [*residuals, *errors]
             slow += slow_devices(samples, hosts)
-            to_hosts = [one.host_link for one in samples if one.host_link is not None]
+            to_hosts = [sample.host_link for sample in samples if sample.host_link is not None]
             if to_hosts:
                 cluster = replace(cluster, host_link=_host_link(to_hosts))
         if "host" in request.parts:
@@ -125,10 +129,10 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             cluster = with_host(cluster, ranks.run(measure_host, request.threads), hosts)
         if "links" in request.parts and cluster.devices > 1:
             links = _measured_links(request, ranks, network, report)
-            cluster, found = _with_links(request, cluster, links)
-            residuals += found
-            slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
-                     for one in slow_links(next(iter(links.values())), index, level.name, hosts)]  # fmt: skip
+            cluster, errors = _with_links(request, cluster, links)
+            residuals += errors
+            slow += [rank for index, level in enumerate(cluster.levels) if level.width > 1
+                     for rank in slow_links(next(iter(links.values())), index, level.name, hosts)]  # fmt: skip
             report("overlap: matmuls during an all-reduce")
             taken = max(ranks.run(measure_overlap, request.device, request.threads))
             units = replace(cluster.device.units_taken, collectives=taken)
@@ -156,7 +160,7 @@ def _ranks(request: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]
 
 def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
     known = request.device == "cuda"
-    base, of_gpus = request.cluster.device, [one.gpu for one in samples if one.gpu is not None]
+    base, of_gpus = request.cluster.device, [sample.gpu for sample in samples if sample.gpu is not None]
     if of_gpus:
         device, residuals = fitted_gpu(base, middle_gpu(of_gpus), samples[0].memory_bytes)
     else:
@@ -191,13 +195,13 @@ def _measured_links(
     if network is None:
         report("links: collectives of every level")
         return {0.0: measured()}
-    found = {}
+    links = {}
     for times in _DELAYS if network.emulation.delay else (1.0,):
         delay = times * network.emulation.delay
         network.reshape(delay=delay)
         report(f"links: collectives of every level, {readable_seconds(delay)} one way")
-        found[delay] = measured()
-    return found
+        links[delay] = measured()
+    return links
 
 
 def _with_links(
@@ -210,8 +214,8 @@ def _with_links(
         if level.width > 1:
             outermost = index == len(cluster.levels) - 1
             wire = Wire(emulation.rate, emulation.delay) if emulation is not None and outermost else None
-            fitted, found = fitted_level(level, index, widths, samples, wire)
-            cluster, residuals = cluster.with_level(index, fitted), [*residuals, *found]
+            fitted, errors = fitted_level(level, index, widths, samples, wire)
+            cluster, residuals = cluster.with_level(index, fitted), [*residuals, *errors]
     return cluster, residuals
 
 
@@ -224,11 +228,14 @@ def _provenance(
         where = f"{request.cluster.devices} {request.device} devices of {request.started.hosts} hosts ({named})"
     if request.emulation is not None:
         where += f", emulated as {request.emulation}"
-    errors = "; ".join(f"{one.what}: median {one.median_error:.0%}, worst {one.worst_error:.0%}" for one in residuals)
+    errors = "; ".join(
+        f"{residual.what}: median {residual.median_error:.0%}, worst {residual.worst_error:.0%}"
+        for residual in residuals
+    )
     parts = [
         f"shardwise calibrate, {date.today().isoformat()}, PyTorch {torch.__version__}, {where}",
         "Devices: the median; hosts, collectives and disks: the slowest",
         *([f"Errors: {errors}"] if errors else ()),
-        *(f"Slow: {one}" for one in slow),
+        *(f"Slow: {rank}" for rank in slow),
     ]
     return "".join(f"{part}. " for part in parts).strip()

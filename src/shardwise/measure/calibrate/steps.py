@@ -86,11 +86,11 @@ CASES = (
     StepCase(_FINE, 2, 4096),
     StepCase(_FINE, 1, 2048),
     StepCase(_COARSE, 2, 4096),
-    *(StepCase(one, 1, 128, graphs=False) for one in _TINY),
+    *(StepCase(model, 1, 128, graphs=False) for model in _TINY),
     *_COMPILED,
     StepCase(_FINE, 2, 4096, compile=True),
     *(StepCase(_WIDE, 2, 4096, name, compile=True) for name in _FP8),
-    *(StepCase(one, 1, 128, compile=True, graphs=False) for one in _TINY[1:3]),
+    *(StepCase(model, 1, 128, compile=True, graphs=False) for model in _TINY[1:3]),
 )
 
 
@@ -163,7 +163,7 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def update_again(engine: Engine) -> None:
     """Repeats an update: the gradients that it frees are restored."""
-    kept = [(one.parameter, one.parameter.grad) for one in engine.parameters]
+    kept = [(held.parameter, held.parameter.grad) for held in engine.parameters]
     engine.update()
     for parameter, gradient in kept:
         parameter.grad = gradient

@@ -116,8 +116,8 @@ def sustained_seconds(
     """
     stream, pool = torch.cuda.Stream(device), new_graph_pool()  # type: ignore[no-untyped-call]
     tries = ((number, _record(calls, stream, pool)) for number, calls in enumerate(figures))
-    recorded = {number: one for number, one in tries if one is not None}
-    found: dict[int, list[float]] = {number: [] for number in recorded}
+    recorded = {number: graph for number, graph in tries if graph is not None}
+    spent_on: dict[int, list[float]] = {number: [] for number in recorded}
     order, shuffled = list(recorded), random.Random(0)
     ready()
     heat(device, min(2.0, seconds / 4))
@@ -130,8 +130,8 @@ def sustained_seconds(
         times, whole = _round([recorded[number] for number in order], beside)
         shares.append(sum(times) / whole)
         for number, spent in zip(order, times):
-            found[number].append(spent / recorded[number].calls)
-    medians = {number: statistics.median(one) for number, one in found.items()}
+            spent_on[number].append(spent / recorded[number].calls)
+    medians = {number: statistics.median(spent) for number, spent in spent_on.items()}
     return [medians.get(number) for number in range(len(figures))], statistics.median(shares)
 
 
@@ -176,20 +176,20 @@ def _mixed(call: Call, beside: Call, copies: int, seconds: float) -> Mix:
                 beside()
             marks[2 * number + 2].record()
         torch.cuda.synchronize()
-        times = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
+        times = [earlier.elapsed_time(other) / 1e3 for earlier, other in pairwise(marks)]
         spent.append((sum(times[::2]), sum(times)))
     later = spent[len(spent) // 2 :]  # the clocks have settled
-    of_call, whole = (sum(one[place] for one in later) for place in (0, 1))
+    of_call, whole = (sum(both[place] for both in later) for place in (0, 1))
     return Mix(of_call / whole, of_call / (len(later) * _PAIRS))
 
 
 def _round(recorded: Sequence[_Recorded], beside: Call) -> tuple[list[float], float]:
     """Seconds of each, and from the first to the last."""
     marks = []
-    for one in recorded:
+    for figure in recorded:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
-        one.graph.replay()
+        figure.graph.replay()
         after.record()
         for _ in range(_COPIES_BESIDE):
             beside()

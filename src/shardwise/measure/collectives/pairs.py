@@ -34,18 +34,18 @@ _FIRST_BYTES, _MOST_BYTES, _ENOUGH_SECONDS = 2**18, 2**26, 0.05
 def rounds_of_pairs(nodes: int) -> list[list[Pair]]:
     """Every two nodes once, each node once in a round: a round-robin tournament (Kirkman 1847)."""
     seats: list[int | None] = list(range(nodes)) + [None] * (nodes % 2)
-    found = []
+    rounds = []
     for _ in range(len(seats) - 1):
         facing = list(zip(seats[: len(seats) // 2], reversed(seats)))
-        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return rounds
 
 
 def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> dict[Pair, PairFigures]:
     """Rank i of a node with rank i of another, all of them and all pairs of a round at once."""
     own, place = divmod(rank.number, rank.ranks_per_host)
-    found: dict[Pair, PairFigures] = {}
+    measured: dict[Pair, PairFigures] = {}
     with joined(rank.number, rank.world, rank.store, device=device, seconds=600):
         for pairs in rounds:
             dist.barrier()
@@ -54,8 +54,8 @@ def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> 
                     other = (high if own == low else low) * rank.ranks_per_host + place
                     figures = _one_pair(other, device, asks=own == low)
                     if figures is not None:
-                        found[low, high] = figures
-    return found
+                        measured[low, high] = figures
+    return measured
 
 
 def _one_pair(other: int, device: str, *, asks: bool) -> PairFigures | None:
@@ -103,20 +103,20 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def slowest_of_ranks(found: Sequence[Mapping[Pair, PairFigures]]) -> dict[Pair, PairFigures]:
+def slowest_of_ranks(of_ranks: Sequence[Mapping[Pair, PairFigures]]) -> dict[Pair, PairFigures]:
     """One figure for every pair of nodes, of what each rank measured."""
     by_pair: dict[Pair, list[PairFigures]] = {}
-    for own in found:
+    for own in of_ranks:
         for pair, figures in own.items():
             by_pair.setdefault(pair, []).append(figures)
     return {
-        pair: PairFigures(min(one.bandwidth for one in same), max(one.latency for one in same))
+        pair: PairFigures(min(figures.bandwidth for figures in same), max(figures.latency for figures in same))
         for pair, same in sorted(by_pair.items())
     }
 
 
-def better(one: PairFigures, other: PairFigures) -> PairFigures:
-    return PairFigures(max(one.bandwidth, other.bandwidth), min(one.latency, other.latency))
+def better(first: PairFigures, other: PairFigures) -> PairFigures:
+    return PairFigures(max(first.bandwidth, other.bandwidth), min(first.latency, other.latency))
 
 
 # -- all of them -------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ _AGAIN = 2  # times that slow pairs are measured again
 
 def measured_matrix(ranks: Ranks, nodes: int, device: str) -> dict[Pair, PairFigures]:
     """Of every two nodes; what is slower than the others is measured again, alone: something else may have run."""
-    found = slowest_of_ranks(ranks.run(measure_pairs, device, rounds_of_pairs(nodes)))
+    matrix = slowest_of_ranks(ranks.run(measure_pairs, device, rounds_of_pairs(nodes)))
     for _ in range(_AGAIN):
-        slow = slow_pairs(found)
+        slow = slow_pairs(matrix)
         if not slow:
             break
         again = slowest_of_ranks(ranks.run(measure_pairs, device, [[pair] for pair in slow]))
-        found |= {pair: better(found[pair], one) for pair, one in again.items()}
-    return found
+        matrix |= {pair: better(matrix[pair], figures) for pair, figures in again.items()}
+    return matrix
 
 
 def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float]) -> float:
@@ -145,11 +145,13 @@ def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float
     return (statistics.median_high if best is max else statistics.median_low)(bests)
 
 
-def slow_pairs(found: Mapping[Pair, PairFigures]) -> list[Pair]:
+def slow_pairs(matrix: Mapping[Pair, PairFigures]) -> list[Pair]:
     """Those that are much slower than most."""
-    rate = usual({pair: one.bandwidth for pair, one in found.items()}, max)
-    late = usual({pair: one.latency for pair, one in found.items()}, min)
-    return [pair for pair, one in found.items() if one.bandwidth * SLOW < rate or one.latency > LATE * late]
+    rate = usual({pair: figures.bandwidth for pair, figures in matrix.items()}, max)
+    late = usual({pair: figures.latency for pair, figures in matrix.items()}, min)
+    return [
+        pair for pair, figures in matrix.items() if figures.bandwidth * SLOW < rate or figures.latency > LATE * late
+    ]
 
 
 def wiring_of(
@@ -160,8 +162,10 @@ def wiring_of(
 ) -> Wiring:
     """For `cluster.wiring` of a job; ``switches`` are those above the hosts, where they are known."""
     links = tuple(
-        PairLink(between=(hosts[a], hosts[b]), bandwidth=_rounded(one.bandwidth), latency=_rounded(one.latency))
-        for (a, b), one in figures.items()
+        PairLink(
+            between=(hosts[a], hosts[b]), bandwidth=_rounded(measured.bandwidth), latency=_rounded(measured.latency)
+        )
+        for (a, b), measured in figures.items()
     )
     how = f"{source}: messages there and back, all pairs of a round at once"
     return Wiring(hosts=tuple(hosts), switches=dict(switches or {}), links=links, source=how)

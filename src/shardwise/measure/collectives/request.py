@@ -33,12 +33,12 @@ class MeasuredLevel:
 
 def levels_of(cluster: Cluster) -> list[MeasuredLevel]:
     """The levels with several members, innermost first, and the whole world."""
-    found, below = [], 1
+    levels, below = [], 1
     for level in network(cluster).levels:
         if 1 < level.size < cluster.devices:
-            found.append(MeasuredLevel(level.name, (RankRun(below, level.size),)))
+            levels.append(MeasuredLevel(level.name, (RankRun(below, level.size),)))
         below *= level.size
-    return [*found, MeasuredLevel("world", (RankRun(1, cluster.devices),))]
+    return [*levels, MeasuredLevel("world", (RankRun(1, cluster.devices),))]
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ def bus_factor(kind: CollectiveKind, n: int) -> float:
 
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
     """Each ``factor`` times the one before; the largest is always included."""
-    found, size = [], smallest
+    sizes, size = [], smallest
     while size < largest:
-        found.append(size)
+        sizes.append(size)
         size *= factor
-    return (*found, largest)
+    return (*sizes, largest)
 
 
 def offered(
@@ -135,5 +135,5 @@ def requests(
     """Level by level and collective by collective."""
     for level in levels:
         for kind in kinds:
-            if found := offered(kind, level, cluster, algorithms):
-                yield CollectiveRequest(cluster, level, kind, found, sizes, **how)  # type: ignore[arg-type]
+            if runnable := offered(kind, level, cluster, algorithms):
+                yield CollectiveRequest(cluster, level, kind, runnable, sizes, **how)  # type: ignore[arg-type]

@@ -137,16 +137,16 @@ PRELOAD = ("torch", "shardwise.measure.collectives.run")
 
 def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 600) -> list[MeasuredCollective]:
     """On the processes of a pool."""
-    found: list[MeasuredCollective] = pool.run(
+    measured: list[MeasuredCollective] = pool.run(
         _work, request.cluster.devices, request, timeout_seconds=timeout_seconds
     )[0]
-    return found
+    return measured
 
 
 def measure_as_rank(rank: Rank, requests: Sequence[CollectiveRequest], device: str) -> list[MeasuredCollective]:
     """In a world that a launcher has started: every rank calls this."""
     with joined(rank.number, rank.world, rank.store, device=device):
-        return [one for request in requests for one in measure(request, torch.device(device))]
+        return [result for request in requests for result in measure(request, torch.device(device))]
 
 
 def _work(place: WorkerPlace, request: CollectiveRequest) -> list[MeasuredCollective]:
@@ -161,7 +161,7 @@ def measure(request: CollectiveRequest, device: torch.device) -> list[MeasuredCo
     groups = [(ranks, dist.new_group(list(ranks))) for ranks in request.level.groups(world)]
     group = next(group for ranks, group in groups if rank in ranks)
     communicator = Communicator(group)
-    found: list[MeasuredCollective] = []
+    results: list[MeasuredCollective] = []
     too_long: set[str] = set()
     for size in request.sizes:
         for algorithm in request.algorithms:
@@ -170,11 +170,11 @@ def measure(request: CollectiveRequest, device: torch.device) -> list[MeasuredCo
             operation = Operation(request.kind, group, size, device)
             schedule = _schedule(request, algorithm, operation.size_bytes)
             run = operation.by_schedule(communicator, schedule) if schedule else operation.by_backend()
-            one = _timed(request, algorithm, operation, run)
-            found.append(one)
-            if one.median_seconds > request.most_seconds:
+            result = _timed(request, algorithm, operation, run)
+            results.append(result)
+            if result.median_seconds > request.most_seconds:
                 too_long.add(algorithm)
-    return found
+    return results
 
 
 def _schedule(request: CollectiveRequest, algorithm: str, size: int) -> Schedule | None:
@@ -226,4 +226,4 @@ def _slowest(seconds: list[float]) -> list[float]:
     """The slowest rank's time of each run, by the CPU backend, which is always there."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [float(one) for one in times]
+    return [float(slowest) for slowest in times]

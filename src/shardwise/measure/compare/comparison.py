@@ -144,53 +144,53 @@ class Comparison:
 
 
 def compare(run: ProfiledRun) -> Comparison:
-    job, found, expected = run.job, run.measured, predicted(run.job)
-    busiest = found.busiest
+    job, recorded, expected = run.job, run.measured, predicted(run.job)
+    busiest = recorded.busiest
     parts = tuple(
-        Part(name, expected.parts.get(name, 0.0), busiest.parts.get(name, 0.0), *_hidden(name, expected, found))
+        Part(name, expected.parts.get(name, 0.0), busiest.parts.get(name, 0.0), *_hidden(name, expected, recorded))
         for name in PARTS
         if expected.parts.get(name) or busiest.parts.get(name)
     )
-    slowness = rank_slowness(job.model, found, alike=same_work(job))
+    slowness = rank_slowness(job.model, recorded, alike=same_work(job))
     slow_rank = straggler(slowness)
-    fastest = min(one.parts.get("compute", 0.0) for one in found.ranks)
+    fastest = min(rank.parts.get("compute", 0.0) for rank in recorded.ranks)
     ratio = fastest / expected.parts["compute"] if expected.parts["compute"] else 1.0
-    slow = slow_link(links_of(job, found), found.step_seconds, ratio)
+    slow = slow_link(links_of(job, recorded), recorded.step_seconds, ratio)
     slowest = 1.0 if slow_rank is None or slowness is None else slowness[slow_rank]
     differences = [
         replace(part, cause=cause_of(Evidence(part, slow_rank, slowest, slow)))
         for part in parts
-        if abs(part.difference) >= WORTH * found.step_seconds
+        if abs(part.difference) >= WORTH * recorded.step_seconds
     ]
-    differences.sort(key=lambda one: -abs(one.difference))
+    differences.sort(key=lambda part: -abs(part.difference))
     lines = list(read_lines(run.folder.metrics))
     profile = job.run.profile
-    plain = [one for one in lines if profile is None or not profile.first <= one["step"] <= profile.last]
+    plain = [line for line in lines if profile is None or not profile.first <= line["step"] <= profile.last]
     return Comparison(
-        job, found, expected, parts, _memory(job, found, lines), tuple(differences),
+        job, recorded, expected, parts, _memory(job, recorded, lines), tuple(differences),
         summarise(plain).step_seconds, slowness, slow_rank, slow,
-        sent_bytes(job, found.records[busiest.rank], found.steps[busiest.rank]), mismatch(found.records),
+        sent_bytes(job, recorded.records[busiest.rank], recorded.steps[busiest.rank]), mismatch(recorded.records),
         summarise(lines).missing_steps,
     )  # fmt: skip
 
 
-def _hidden(name: str, expected: Predicted, found: Measured) -> tuple[float | None, float | None]:
+def _hidden(name: str, expected: Predicted, recorded: Measured) -> tuple[float | None, float | None]:
     """Unknown for pipeline messages: how long one was in flight is not recorded."""
     if name not in DIMENSIONS:
         return None, None
-    return expected.hidden.get(name, 0.0), None if name == "pp" else found.busiest.hidden.get(name, 0.0)
+    return expected.hidden.get(name, 0.0), None if name == "pp" else recorded.busiest.hidden.get(name, 0.0)
 
 
-def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[Part, ...]:
+def _memory(job: Job, recorded: Measured, lines: list[dict[str, object]]) -> tuple[Part, ...]:
     """Of the fullest rank; if no step was counted, what rank 0 holds between steps."""
-    counted = [one["memory_bytes_of_ranks"] for one in lines if isinstance(one.get("memory_bytes_of_ranks"), list)]
+    counted = [line["memory_bytes_of_ranks"] for line in lines if isinstance(line.get("memory_bytes_of_ranks"), list)]
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
     rank = peaks.index(max(peaks)) if peaks else 0
     expected = memory_of_rank(job, coordinate(job.strategy, "pp", rank))
-    parts = _states(job, expected, found.records[rank].memory)
+    parts = _states(job, expected, recorded.records[rank].memory)
     if peaks:
-        held = sum(one.measured for one in parts)
-        priced = sum(one.predicted for one in parts)
+        held = sum(part.measured for part in parts)
+        priced = sum(part.predicted for part in parts)
         tensors = expected.total - expected.allowance  # the framework's own memory is not measured
         parts.append(Part("all else at the peak", tensors - priced, peaks[rank] - held))
         parts.append(Part(f"peak of rank {rank}", tensors, peaks[rank]))

@@ -46,23 +46,23 @@ class Exchange:
 
     def waited_for_others(self, rank: int) -> float:
         """Seconds that a rank was blocked before the last one had started."""
-        return sum(max(0.0, min(one.end, self.complete) - one.start) for one in self.blocked.get(rank, ()))
+        return sum(max(0.0, min(wait.end, self.complete) - wait.start) for wait in self.blocked.get(rank, ()))
 
     @property
     def shows_the_link(self) -> bool:
         """Whether it completed while a rank was waiting for it; otherwise it may have completed long before."""
-        waits = [one.end - max(one.start, self.complete) for ranges in self.blocked.values() for one in ranges]
+        waits = [wait.end - max(wait.start, self.complete) for ranges in self.blocked.values() for wait in ranges]
         return max(waits, default=0.0) > 0.5 * self.seconds
 
 
 def exchanges_of(records: Sequence[RankRecord], steps: Sequence[Sequence[Step]]) -> tuple[Exchange, ...]:
     """Of all steps; ``steps[r]`` are rank r's. Collectives that not all ranks of a group recorded are left out."""
-    found: list[Exchange] = []
+    exchanges: list[Exchange] = []
     for of_step in zip(*steps):
         begun = [_participations(record, step) for record, step in zip(records, of_step)]
-        found += _collectives(records, begun, of_step[0].number)
-        found += _messages(records, begun, of_step)
-    return tuple(found)
+        exchanges += _collectives(records, begun, of_step[0].number)
+        exchanges += _messages(records, begun, of_step)
+    return tuple(exchanges)
 
 
 Participations = dict[tuple[str, str], list[Participation]]
@@ -70,32 +70,32 @@ Participations = dict[tuple[str, str], list[Participation]]
 
 def _participations(record: RankRecord, step: Step) -> Participations:
     """What a rank began, by dimension and name, each with its waits and the backend's work for it."""
-    found: Participations = defaultdict(list)
+    begun: Participations = defaultdict(list)
     waits: dict[tuple[str, str], int] = defaultdict(int)
     newest: list[tuple[float, Participation]] = []
-    for one in step.ranges:
-        label = label_of(one.name)
+    for named in step.ranges:
+        label = label_of(named.name)
         key = label.dimension, label.what
         if label.kind == "begin":
-            blocked = [one] if one.lane == HOST else _exposed(one, step, label.part)
-            share = Participation(record.rank, label, one.start, blocked, one.end)
-            found[key].append(share)
-            newest.append((one.start, share))
-        elif label.kind == "wait" and waits[key] < len(found.get(key, ())):
-            share = found[key][waits[key]]
+            blocked = [named] if named.lane == HOST else _exposed(named, step, label.part)
+            share = Participation(record.rank, label, named.start, blocked, named.end)
+            begun[key].append(share)
+            newest.append((named.start, share))
+        elif label.kind == "wait" and waits[key] < len(begun.get(key, ())):
+            share = begun[key][waits[key]]
             waits[key] += 1
-            share.blocked.append(one)
-            share.ends = max(share.ends, one.end)
-            newest.append((one.start, share))
+            share.blocked.append(named)
+            share.ends = max(share.ends, named.end)
+            newest.append((named.start, share))
     _note_backend(newest, step)
-    return found
+    return begun
 
 
-def _exposed(one: NamedRange, step: Step, part: str) -> list[NamedRange]:
+def _exposed(collective: NamedRange, step: Step, part: str) -> list[NamedRange]:
     """The parts of a collective on a GPU during which nothing is computed."""
     return [
-        replace(one, start=max(one.start, segment.start), end=min(one.end, segment.end))
-        for segment in step.segments_in(one)
+        replace(collective, start=max(collective.start, segment.start), end=min(collective.end, segment.end))
+        for segment in step.segments_in(collective)
         if segment.part == part
     ]
 
@@ -104,7 +104,7 @@ def _note_backend(newest: Sequence[tuple[float, Participation]], step: Step) -> 
     """Takes the end from the backend's last activity: it may be done long before a rank waits."""
     ended: dict[int, tuple[Participation, float]] = {}
     place = 0
-    for work in sorted(step.backend, key=lambda one: one.start):
+    for work in sorted(step.backend, key=lambda activity: activity.start):
         if label_of(work.name).ends_when_waited:
             continue
         while place + 1 < len(newest) and newest[place + 1][0] <= work.start:
@@ -141,11 +141,11 @@ def _collectives(records: Sequence[RankRecord], begun: Sequence[Participations],
             if record.rank != min(members) or len(members) < 2:
                 continue
             everyone = [begun[rank].get((dimension, what), []) for rank in members]
-            if any(len(one) != len(shares) for one in everyone):
+            if any(len(own) != len(shares) for own in everyone):
                 continue
             for together in zip(*everyone):
-                complete, end = max(one.begin for one in together), max(one.ends for one in together)
-                blocked = {one.rank: tuple(one.blocked) for one in together}
+                complete, end = max(share.begin for share in together), max(share.ends for share in together)
+                blocked = {share.rank: tuple(share.blocked) for share in together}
                 yield Exchange(label, what, step, members, together[0].label.bytes, complete, end, blocked)
 
 
@@ -159,8 +159,8 @@ def _messages(
             if not message:
                 continue
             for receiver in record.groups["pp"]:
-                labelled = ((one, label_of(one.name)) for one in of_step[receiver].ranges)
-                waits = [one for one, label in labelled if label.kind == "wait" and label.what == message]
+                labelled = ((named, label_of(named.name)) for named in of_step[receiver].ranges)
+                waits = [named for named, label in labelled if label.kind == "wait" and label.what == message]
                 if receiver == record.rank or len(waits) != len(sends):
                     continue
                 for send, wait in zip(sends, waits):

@@ -47,14 +47,14 @@ def sent_bytes(job: Job, record: RankRecord, steps: Sequence[Step]) -> tuple[Sen
     seen = seen_by(job, record.rank)
     for traffic in step_traffic(seen, rank_contents(seen, coordinate(job.strategy, "pp", record.rank))):
         planned[traffic.dimension] += traffic.bytes_sent
-    begun = [one for step in steps for one in step.ranges if label_of(one.name).kind == "begin"]
-    flights = [one for step in steps for one in step.flights]
-    for one in flights:
-        own = dict.fromkeys(priced_as for name, priced_as in _DIMENSION if record.groups.get(name) == one.members)
+    begun = [named for step in steps for named in step.ranges if label_of(named.name).kind == "begin"]
+    flights = [flight for step in steps for flight in step.flights]
+    for flight in flights:
+        own = dict.fromkeys(priced_as for name, priced_as in _DIMENSION if record.groups.get(name) == flight.members)
         dimensions = tuple(name for name in own if planned[name])
         if dimensions:
             counts[dimensions] += 1
-            recorded[dimensions] += _bytes_sent(one, _named(one, begun))
+            recorded[dimensions] += _bytes_sent(flight, _named(flight, begun))
     missing = _unrecorded(flights, begun)
     return tuple(
         SentBytes(
@@ -71,7 +71,7 @@ def sent_bytes(job: Job, record: RankRecord, steps: Sequence[Step]) -> tuple[Sen
 def mismatch(records: Sequence[RankRecord]) -> str | None:
     """A sentence about the first rank whose collectives in a group differ from those of the group's first rank."""
     for record in records:
-        for members in dict.fromkeys(one.members for one in record.flights):
+        for members in dict.fromkeys(flight.members for flight in record.flights):
             first = records[members[0]]
             pairs = zip(_of(first, members), _of(record, members))
             for number, (theirs, own) in enumerate(pairs, 1):
@@ -84,29 +84,31 @@ def mismatch(records: Sequence[RankRecord]) -> str | None:
 
 
 def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
-    return [one for one in record.flights if one.members == members]
+    return [flight for flight in record.flights if flight.members == members]
 
 
 def _unrecorded(flights: Sequence[Flight], begun: Sequence[NamedRange]) -> list[tuple[str, str]]:
     """Dimension and name of what began while the backend recorded nothing, each once."""
-    starts = sorted(one.start for one in flights)
-    labels = (label_of(one.name) for one in begun if bisect_left(starts, one.start) == bisect_right(starts, one.end))
+    starts = sorted(flight.start for flight in flights)
+    labels = (
+        label_of(named.name) for named in begun if bisect_left(starts, named.start) == bisect_right(starts, named.end)
+    )
     return list(dict.fromkeys((label.dimension, label.what) for label in labels))
 
 
-def _named(one: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
+def _named(flight: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
     """The collective by the engine's label, in whose range it began; None without a label."""
-    number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
-    inside = number >= 0 and one.start <= begun[number].end
+    number = bisect_right(begun, flight.start, key=lambda range: range.start) - 1
+    inside = number >= 0 and flight.start <= begun[number].end
     return label_of(begun[number].name).collective if inside else None
 
 
-def _bytes_sent(one: Flight, meant: CollectiveKind | None) -> float:
-    kind, n = backend_kind(one.name), len(one.members)
+def _bytes_sent(flight: Flight, meant: CollectiveKind | None) -> float:
+    kind, n = backend_kind(flight.name), len(flight.members)
     if kind is None:
         return 0.0
     # Two ranks on gloo gather and scatter by one exchange of what the other lacks (`engine.collectives.reductions`).
     if kind is CollectiveKind.ALL_TO_ALL and n == 2 and meant in _BY_EXCHANGE:
-        return float(one.bytes)
-    size = one.bytes * (n if kind is CollectiveKind.ALL_GATHER else 1)
+        return float(flight.bytes)
+    size = flight.bytes * (n if kind is CollectiveKind.ALL_GATHER else 1)
     return size * bus_factor(kind, n)

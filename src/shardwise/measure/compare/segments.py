@@ -42,27 +42,27 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.segments)
+        return sum(segment.seconds for segment in self.segments)
 
     def segments_in(self, within: NamedRange) -> Sequence[Segment]:
         """The segments that overlap a range."""
-        first = bisect_right(self.segments, within.start, key=lambda one: one.end)
-        return self.segments[first : bisect_left(self.segments, within.end, key=lambda one: one.start)]
+        first = bisect_right(self.segments, within.start, key=lambda segment: segment.end)
+        return self.segments[first : bisect_left(self.segments, within.end, key=lambda segment: segment.start)]
 
 
 def steps_of(record: RankRecord) -> tuple[Step, ...]:
     """The steps of a rank's record, in order; a step that was repeated after a roll-back counts once."""
-    host = [one for one in record.ranges if one.lane == HOST]
-    steps = {label_of(one.name).number: one for one in host if label_of(one.name).kind == "step"}
-    found = []
+    host = [named for named in record.ranges if named.lane == HOST]
+    steps = {label_of(named.name).number: named for named in host if label_of(named.name).kind == "step"}
+    found_steps = []
     for number, step in sorted(steps.items()):
         own = _OwnTime(step.start, step.end, host)
-        inside = tuple(one for one in host if one.end <= step.end and own.has(one))
-        backend = tuple(one for one in record.ranges if label_of(one.name).kind == "backend" and own.has(one))
-        segments = tuple(one for one in _segments(inside) if one.part != "evaluation")
-        flights = tuple(one for one in record.flights if own.has(one))
-        found.append(Step(number, step.start, step.end, inside, backend, segments, flights))
-    return tuple(found)
+        inside = tuple(named for named in host if named.end <= step.end and own.has(named))
+        backend = tuple(named for named in record.ranges if label_of(named.name).kind == "backend" and own.has(named))
+        segments = tuple(segment for segment in _segments(inside) if segment.part != "evaluation")
+        flights = tuple(flight for flight in record.flights if own.has(flight))
+        found_steps.append(Step(number, step.start, step.end, inside, backend, segments, flights))
+    return tuple(found_steps)
 
 
 class _OwnTime:
@@ -70,12 +70,14 @@ class _OwnTime:
 
     def __init__(self, start: float, end: float, ranges: Sequence[NamedRange]) -> None:
         self.start, self.end = start, end
-        self.others = [one for one in ranges if start <= one.start <= end and label_of(one.name).part in WHOLE_PHASES]
+        self.others = [
+            named for named in ranges if start <= named.start <= end and label_of(named.name).part in WHOLE_PHASES
+        ]
 
-    def has(self, one: NamedRange | Flight) -> bool:
+    def has(self, event: NamedRange | Flight) -> bool:
         """Whether it begins there; an evaluation or a checkpoint itself does."""
-        inside = any(other.start <= one.start < other.end and other is not one for other in self.others)
-        return self.start <= one.start <= self.end and not inside
+        inside = any(other.start <= event.start < other.end and other is not event for other in self.others)
+        return self.start <= event.start <= self.end and not inside
 
 
 def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
@@ -95,14 +97,14 @@ def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
             yield Segment(now, moment, part, layer)
             now = moment
 
-    for one in ranges:
-        yield from until(one.start)
-        label = label_of(one.name)
-        _, around, layer = open_ranges[-1] if open_ranges else (one, "host", None)
+    for named in ranges:
+        yield from until(named.start)
+        label = label_of(named.name)
+        _, around, layer = open_ranges[-1] if open_ranges else (named, "host", None)
         if label.kind == "layer":  # one that is recomputed in a backward pass is not a forward pass
             again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
-            layer = None if again else one
-        open_ranges.append((one, label.part or around, layer))
+            layer = None if again else named
+        open_ranges.append((named, label.part or around, layer))
     yield from until(float("inf"))
 
 
@@ -124,18 +126,18 @@ class _Kernel:
 
 def device_steps(record: RankRecord) -> tuple[Step, ...]:
     """A step lasts until the next one's first kernel. Flights are left out: no backend's there is read (`flights`)."""
-    on_device = [one for one in record.ranges if one.lane >= STREAMS]
-    marks = [one for one in on_device if label_of(one.name).kind not in ("none", "backend")]
-    kernels = [kernel for lane in {one.lane for one in on_device} for kernel in _kernels(on_device, lane)]
+    on_device = [named for named in record.ranges if named.lane >= STREAMS]
+    marks = [named for named in on_device if label_of(named.name).kind not in ("none", "backend")]
+    kernels = [kernel for lane in {named.lane for named in on_device} for kernel in _kernels(on_device, lane)]
     bounds = _bounds(marks)
-    host = [one for one in record.ranges if one.lane == HOST and label_of(one.name).part in _HOST_PARTS]
+    host = [named for named in record.ranges if named.lane == HOST and label_of(named.name).part in _HOST_PARTS]
     steps = []
     for number, (start, end) in sorted(bounds.items()):
-        running = [one for one in kernels if start <= one.range.start < end]
-        segments = [one for one in _device_segments(running, host, start, end) if one.part != "evaluation"]
+        running = [kernel for kernel in kernels if start <= kernel.range.start < end]
+        segments = [segment for segment in _device_segments(running, host, start, end) if segment.part != "evaluation"]
         own = _OwnTime(start, end, marks)
-        ranges = tuple(one for one in marks if one.start < end and own.has(one))
-        backend = tuple(one.range for one in running if one.communicates and own.has(one.range))
+        ranges = tuple(mark for mark in marks if mark.start < end and own.has(mark))
+        backend = tuple(kernel.range for kernel in running if kernel.communicates and own.has(kernel.range))
         steps.append(Step(number, start, end, ranges, backend, tuple(segments)))
     return tuple(steps)
 
@@ -143,63 +145,64 @@ def device_steps(record: RankRecord) -> tuple[Step, ...]:
 def _bounds(marks: Sequence[NamedRange]) -> dict[int, tuple[float, float]]:
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
-    for one in marks:
-        if (label := label_of(one.name)).kind == "step":
-            starts[label.number] = min(one.start, starts.get(label.number, one.start))
-            ends[label.number] = max(one.end, ends.get(label.number, one.end))
+    for mark in marks:
+        if (label := label_of(mark.name)).kind == "step":
+            starts[label.number] = min(mark.start, starts.get(label.number, mark.start))
+            ends[label.number] = max(mark.end, ends.get(label.number, mark.end))
     return {number: (start, starts.get(number + 1, ends[number])) for number, start in starts.items()}
 
 
 def _kernels(on_device: Sequence[NamedRange], lane: int) -> Iterator[_Kernel]:
     """The kernels of one stream, each named by the ranges around it."""
     around: list[NamedRange] = []  # the outermost first
-    for one in sorted(
-        (one for one in on_device if one.lane == lane), key=lambda one: (one.start, -one.end, _is_kernel(one))
+    for named in sorted(
+        (named for named in on_device if named.lane == lane),
+        key=lambda named: (named.start, -named.end, _is_kernel(named)),
     ):
-        while around and around[-1].end <= one.start:
+        while around and around[-1].end <= named.start:
             around.pop()
-        if _is_kernel(one):
-            yield _kernel(one, around)
-        elif label_of(one.name).kind != "backend":
-            around.append(one)
+        if _is_kernel(named):
+            yield _kernel(named, around)
+        elif label_of(named.name).kind != "backend":
+            around.append(named)
 
 
-def _is_kernel(one: NamedRange) -> bool:
+def _is_kernel(named: NamedRange) -> bool:
     """Whether it is a kernel, not a range named by us or PyTorch."""
-    return label_of(one.name).kind == "none"
+    return label_of(named.name).kind == "none"
 
 
 def _kernel(kernel: NamedRange, around: Sequence[NamedRange]) -> _Kernel:
-    parts = [label.part for one in reversed(around) if (label := label_of(one.name)).part and label.kind != "step"]
+    parts = [label.part for outer in reversed(around) if (label := label_of(outer.name)).part and label.kind != "step"]
     communicates = label_of(kernel.name).communicates
     if whole := [part for part in parts if part in WHOLE_PHASES]:
         parts = whole
     elif communicates:
         parts = [part for part in parts if part in (*DIMENSIONS, "world")] or ["dp"]
-    again = any(label_of(one.name).pass_kind == "backward" for one in around)
-    layer = None if again else next((one for one in around if label_of(one.name).kind == "layer"), None)
+    again = any(label_of(outer.name).pass_kind == "backward" for outer in around)
+    layer = None if again else next((outer for outer in around if label_of(outer.name).kind == "layer"), None)
     return _Kernel(kernel, parts[0] if parts else "compute", layer, communicates)
 
 
 def _device_segments(kernels: Sequence[_Kernel], host: Sequence[NamedRange], start: float, end: float) -> list[Segment]:
     moments = sorted(
-        {start, end, *(moment for one in kernels for moment in (one.range.start, min(one.range.end, end)))}
+        {start, end, *(moment for kernel in kernels for moment in (kernel.range.start, min(kernel.range.end, end)))}
     )
     running: list[list[_Kernel]] = [[] for _ in moments]
-    for one in kernels:
-        first = bisect_right(moments, one.range.start) - 1
-        for place in range(first, bisect_right(moments, min(one.range.end, end)) - 1):
-            running[place].append(one)
+    for kernel in kernels:
+        first = bisect_right(moments, kernel.range.start) - 1
+        for place in range(first, bisect_right(moments, min(kernel.range.end, end)) - 1):
+            running[place].append(kernel)
     segments: list[Segment] = []
     for place, (begin, until) in enumerate(pairwise(moments)):
         # Computation first: communication beside it costs nothing.
-        now = min(running[place], key=lambda one: one.communicates, default=None)
+        now = min(running[place], key=lambda kernel: kernel.communicates, default=None)
         if now is not None:
             segments.append(Segment(begin, until, now.part, now.layer))
         elif segments and until - begin < _GAP_SECONDS:
             segments.append(Segment(begin, until, segments[-1].part, segments[-1].layer))
         else:
             middle = (begin + until) / 2
-            doing = next((label_of(one.name).part for one in host if one.start <= middle <= one.end), "host")
+            doing = next((label_of(phase.name).part for phase in host if phase.start <= middle <= phase.end), "host")
             segments.append(Segment(begin, until, doing))
     return segments

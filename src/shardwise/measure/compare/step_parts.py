@@ -71,7 +71,7 @@ class Measured:
     @property
     def busiest(self) -> RankTimes:
         """The rank that waits least for others: they wait for it."""
-        return min(self.ranks, key=lambda one: one.waits)
+        return min(self.ranks, key=lambda rank: rank.waits)
 
     @property
     def step_seconds(self) -> float:
@@ -80,8 +80,8 @@ class Measured:
 
 def measured(records: Sequence[RankRecord], *, pipelined: bool) -> Measured:
     """``pipelined``: waiting for others may then be part of the schedule."""
-    steps = tuple(device_steps(one) if one.device == "cuda" else steps_of(one) for one in records)
-    if not steps[0] or any([one.number for one in own] != [one.number for one in steps[0]] for own in steps):
+    steps = tuple(device_steps(record) if record.device == "cuda" else steps_of(record) for record in records)
+    if not steps[0] or any([step.number for step in own] != [step.number for step in steps[0]] for own in steps):
         raise SpecError("profile", "the ranks did not record the same steps", "profile the run again")
     exchanges = exchanges_of(records, steps)
     ranks = tuple(_times(record, own, exchanges, pipelined) for record, own in zip(records, steps))
@@ -96,10 +96,10 @@ def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchan
             parts[segment.part] += segment.seconds
         for part, seconds in _hidden(step).items():
             hidden[part] += seconds
-    for one in exchanges:
-        waited = one.waited_for_others(record.rank)
+    for exchange in exchanges:
+        waited = exchange.waited_for_others(record.rank)
         if waited:
-            part = "ep" if one.dimension == "expert_tp" else one.dimension
+            part = "ep" if exchange.dimension == "expert_tp" else exchange.dimension
             waited = min(waited, parts[part])
             parts[part] -= waited
             parts[BUBBLE if pipelined and part in ("pp", "world") else LATE] += waited
@@ -117,17 +117,19 @@ def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchan
 
 def _hidden(step: Step) -> dict[str, float]:
     """Seconds that the backend worked for each dimension while the host was not blocked on it."""
-    found: dict[str, float] = defaultdict(float)
-    begun = [(one.start, label.part) for one in step.ranges if (label := label_of(one.name)).kind in ("begin", "wait")]
+    hidden: dict[str, float] = defaultdict(float)
+    begun = [
+        (named.start, label.part) for named in step.ranges if (label := label_of(named.name)).kind in ("begin", "wait")
+    ]
     for work in step.backend:
         if label_of(work.name).ends_when_waited:
             continue
         part = next((part for start, part in reversed(begun) if start <= work.start), None)
         if part is not None and part != "world":
-            blocked = [one for one in step.segments_in(work) if one.part == part]
-            exposed = sum(min(one.end, work.end) - max(one.start, work.start) for one in blocked)
-            found[part] += work.seconds - exposed
-    return found
+            blocked = [segment for segment in step.segments_in(work) if segment.part == part]
+            exposed = sum(min(segment.end, work.end) - max(segment.start, work.start) for segment in blocked)
+            hidden[part] += work.seconds - exposed
+    return hidden
 
 
 def layers_of(steps: Sequence[Step]) -> dict[int, float]:
@@ -174,31 +176,35 @@ def predicted(job: Job) -> Predicted:
     return Predicted(price, parts, dict(hidden))
 
 
-def exchange_seconds(job: Job, one: Exchange) -> float | None:
+def exchange_seconds(job: Job, exchange: Exchange) -> float | None:
     """The price of one collective or message; None if it is not priced alone."""
-    kind = one.label.collective
+    kind = exchange.label.collective
     if kind is None:
         return None
     if kind is CollectiveKind.SEND_RECV:
-        return _message(job, one)
+        return _message(job, exchange)
     unlike = is_unlike(job) and not replicas_by_kind(job)
-    own = timed_on(job, coordinate(job.strategy, "pp", one.members[0])) if unlike else job
+    own = timed_on(job, coordinate(job.strategy, "pp", exchange.members[0])) if unlike else job
     strategy = own.strategy
-    runs = expert_runs(strategy) if one.dimension == "ep" else group_runs(strategy, _DIMENSIONS.get(one.dimension, ()))
+    runs = (
+        expert_runs(strategy)
+        if exchange.dimension == "ep"
+        else group_runs(strategy, _DIMENSIONS.get(exchange.dimension, ()))
+    )
     topology = spanned(own.cluster, runs, "strategy")
-    if topology is None or prod(level.size for level in topology.levels) != len(one.members):
+    if topology is None or prod(level.size for level in topology.levels) != len(exchange.members):
         return None
-    size = one.bytes * (len(one.members) if kind is CollectiveKind.ALL_GATHER else 1)
+    size = exchange.bytes * (len(exchange.members) if kind is CollectiveKind.ALL_GATHER else 1)
     return float(collective_price(kind, float(size), topology, strategy.collective).seconds)
 
 
-def _message(job: Job, one: Exchange) -> float:
+def _message(job: Job, exchange: Exchange) -> float:
     """Over the innermost level that both ranks share."""
     inside = 1
     for level in (levels := network(job.cluster).levels):
         inside *= level.size
-        if node_of(one.members[0], inside) == node_of(one.members[-1], inside):
+        if node_of(exchange.members[0], inside) == node_of(exchange.members[-1], inside):
             break
     else:
         level = levels[-1]
-    return float(level.latency + level.startup + one.bytes / (level.bandwidth * level.efficiency))
+    return float(level.latency + level.startup + exchange.bytes / (level.bandwidth * level.efficiency))

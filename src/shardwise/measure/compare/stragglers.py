@@ -23,14 +23,16 @@ def same_work(job: Job) -> tuple[Hashable, ...]:
     return tuple((own.tp, own.microbatch, kind_of(job, rank)) for rank, own in enumerate(stages))
 
 
-def rank_slowness(model: Model, found: Measured, alike: Sequence[Hashable] | None = None) -> tuple[float, ...] | None:
+def rank_slowness(
+    model: Model, recorded: Measured, alike: Sequence[Hashable] | None = None
+) -> tuple[float, ...] | None:
     """How many times as long each rank takes for a layer as the usual one; None if no layer was recorded.
 
     Layers are compared with others of their kind, and ranks with those that are ``alike``, if that is given. The usual
     rank is the median, of two the faster.
     """
     kinds: list[dict[Hashable, float]] = []
-    for rank in found.ranks:
+    for rank in recorded.ranks:
         each: dict[Hashable, list[float]] = defaultdict(list)
         for layer, seconds in rank.layers.items():
             each[model.is_moe_layer(layer), None if alike is None else alike[rank.rank]].append(seconds)
@@ -38,11 +40,11 @@ def rank_slowness(model: Model, found: Measured, alike: Sequence[Hashable] | Non
     if not any(kinds):
         return None
     usual = {
-        kind: statistics.median_low(one[kind] for one in kinds if kind in one)
-        for kind in {kind for one in kinds for kind in one}
+        kind: statistics.median_low(own[kind] for own in kinds if kind in own)
+        for kind in {kind for own in kinds for kind in own}
     }
     return tuple(
-        statistics.mean(seconds / usual[kind] for kind, seconds in one.items()) if one else 1.0 for one in kinds
+        statistics.mean(seconds / usual[kind] for kind, seconds in own.items()) if own else 1.0 for own in kinds
     )
 
 
@@ -54,12 +56,14 @@ def straggler(slowness: tuple[float, ...] | None) -> int | None:
     return slowest if slowness[slowest] >= SLOW else None
 
 
-def straggler_of_steps(model: Model, found: Measured) -> int | None:
+def straggler_of_steps(model: Model, recorded: Measured) -> int | None:
     """The rank that is the slowest, and slow, in every one of the steps; None if no rank is."""
     named = set()
-    for number in range(len(found.numbers)):
-        ranks = tuple(replace(one, layers=layers_of([own[number]])) for one, own in zip(found.ranks, found.steps))
-        named.add(straggler(rank_slowness(model, replace(found, ranks=ranks))))
+    for number in range(len(recorded.numbers)):
+        ranks = tuple(
+            replace(rank, layers=layers_of([own[number]])) for rank, own in zip(recorded.ranks, recorded.steps)
+        )
+        named.add(straggler(rank_slowness(model, replace(recorded, ranks=ranks))))
     return named.pop() if len(named) == 1 else None
 
 
@@ -112,18 +116,18 @@ class SlowLink:
     than: str
 
 
-def links_of(job: Job, found: Measured) -> tuple[MeasuredLink, ...]:
+def links_of(job: Job, recorded: Measured) -> tuple[MeasuredLink, ...]:
     """One for every size and name of exchange between the same ranks, in both directions."""
     same: dict[tuple[str, str, tuple[int, ...], int], list[Exchange]] = defaultdict(list)
-    for one in found.exchanges:
-        same[one.dimension, one.what, tuple(sorted(one.members)), one.bytes].append(one)
+    for exchange in recorded.exchanges:
+        same[exchange.dimension, exchange.what, tuple(sorted(exchange.members)), exchange.bytes].append(exchange)
     links = []
     for (dimension, what, members, size), some in same.items():
-        shown = [one.seconds for one in some if one.shows_the_link]
+        shown = [exchange.seconds for exchange in some if exchange.shows_the_link]
         if not shown:
             continue
-        nodes = tuple(sorted({found.records[rank].node for rank in members}))
-        count, seconds = len(some) / len(found.numbers), statistics.median(shown)
+        nodes = tuple(sorted({recorded.records[rank].node for rank in members}))
+        count, seconds = len(some) / len(recorded.numbers), statistics.median(shown)
         is_message, price = bool(some[0].label.message), exchange_seconds(job, some[0])
         links.append(MeasuredLink(dimension, what, is_message, members, nodes, size, count, seconds, price))
     return tuple(links)
@@ -134,24 +138,24 @@ def slow_link(links: Sequence[MeasuredLink], step_seconds: float, compute_ratio:
 
     Where everything takes longer than its price, computation too, the price is wrong and no link is to blame.
     """
-    worth = [one for one in links if one.step_seconds >= WORTH * step_seconds]
-    found = [slow for one in worth if (slow := _against_others(one, links)) is not None]
-    if not found:
-        found = [slow for one in worth if (slow := _against_price(one, links, compute_ratio)) is not None]
-    return max(found, key=lambda one: one.link.step_seconds * (1 - 1 / one.times), default=None)
+    worth = [link for link in links if link.step_seconds >= WORTH * step_seconds]
+    slow_links = [slow for link in worth if (slow := _against_others(link, links)) is not None]
+    if not slow_links:
+        slow_links = [slow for link in worth if (slow := _against_price(link, links, compute_ratio)) is not None]
+    return max(slow_links, key=lambda slow: slow.link.step_seconds * (1 - 1 / slow.times), default=None)
 
 
-def _against_others(one: MeasuredLink, links: Sequence[MeasuredLink]) -> SlowLink | None:
-    same = [other.seconds for other in links if other.members != one.members and other.carries == one.carries]
+def _against_others(link: MeasuredLink, links: Sequence[MeasuredLink]) -> SlowLink | None:
+    same = [other.seconds for other in links if other.members != link.members and other.carries == link.carries]
     usual = statistics.median_low(same) if same else None
-    if not usual or one.seconds < SLOW_LINK * usual:
+    if not usual or link.seconds < SLOW_LINK * usual:
         return None
-    return SlowLink(one, one.seconds / usual, "between other ranks")
+    return SlowLink(link, link.seconds / usual, "between other ranks")
 
 
-def _against_price(one: MeasuredLink, links: Sequence[MeasuredLink], compute_ratio: float) -> SlowLink | None:
-    others = [other.ratio for other in links if other.members != one.members and other.ratio is not None]
+def _against_price(link: MeasuredLink, links: Sequence[MeasuredLink], compute_ratio: float) -> SlowLink | None:
+    others = [other.ratio for other in links if other.members != link.members and other.ratio is not None]
     usual = max(1.0, min([compute_ratio, *others]))
-    if one.ratio is None or one.ratio < FAR * usual:
+    if link.ratio is None or link.ratio < FAR * usual:
         return None
-    return SlowLink(one, one.ratio, "its description")
+    return SlowLink(link, link.ratio, "its description")

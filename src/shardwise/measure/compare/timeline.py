@@ -14,12 +14,12 @@ from shardwise.spec.job import Job
 _MEASURED = 100_000  # process numbers from here on are measured ranks
 
 
-def timeline(job: Job, found: Measured) -> dict[str, Any]:
+def timeline(job: Job, recorded: Measured) -> dict[str, Any]:
     """Both begin at 0: the prediction, and the first measured step of the rank that begins first."""
     trace = step_trace(job)
     events = [_predicted(event) for event in trace["traceEvents"]]
-    zero = min(steps[0].start for steps in found.steps)
-    for record in found.records:
+    zero = min(steps[0].start for steps in recorded.steps)
+    for record in recorded.records:
         events += _rank(record, zero)
     return {**trace, "traceEvents": events}
 
@@ -35,10 +35,10 @@ def _rank(record: RankRecord, zero: float) -> Iterator[dict[str, Any]]:
     named = {"ph": "M", "pid": process}
     yield {**named, "name": "process_name", "args": {"name": f"measured: rank {record.rank}, node {record.node}"}}
     yield {**named, "name": "process_sort_index", "args": {"sort_index": process}}
-    lanes = dict.fromkeys(one.lane for one in record.ranges)
+    lanes = dict.fromkeys(named.lane for named in record.ranges)
     for lane in lanes:
         yield {**named, "name": "thread_name", "tid": lane, "args": {"name": _lane_name(lane)}}
-    yield from (_event(process, one, zero) for one in record.ranges)
+    yield from (_event(process, named, zero) for named in record.ranges)
 
 
 def _lane_name(lane: int) -> str:
@@ -47,15 +47,15 @@ def _lane_name(lane: int) -> str:
     return f"backend {lane}" if lane < STREAMS else f"stream {lane - STREAMS}"
 
 
-def _event(process: int, one: NamedRange, zero: float) -> dict[str, Any]:
-    label = label_of(one.name)
+def _event(process: int, named: NamedRange, zero: float) -> dict[str, Any]:
+    label = label_of(named.name)
     return {
         "ph": "X",
-        "name": one.name,
+        "name": named.name,
         "cat": label.part or label.kind,
         "pid": process,
-        "tid": one.lane,
-        "ts": (one.start - zero) * 1e6,
-        "dur": one.seconds * 1e6,
+        "tid": named.lane,
+        "ts": (named.start - zero) * 1e6,
+        "dur": named.seconds * 1e6,
         "args": {"bytes": label.bytes} if label.bytes else {},
     }

@@ -65,14 +65,14 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 def file_system_of(folder: Path) -> str:
     """The kind and the size of what a folder is on; the name of the device differs from host to host."""
-    path, found = folder.resolve(), ("", "unknown")
+    path, deepest = folder.resolve(), ("", "unknown")
     with Path("/proc/mounts").open(encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
             _, where, kind, *_ = line.split(" ")
-            if path.is_relative_to(where) and len(where) >= len(found[0]):
-                found = where, kind
+            if path.is_relative_to(where) and len(where) >= len(deepest[0]):
+                deepest = where, kind
     blocks = os.statvfs(path)
-    return f"{found[1]}, {readable_bytes(blocks.f_frsize * blocks.f_blocks)}"
+    return f"{deepest[1]}, {readable_bytes(blocks.f_frsize * blocks.f_blocks)}"
 
 
 # -- what differs --------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def told(what: str, values: Mapping[str, str]) -> str | None:
 
 def gpu_findings(facts: Mapping[str, NodeFacts], tp: int) -> Iterator[Checked]:
     """Whether tensor-parallel groups are on the GPUs that are nearest to each other, and every GPU has a near card."""
-    for host, topology in ((host, one.topology) for host, one in facts.items()):
+    for host, topology in ((host, node.topology) for host, node in facts.items()):
         if topology is None:
             continue
         count = len(topology.gpus)
@@ -114,7 +114,7 @@ def gpu_findings(facts: Mapping[str, NodeFacts], tp: int) -> Iterator[Checked]:
 
 def _gpu_order(host: str, topology: DeviceTopology, tp: int) -> Checked:
     count = len(topology.gpus)
-    distances = [[topology.distance(one, other) for other in range(count)] for one in range(count)]
+    distances = [[topology.distance(gpu, other) for other in range(count)] for gpu in range(count)]
     best = device_order(distances, tp)
 
     def worst(order: Sequence[int]) -> tuple[int, int]:
@@ -138,21 +138,21 @@ def compared(facts: Mapping[str, NodeFacts]) -> Iterator[Checked]:
 
 
 def _versions(facts: Mapping[str, NodeFacts]) -> Checked:
-    names = dict.fromkeys(name for one in facts.values() for name in one.versions)
-    found = [
+    names = dict.fromkeys(name for node in facts.values() for name in node.versions)
+    different = [
         words
         for name in names
-        if (words := told(name, {host: one.versions.get(name, "missing") for host, one in facts.items()}))
+        if (words := told(name, {host: node.versions.get(name, "missing") for host, node in facts.items()}))
     ]
-    if found:
-        return Checked("same software", "fail", "; ".join(found), "make it the same on all hosts")
+    if different:
+        return Checked("same software", "fail", "; ".join(different), "make it the same on all hosts")
     first = next(iter(facts.values())).versions
     shown = ", ".join(f"{name} {first[name]}" for name in ("Python", "torch", "NCCL", "the driver") if name in first)
     return Checked("same software", "pass", f"{shown} and the code of shardwise are the same on {len(facts)} hosts")
 
 
 def _nvlinks(facts: Mapping[str, NodeFacts]) -> Checked:
-    known = {host: one.nvlinks for host, one in facts.items() if one.nvlinks}
+    known = {host: node.nvlinks for host, node in facts.items() if node.nvlinks}
     if not known:
         return Checked("NVLink", "pass", "there is none, or no nvidia-smi to ask")
     lacking = [host for host in facts if host not in known]
@@ -179,25 +179,25 @@ def _nvlinks(facts: Mapping[str, NodeFacts]) -> Checked:
 
 
 def _infiniband(facts: Mapping[str, NodeFacts]) -> Checked:
-    if not any(one.ports for one in facts.values()):
+    if not any(node.ports for node in facts.values()):
         return Checked("InfiniBand", "pass", "no host has such cards")
-    names = dict.fromkeys(port.name for one in facts.values() for port in one.ports)
-    by_host = {host: {port.name: port for port in one.ports} for host, one in facts.items()}
-    found, idle = [], 0
+    names = dict.fromkeys(port.name for node in facts.values() for port in node.ports)
+    by_host = {host: {port.name: port for port in node.ports} for host, node in facts.items()}
+    different, idle = [], 0
     for name in names:
         states = {host: _state(ports.get(name)) for host, ports in by_host.items()}
         words = told(f"port {name}", states)
         up = [port.is_up for ports in by_host.values() if (port := ports.get(name))]
         if words:
-            found.append(words)
+            different.append(words)
         elif not any(up):
             idle += 1
-    if found:
-        return Checked("InfiniBand", "fail", "; ".join(found), "check its cable and `ibstat` there")
+    if different:
+        return Checked("InfiniBand", "fail", "; ".join(different), "check its cable and `ibstat` there")
     if idle == len(names):
         return Checked("InfiniBand", "warn", f"{counted(idle, 'port')} on every host, all down", "see `ibstat`")
     unused = f"; {idle} down on every host" if idle else ""
-    rates = ", ".join(dict.fromkeys(port.rate for one in facts.values() for port in one.ports if port.is_up))
+    rates = ", ".join(dict.fromkeys(port.rate for node in facts.values() for port in node.ports if port.is_up))
     return Checked("InfiniBand", "pass", f"{counted(len(names) - idle, 'port')} up on every host, {rates}{unused}")
 
 

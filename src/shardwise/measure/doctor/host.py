@@ -80,7 +80,7 @@ def examine(request: Examination, *, beside_others: bool = False) -> Iterator[Ch
 
     software = list(_run({"versions": check_versions, "device memory": check_devices}, request))
     yield from software
-    if beside_others or any(found.status == "fail" for found in software):  # it would fail for the same reason
+    if beside_others or any(finding.status == "fail" for finding in software):  # it would fail for the same reason
         return
     yield from _run({"all-reduce": check_all_reduce}, request)
 
@@ -88,8 +88,8 @@ def examine(request: Examination, *, beside_others: bool = False) -> Iterator[Ch
 def _run(checks: dict[str, _Check], request: Examination) -> Iterator[Checked]:
     for name, check in checks.items():
         try:
-            found = check(request)
-            yield from [found] if isinstance(found, Checked) else found
+            findings = check(request)
+            yield from [findings] if isinstance(findings, Checked) else findings
         except (OSError, RuntimeError) as error:
             yield Checked(name, "fail", " ".join(str(error).split()))
 

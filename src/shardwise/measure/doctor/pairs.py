@@ -50,22 +50,22 @@ def closed_ports(rank: Rank, address: str | None) -> list[tuple[int, str]]:
         rank.store.set(f"ports-{own}", " ".join([_own_address(address), *map(str, ports)]))
         nodes = [node for node in range(rank.world // rank.ranks_per_host) if node != own]
         with ThreadPoolExecutor(_AT_ONCE) as workers:
-            found = list(workers.map(lambda node: (node, _why_closed(rank, node, address)), nodes))
+            reasons = list(workers.map(lambda node: (node, _why_closed(rank, node, address)), nodes))
         barrier.wait()  # until the others have tried this node
-    return [(node, why) for node, why in found if why]
+    return [(node, why) for node, why in reasons if why]
 
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
     servers = [_Server(("", 0), _Echo) for _ in range(LISTENING)]
-    for one in servers:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield [one.server_address[1] for one in servers]
+        yield [server.server_address[1] for server in servers]
     finally:
-        for one in servers:
-            one.shutdown()
-            one.server_close()
+        for server in servers:
+            server.shutdown()
+            server.server_close()
 
 
 def _own_address(towards: str) -> str:
@@ -90,11 +90,11 @@ def _why_closed(rank: Rank, node: int, first_address: str) -> str:
 
 def ports_finding(closed: Sequence[Sequence[tuple[int, str]]], hosts: Sequence[str]) -> Checked:
     """``closed`` by node; the node that most others cannot reach is the odd one."""
-    seen = [(tried, node, why) for tried, found in enumerate(closed) for node, why in found]
+    seen = [(tried, node, why) for tried, unreached in enumerate(closed) for node, why in unreached]
     if not seen:
         figure = f"every one of {len(hosts)} hosts reaches {LISTENING} ports of every other"
         return Checked("open ports", "pass", figure)
-    counts = {node: [one for one in seen if node in one[:2]] for node in range(len(hosts))}
+    counts = {node: [pair for pair in seen if node in pair[:2]] for node in range(len(hosts))}
     worst = max(counts, key=lambda node: len(counts[node]))
     tried, node, why = seen[0]
     figure = f"{hosts[tried]} cannot reach {hosts[node]} ({why})"
@@ -139,7 +139,7 @@ def _asked(other: int) -> tuple[float, float]:
 def clocks_finding(offsets: Sequence[float], hosts: Sequence[str]) -> Checked:
     """Against the median of all: the first node may itself be the odd one."""
     middle = statistics.median(offsets)
-    node = max(range(len(hosts)), key=lambda one: abs(offsets[one] - middle))
+    node = max(range(len(hosts)), key=lambda other: abs(offsets[other] - middle))
     seconds = abs(offsets[node] - middle)
     return skew_finding("clocks", f"the others' ({hosts[node]} is farthest)", seconds)
 
@@ -157,17 +157,17 @@ def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
 
 
 def pairs_findings(
-    found: Mapping[Pair, PairFigures], hosts: Sequence[str], cluster: Cluster | None
+    figures: Mapping[Pair, PairFigures], hosts: Sequence[str], cluster: Cluster | None
 ) -> Iterator[Checked]:
     """Pairs that are slower than the others, and all of them against the plan."""
-    planned = {pair: None if cluster is None else planned_pair(cluster, pair) for pair in found}
+    planned = {pair: None if cluster is None else planned_pair(cluster, pair) for pair in figures}
     alike: dict[PairFigures | None, list[Pair]] = {}
     for pair, promised in planned.items():
         alike.setdefault(promised, []).append(pair)
     for promised, pairs in alike.items():
-        rates = {pair: found[pair].bandwidth for pair in pairs}
+        rates = {pair: figures[pair].bandwidth for pair in pairs}
         yield _bandwidth(rates, hosts, promised)
-        yield _latency({pair: found[pair].latency for pair in pairs}, hosts, promised)
+        yield _latency({pair: figures[pair].latency for pair in pairs}, hosts, promised)
 
 
 def _bandwidth(rates: Mapping[Pair, float], hosts: Sequence[str], promised: PairFigures | None) -> Checked:
@@ -187,7 +187,7 @@ def _bandwidth(rates: Mapping[Pair, float], hosts: Sequence[str], promised: Pair
 
 def _latency(seconds: Mapping[Pair, float], hosts: Sequence[str], promised: PairFigures | None) -> Checked:
     most = usual(seconds, min)
-    late = {pair: one for pair, one in seconds.items() if one > max(LATE * most, most + _LATE_SECONDS)}
+    late = {pair: spent for pair, spent in seconds.items() if spent > max(LATE * most, most + _LATE_SECONDS)}
     against = "" if promised is None else f", planned {readable_seconds(promised.latency)}"
     if late:
         figure = f"{named(late, seconds, hosts, readable_seconds)}; others {readable_seconds(most)}{against}"

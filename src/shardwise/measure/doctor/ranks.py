@@ -39,36 +39,36 @@ def examine_ranks(request: Examination, here: Started) -> Iterator[Checked]:
         yield all_reduce_finding(here.world, request.device, right, seconds)
 
 
-def _of_each(found: Sequence[Sequence[Checked]], hosts: Sequence[str], ranks_per_host: int) -> Iterator[Checked]:
+def _of_each(of_ranks: Sequence[Sequence[Checked]], hosts: Sequence[str], ranks_per_host: int) -> Iterator[Checked]:
     """What every node says of itself: a check that passes on all of them is one line, else those that do not pass."""
     by_check: dict[str, dict[str, Checked]] = {}
-    for host, own in zip(hosts, found[::ranks_per_host], strict=True):
-        for one in own:
-            by_check.setdefault(one.check, {})[host] = one
+    for host, own in zip(hosts, of_ranks[::ranks_per_host], strict=True):
+        for finding in own:
+            by_check.setdefault(finding.check, {})[host] = finding
     for results in by_check.values():
         first = next(iter(results.values()))
         odd: dict[Checked, list[str]] = {}
-        for host, one in results.items():
-            if one.status != "pass":
-                odd.setdefault(one, []).append(host)
+        for host, finding in results.items():
+            if finding.status != "pass":
+                odd.setdefault(finding, []).append(host)
         if len(hosts) == 1:
             yield first
         elif not odd:
             yield replace(first, figure=f"{hosts[0]}: {first.figure}; {len(results)} hosts pass")
         else:
-            for one, named in odd.items():
+            for finding, named in odd.items():
                 who = f"all {len(hosts)} hosts" if len(named) == len(hosts) else ", ".join(named)
-                yield replace(one, figure=f"{who}: {one.figure}")
+                yield replace(finding, figure=f"{who}: {finding.figure}")
 
 
 def _between(ranks: StartedRanks, hosts: Sequence[str], request: Examination, here: Started) -> Iterator[Checked]:
     each = here.ranks_per_host
-    facts = {host: one for host, one in zip(hosts, ranks.run(_facts)[::each], strict=True) if one is not None}
+    facts = {host: node for host, node in zip(hosts, ranks.run(_facts)[::each], strict=True) if node is not None}
     yield from compared(facts)
     yield from gpu_findings(facts, request.tp)
     yield ports_finding(ranks.run(closed_ports, here.address)[::each], hosts)
     yield clocks_finding(ranks.run(clock_offsets)[0], hosts)
-    seen = [one for one in ranks.run(seen_files, request.folder) if one is not None]
+    seen = [files for files in ranks.run(seen_files, request.folder) if files is not None]
     yield shared_finding(seen, hosts, request.folder, is_run=request.checkpoint_bytes is not None)
     figures = measured_matrix(ranks, len(hosts), request.device)
     cluster = request.cluster if request.cluster and request.cluster.node_devices == each else None

@@ -42,11 +42,11 @@ def seen_files(rank: Rank, folder: Path) -> SeenFiles | None:
         problem = error.strerror or str(error)
     try:
         barrier.wait()
-        found = _seen(folder, token, nodes)
+        seen = _seen(folder, token, nodes)
         barrier.wait()  # nobody removes a file that another looks for
     finally:
         path.unlink(missing_ok=True)
-    return SeenFiles(found, file_system_of(folder) if folder.is_dir() else "missing", problem)
+    return SeenFiles(seen, file_system_of(folder) if folder.is_dir() else "missing", problem)
 
 
 def _file(folder: Path, token: str, node: int) -> Path:
@@ -60,25 +60,25 @@ def _seen(folder: Path, token: str, nodes: int) -> frozenset[int]:
             names = set(os.listdir(folder))  # noqa: PTH208 (reading the folder is what refreshes it)
         except OSError:
             names = set()
-        found = frozenset(node for node in range(nodes) if _file(folder, token, node).name in names)
-        if len(found) == nodes or time.monotonic() > deadline:
-            return found
+        seen = frozenset(node for node in range(nodes) if _file(folder, token, node).name in names)
+        if len(seen) == nodes or time.monotonic() > deadline:
+            return seen
         time.sleep(_LOOK_SECONDS)
 
 
-def shared_finding(found: Sequence[SeenFiles], hosts: Sequence[str], folder: Path, *, is_run: bool) -> Checked:
+def shared_finding(seen: Sequence[SeenFiles], hosts: Sequence[str], folder: Path, *, is_run: bool) -> Checked:
     """``found`` by node; ``is_run``: a run will be there, which needs a folder that all share."""
     bad: Status = "fail" if is_run else "warn"
-    cannot = [f"{host} cannot write there ({one.problem})" for host, one in zip(hosts, found) if one.problem]
+    cannot = [f"{host} cannot write there ({own.problem})" for host, own in zip(hosts, seen) if own.problem]
     if cannot:
         return Checked("shared folder", "fail", f"{folder}: {'; '.join(cannot)}", "mount it for writing")
     every = frozenset(range(len(hosts)))
-    if all(one.nodes == every for one in found):
-        figure = f"{folder} ({found[0].file_system}): every host sees the files of all {len(hosts)}"
+    if all(own.nodes == every for own in seen):
+        figure = f"{folder} ({seen[0].file_system}): every host sees the files of all {len(hosts)}"
         return Checked("shared folder", "pass", figure)
     remedy = "put it on storage that all hosts share"
-    together = max((one.nodes for one in found), key=len)
-    odd = [host for host, one in zip(hosts, found) if one.nodes != together]
+    together = max((own.nodes for own in seen), key=len)
+    odd = [host for host, own in zip(hosts, seen) if own.nodes != together]
     if len(together) == 1:
         return Checked("shared folder", bad, f"{folder} is another folder on every host", remedy)
     what = f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} another {folder} than the {len(together)} others"

@@ -40,7 +40,7 @@ def check_versions(request: Examination) -> Iterator[Checked]:
     if lowest <= version <= highest:
         yield Checked("PyTorch", "pass", torch.__version__)
     else:
-        known = " to ".join(".".join(map(str, one)) for one in TESTED_TORCH)
+        known = " to ".join(".".join(map(str, tested)) for tested in TESTED_TORCH)
         yield Checked("PyTorch", "fail" if version < lowest else "warn", torch.__version__, f"tested with {known}")
     if not is_installed("safetensors"):
         yield Checked("safetensors", "fail", "is not installed", "pip install 'shardwise[train]'")
@@ -83,17 +83,17 @@ def driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else ""
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else ""
 
 
 def check_devices(request: Examination) -> Checked:
     """Whether every process has a device, with free memory."""
     if request.device == "cpu":
         return _host_memory(request.processes)
-    found = visible_devices()
-    if found < request.processes:
-        figure = f"{found} GPUs for {request.processes} processes of this host"
+    count = visible_devices()
+    if count < request.processes:
+        figure = f"{count} GPUs for {request.processes} processes of this host"
         return Checked("device memory", "fail", figure, "use a strategy of fewer ranks, or --run-device cpu")
     memory = [torch.cuda.mem_get_info(index) for index in range(request.processes)]
     free, total = min(memory)
@@ -126,10 +126,10 @@ def check_all_reduce(request: Examination) -> Checked:
     world = request.processes if request.device == "cuda" else min(request.processes, _MOST_CPU_PROCESSES)
     with OwnedFolder("doctor") as folder:
         command = [sys.executable, "-m", __name__, request.device]
-        found = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
-        if found.status != 0 or found.stopped:
-            return Checked("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
-        result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
+        outcome = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
+        if outcome.status != 0 or outcome.stopped:
+            return Checked("all-reduce", "fail", str(outcome.failure or "stopped"), "a run would fail the same way")
+        result = json.loads((outcome.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
     return all_reduce_finding(world, request.device, result["right"], result["seconds"])
 
 

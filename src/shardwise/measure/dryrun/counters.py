@@ -58,7 +58,7 @@ class CollectiveLog:
     def _record(self, operator: str, kind: str, args: Any, result: Any) -> None:
         group = _group_of(args)
         ranks = tuple(dist.get_process_group_ranks(group))
-        label = next((one for one in reversed(self._labels) if one.what), Label("none"))
+        label = next((known for known in reversed(self._labels) if known.what), Label("none"))
         if kind in (CollectiveKind.SEND_RECV, RECEIVE) and label.part_of is not None:
             if kind == CollectiveKind.SEND_RECV:  # n−1 of them are a collective of n such parts
                 size = round(_bytes(args[0]) * len(ranks) / (len(ranks) - 1))
@@ -71,7 +71,7 @@ class CollectiveLog:
         if kind == CollectiveKind.ALL_TO_ALL:
             size = _bytes(args[0] if operator.startswith("_c10d_functional") else args[1])
         else:  # the full tensor is on one side of a gather or a scatter, on both of a reduction
-            size = max(_bytes(one) for one in (*args[:2], result) if isinstance(one, (Tensor, list, tuple)))
+            size = max(_bytes(given) for given in (*args[:2], result) if isinstance(given, (Tensor, list, tuple)))
         self.sent.append(Sent(kind, ranks, size, label))
 
 
@@ -100,14 +100,16 @@ _KINDS = {
 
 def _group_of(args: Any) -> dist.ProcessGroup:
     """The process group among the arguments: an object, or the name at their end."""
-    for one in args:
-        if not isinstance(one, (Tensor, list, tuple, str, int, float)) and "ProcessGroup" in str(type(one)) + str(one):
-            return one if isinstance(one, dist.ProcessGroup) else dist.ProcessGroup.unbox(one)
+    for argument in args:
+        if not isinstance(argument, (Tensor, list, tuple, str, int, float)) and "ProcessGroup" in str(
+            type(argument)
+        ) + str(argument):
+            return argument if isinstance(argument, dist.ProcessGroup) else dist.ProcessGroup.unbox(argument)
     return group_named(args[-1])
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in tree_iter(tensors) if isinstance(one, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))
 
 
 # -- FLOPs of a step: matmuls and attention ----------------------------------------------------------

@@ -53,7 +53,7 @@ class Extension:
         with_layers = [self.small, *(self.small.with_one_more(group) for group in self.groups)]
         if self.small.microbatches == self.whole.microbatches:
             return with_layers
-        return [*with_layers, *(one.with_microbatches(self.more_microbatches) for one in with_layers)]
+        return [*with_layers, *(shape.with_microbatches(self.more_microbatches) for shape in with_layers)]
 
     def extended(self, numbers_of: Callable[[TracedShape], Mapping[Key, float]]) -> dict[Key, float]:
         """The numbers of ``whole``, linear in every kind of layer and in the microbatches."""
@@ -81,7 +81,7 @@ def extension(whole: TracedShape, layers: int, microbatches: Sequence[int]) -> E
     """Traces at most ``layers`` of every kind, and the two given numbers of microbatches where there are more."""
     small = TracedShape(tuple((kind, min(number, layers)) for kind, number in whole.layers), whole.microbatches)
     numbers = sorted({number for _, number in whole.layers if number > layers})
-    groups = tuple(frozenset(kind for kind, number in whole.layers if number == one) for one in numbers)
+    groups = tuple(frozenset(kind for kind, number in whole.layers if number == count) for count in numbers)
     few, more = microbatches
     if whole.microbatches > more:
         small = small.with_microbatches(few)
@@ -110,8 +110,8 @@ def _from_nearer_end(number: int, of: int, least: int) -> int | None:
     return number - of if of - number <= least // 2 else None
 
 
-def _sum(one: Mapping[Key, float], other: Mapping[Key, float], times: float) -> dict[Key, float]:
-    return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {**one, **other}}
+def _sum(first: Mapping[Key, float], other: Mapping[Key, float], times: float) -> dict[Key, float]:
+    return {key: first.get(key, 0.0) + times * other.get(key, 0.0) for key in {**first, **other}}
 
 
 def at_one_moment(traces: Sequence[Moments]) -> list[dict[StepPlace, Bytes]]:

@@ -77,13 +77,13 @@ class Places:
     def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, LayerKind]) -> None:
         """Hooks into the decoders of a rank's stages, when all techniques have been applied to them."""
         for stage, module in stages.items():
-            decoder = next(one for one in module.modules() if isinstance(one, Decoder))
+            decoder = next(inner for inner in module.modules() if isinstance(inner, Decoder))
             self._watch_decoder(decoder, stage)
             kinds = {name: kind_of_layer[int(name)] for name in decoder.layers}
             for name, layer in decoder.layers.items():
                 alike = [other for other in kinds if kinds[other] == kinds[name]]
                 place = StepPlace("forward", stage, "layer", kinds[name], alike.index(name), len(alike))
-                inner = next(one for one in layer.modules() if isinstance(one, Layer))
+                inner = next(part for part in layer.modules() if isinstance(part, Layer))
                 self._watch_layer(inner, place, StepPlace("forward", stage, "head"))
 
     def _watch_decoder(self, decoder: nn.Module, stage: int) -> None:
@@ -210,8 +210,8 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
     def _touched(self, operator: Any, args: Any, named: Any, result: Any) -> None:
         """An observer: what collectives read and write."""
         if operator.namespace in ("c10d", "_c10d_functional"):
-            for one in tree_iter((args, result)):
-                block = self.blocks.get(self.see(one)) if isinstance(one, Tensor) else None
+            for touched in tree_iter((args, result)):
+                block = self.blocks.get(self.see(touched)) if isinstance(touched, Tensor) else None
                 if block is not None:
                     block.sent = True
 
@@ -226,14 +226,14 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         for block, size in live.values():
             where = f"{block.born.phase} {block.born.part}".strip()
             alike[block.part, block.operator, where, size] += size > 0
-        found = [Holder(*key, number) for key, number in alike.items() if number]
-        return sorted(found, key=lambda one: -one.bytes * one.number)
+        holders = [Holder(*key, number) for key, number in alike.items() if number]
+        return sorted(holders, key=lambda holder: -holder.bytes * holder.number)
 
     def moments(self) -> dict[StepPlace, list[Bytes]]:
         """Memory by part after every change since `forget`, by the place where it happened."""
         live: Bytes = dict.fromkeys(PARTS, 0.0)
-        found: dict[StepPlace, list[Bytes]] = {}
+        moments: dict[StepPlace, list[Bytes]] = {}
         for block, difference, place in self.changes:
             live[block.part] += difference
-            found.setdefault(place, []).append(dict(live))
-        return found
+            moments.setdefault(place, []).append(dict(live))
+        return moments

@@ -51,7 +51,7 @@ def fullest_rank(job: Job) -> int:
         for replica in range(strategy.data_parallel):
             rank = rank_at(strategy, {"pp": stage, "dp": replica})
             first.setdefault((stage, seen_by(job, rank)), rank)
-    return first[max(first, key=lambda one: memory_of_rank(one[1], one[0]).total)]
+    return first[max(first, key=lambda alike: memory_of_rank(alike[1], alike[0]).total)]
 
 
 def check_rank(job: Job, rank: int) -> int:
@@ -169,4 +169,4 @@ class DryRun:
 
     @property
     def defects(self) -> tuple[Compared, ...]:
-        return tuple(one for one in self.compared if one.defect)
+        return tuple(line for line in self.compared if line.defect)

@@ -45,12 +45,12 @@ _FLOPS = {"products": "matmuls", "attention": "attention"}
 def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollective, float]) -> list[Compared]:
     """One line for every dimension and kind of collective that either knows of."""
     planned: dict[tuple[str, str], float] = {}
-    for one in step_traffic(job, rank_contents(job, pipeline_rank)):
-        if one.dimension != "offload":
+    for traffic in step_traffic(job, rank_contents(job, pipeline_rank)):
+        if traffic.dimension != "offload":
             # Both ends of a pipeline sum the gradients of a tied embedding, priced as one message.
-            tied = one.payload.role is Role.TIED_GRADIENTS
-            key = (one.dimension, str(CollectiveKind.ALL_REDUCE if tied else one.kind))
-            size = one.bytes_sent if _in_levels(job, *key) else one.count * one.size_bytes
+            tied = traffic.payload.role is Role.TIED_GRADIENTS
+            key = (traffic.dimension, str(CollectiveKind.ALL_REDUCE if tied else traffic.kind))
+            size = traffic.bytes_sent if _in_levels(job, *key) else traffic.count * traffic.size_bytes
             planned[key] = planned.get(key, 0.0) + size * _boundaries_with_one_peer(job, *key)
     return _lines(planned, traced_bytes(job, traced), " ".join)
 
@@ -58,19 +58,19 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollectiv
 def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]) -> list[Compared]:
     """One line for every kind of transfer between the device and its host that either knows of."""
     lines = step_traffic(job, rank_contents(job, pipeline_rank))
-    moved = ((one.payload, one.count * one.size_bytes) for one in lines if one.dimension == "offload")
-    planned, found = (_states_together(each) for each in (moved, traced.items()))
-    compared = _lines(planned, found, lambda payload: f"offload {payload.words}")
-    return [one for one in compared if one.planned or one.traced]
+    moved = ((line.payload, line.count * line.size_bytes) for line in lines if line.dimension == "offload")
+    planned, moved_in_trace = (_states_together(each) for each in (moved, traced.items()))
+    compared = _lines(planned, moved_in_trace, lambda payload: f"offload {payload.words}")
+    return [line for line in compared if line.planned or line.traced]
 
 
 def _states_together(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
     """States that come ahead of their update with those that come for it."""
-    found: dict[Payload, float] = {}
+    together: dict[Payload, float] = {}
     for payload, size in moved:
         kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in STATES_TO_DEVICE else payload
-        found[kind] = found.get(kind, 0.0) + size
-    return found
+        together[kind] = together.get(kind, 0.0) + size
+    return together
 
 
 def _lines(planned: Mapping[Key, float], traced: Mapping[Key, float], title: Callable[[Key], str]) -> list[Compared]:
@@ -81,7 +81,7 @@ def _lines(planned: Mapping[Key, float], traced: Mapping[Key, float], title: Cal
 
 def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tuple[str, str], float]:
     """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
-    found: dict[tuple[str, str], float] = {}
+    totals: dict[tuple[str, str], float] = {}
     boundaries: dict[int, float] = {}
     for line, size in traced.items():
         if line.dimension == "pp" and line.peer is not None:
@@ -89,10 +89,10 @@ def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tup
         elif line.kind != RECEIVE:
             key = (line.dimension, line.kind)
             leaving = (line.ranks - 1) / line.ranks if _in_levels(job, *key) else 1.0
-            found[key] = found.get(key, 0.0) + size * leaving
+            totals[key] = totals.get(key, 0.0) + size * leaving
     if boundaries:
-        found["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
-    return found
+        totals["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
+    return totals
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
@@ -115,10 +115,12 @@ def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, 
     shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        for one in layer_operators(job.model, shape, moe=moe):
-            flops[one.kind] += count * one.flops * one.attended * (3 + share_run_again(job, one, share))
-    for one in ends_operators(job.model, shape) if contents.has_head else ():
-        flops[one.kind] += 3 * one.flops
+        for operator in layer_operators(job.model, shape, moe=moe):
+            flops[operator.kind] += (
+                count * operator.flops * operator.attended * (3 + share_run_again(job, operator, share))
+            )
+    for operator in ends_operators(job.model, shape) if contents.has_head else ():
+        flops[operator.kind] += 3 * operator.flops
     return {"products": flops["product"] * job.microbatches, "attention": flops["attention"] * job.microbatches}
 
 
@@ -160,16 +162,16 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch, about forms that its own parts call
         traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
-    moments = [_moments(one, plan.small, shape.microbatches) for shape, one in traces.items()]
+    moments = [_moments(traced, plan.small, shape.microbatches) for shape, traced in traces.items()]
     peaks = _peaks(plan, dict(zip(traces, at_one_moment(moments))))
-    place, peak = max(peaks.items(), key=lambda one: sum(one[1].values()))
+    place, peak = max(peaks.items(), key=lambda peak_at: sum(peak_at[1].values()))
     calls = _calls(plan, traces)
     flops = plan.extended(lambda shape: traces[shape].flops)
     moved = plan.extended(lambda shape: traces[shape].moved)
     as_planned = planned_flops(job, pipeline_rank, coordinate(job.strategy, "cp", rank))
     memory = memory_of_rank(job, pipeline_rank)
     planned = {part: float(getattr(memory, part)) for part in PARTS}  # without the allowance for the framework
-    compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
+    compared = compared_bytes(job, pipeline_rank, {call.line: call.bytes for call in calls})
     return DryRun(
         job=job,
         rank=rank,
@@ -237,17 +239,17 @@ def _peaks(plan: Extension, peaks: Mapping[TracedShape, Mapping[StepPlace, Bytes
     numbers = plan.extended(
         lambda shape: {(place, part): size for place, parts in peaks[shape].items() for part, size in parts.items()}
     )
-    found: dict[StepPlace, Bytes] = {}
+    by_place: dict[StepPlace, Bytes] = {}
     for (place, part), size in numbers.items():
-        found.setdefault(place, {})[part] = size
-    return found
+        by_place.setdefault(place, {})[part] = size
+    return by_place
 
 
 def _calls(plan: Extension, traces: Mapping[TracedShape, Trace]) -> tuple[Calls, ...]:
     counts = plan.extended(lambda shape: traces[shape].calls)
     sizes = plan.extended(lambda shape: traces[shape].sent_bytes)
-    found = [Calls(line, count, sizes[line]) for line, count in counts.items()]
-    return tuple(sorted(found, key=lambda one: (one.line.dimension, -one.bytes, one.line.name)))
+    calls = [Calls(line, count, sizes[line]) for line, count in counts.items()]
+    return tuple(sorted(calls, key=lambda call: (call.line.dimension, -call.bytes, call.line.name)))
 
 
 def _described(plan: Extension) -> str:

@@ -122,21 +122,21 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
 
 def _claim(engine: Engine, memory: MemoryLog) -> None:
     """What only the engine knows: which tensors are weights, gradients and states of the optimizer."""
-    memory.claim("optimizer", (local(one) for state in engine.optimizer.state.values() for one in state.values()))
-    memory.claim("weights", (local(one.parameter) for one in engine.parameters))
+    memory.claim("optimizer", (local(tensor) for state in engine.optimizer.state.values() for tensor in state.values()))
+    memory.claim("weights", (local(held.parameter) for held in engine.parameters))
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else its gradient was deferred
             memory.claim("gradients", [local(parameter.grad)])
 
-    for one in engine.parameters:
-        one.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    for held in engine.parameters:
+        held.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
 def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> None:
     places.start_step()
     engine.forward_backward(batch)
-    memory.claim("gradients", (one.gradient for one in engine.parameters if one.gradient is not None))
+    memory.claim("gradients", (held.gradient for held in engine.parameters if held.gradient is not None))
     places.now = StepPlace("update")
     engine.update()
     places.now = StepPlace("between")
@@ -175,7 +175,7 @@ def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
     numbers: Counter[int] = Counter()
     for (stage, kind), number in shape.layers:
         numbers[stage] += number * kind.recomputed
-    return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[one] for one in sorted(numbers)]))
+    return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[stage] for stage in sorted(numbers)]))
 
 
 def _structure_is_real() -> AbstractContextManager[None]:
@@ -211,13 +211,18 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
     dimension_of = dimension_of_collectives(engine)
     calls: Counter[TracedCollective] = Counter()
     sent_bytes: Counter[TracedCollective] = Counter()
-    for one in collectives.sent:
-        if len(one.ranks) > 1:
+    for sent in collectives.sent:
+        if len(sent.ranks) > 1:
             line = TracedCollective(
-                dimension_of(one.label, one.ranks), one.kind, one.label.title, len(one.ranks), one.peer, one.label.what
+                dimension_of(sent.label, sent.ranks),
+                sent.kind,
+                sent.label.title,
+                len(sent.ranks),
+                sent.peer,
+                sent.label.what,
             )
             calls[line] += 1
-            sent_bytes[line] += one.size_bytes
+            sent_bytes[line] += sent.size_bytes
     moved = {} if engine.store is None else dict(engine.store.lanes.moved)
     return Trace(calls, sent_bytes, dict(flops.flops), memory.moments(), tuple(memory.holders()), moved)
 

@@ -201,7 +201,7 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """One pass over factors of another format than ``total``, which PyTorch 2.11 cannot do with fake tensors."""
     if total is None:
         return torch.empty((left.shape[0], right.shape[1]), dtype=torch.float32)
-    return total.addmm_(*(torch.empty((), dtype=total.dtype).expand(one.shape) for one in (left, right)))
+    return total.addmm_(*(torch.empty((), dtype=total.dtype).expand(factor.shape) for factor in (left, right)))
 
 
 # -- A store for offloaded tensors without values: it keeps nothing, and copies take no time
