@@ -112,7 +112,7 @@ def test_more_devices_are_counted_for_what_is_only_priced_too() -> None:
     constraints = within(schedule="dualpipe", pp="2", cp="1", microbatch="1", zero="1")
     job = job_of("llama3-70b", "dgx-h100:1", 256, seq=2048)
     request = Request(job, constraints, offload=False, any_priced=True)
-    with pytest.raises(SpecError, match=r"use 64 devices, or use devices with"):
+    with pytest.raises(SpecError, match=r"use 32 devices, or use devices with"):
         required(plan(request), request)
 
 

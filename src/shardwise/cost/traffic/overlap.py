@@ -39,8 +39,8 @@ class OverlappedTransfer:
     """Seconds from the beginning of its window to its own."""
 
     def beside(self, link: str) -> Any:
-        """Seconds in which it does not use the link."""
-        return self.seconds - self.link_seconds[link]
+        """Seconds in which it does not use the link, which may be busy for longer than the transfer itself takes."""
+        return maximum(0.0, self.seconds - self.link_seconds[link])
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,11 @@ def waiting(
     for exposed in left[1:]:
         longest = maximum(longest, exposed)
     for name in dict.fromkeys(name for _, _, used in together for name in used):
-        first, *others = (transfer.link_seconds[name] - used[name] for transfer, _, used in together if name in used)
+        first, *others = (
+            minimum(transfer.seconds, transfer.link_seconds[name]) - used[name]
+            for transfer, _, used in together
+            if name in used
+        )
         longest = maximum(longest, sum(others, first))
     return Waiting(left, longest)
 
