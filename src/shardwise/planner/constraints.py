@@ -50,7 +50,7 @@ class Allowed:
     def __contains__(self, value: Any) -> bool:
         if self.values is not None:
             return value in self.values
-        if value is None:  # "all ranks" or "all layers" is no number
+        if value is None:  # "all ranks" and "all layers" are not numbers
             return False
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
