@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.generation.apart import REMEDY, StageFailed, run_apart
 from shardwise.generation.files import PartialFile, PromptRecord, batch_offsets, read_prompts
 from shardwise.generation.ranks import Clock, Done, Emit, run_batch
+from shardwise.generation.ray_driver import REMEDY, StageFailed, run_driver
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
 from shardwise.generation.served import RankGone, ServedModel
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
@@ -57,7 +57,7 @@ class RayPrompts:
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
         require_packages("--on ray", "ray", "pandas")
-        return [], run_apart(partial(self.times, request), emit)
+        return [], run_driver(partial(self.times, request), emit)
 
     def times(self, request: GenerationRequest, emit: Emit) -> GenerationTimes:
         """As the driver of Ray."""

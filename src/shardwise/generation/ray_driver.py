@@ -30,7 +30,7 @@ class StageFailed(SpecError):
     status = 1
 
 
-def run_apart(work: Callable[[Callable[[int], None]], Any], emit: Callable[[int], None]) -> Any:
+def run_driver(work: Callable[[Callable[[int], None]], Any], emit: Callable[[int], None]) -> Any:
     """What ``work`` returns; ``emit`` gets what it emits. Raises its SpecError, or StageFailed if Ray ends it."""
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as words, Connection(ours.detach()) as connection:
