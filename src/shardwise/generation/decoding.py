@@ -61,8 +61,8 @@ class _Rows:
     def of(cls, prompts: Sequence[Sequence[int]], generators: list[torch.Generator], device: torch.device) -> _Rows:
         """Prompts end in the same column: what is before the shorter ones is padding, which no token sees."""
         longest = max(map(len, prompts))
-        lengths = torch.tensor([len(one) for one in prompts], device=device)
-        padded = [[0] * (longest - len(one)) + list(one) for one in prompts]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         positions = torch.arange(longest, device=device)[None] - (longest - lengths)[:, None]
         tokens = torch.tensor(padded, device=device)
         return cls(list(range(len(prompts))), tokens, positions.clamp(min=0), (positions >= 0).long(), generators)
@@ -76,7 +76,10 @@ class _Rows:
     @torch.inference_mode()
     def keep(self, places: list[int]) -> Tensor:
         rows = torch.tensor(places, device=self.tokens.device)
-        self.numbers, self.generators = [self.numbers[one] for one in places], [self.generators[one] for one in places]
+        self.numbers, self.generators = (
+            [self.numbers[place] for place in places],
+            [self.generators[place] for place in places],
+        )
         self.tokens, self.positions, self.real = self.tokens[rows], self.positions[rows], self.real[rows]
         return rows
 
@@ -88,7 +91,7 @@ def generated_tokens(
 
     ``first_number`` is the place of the first among all prompts.
     """
-    generators = [random_numbers(request.sampling, first_number + one) for one in range(len(prompts))]
+    generators = [random_numbers(request.sampling, first_number + number) for number in range(len(prompts))]
     rows = _Rows.of(prompts, generators, model.device)
     padded = not bool(rows.real.all())
     ended: set[int] = set()
@@ -116,7 +119,7 @@ class Collected:
     """The tokens of a batch so far."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.prompts = [tuple(one) for one in prompts]
+        self.prompts = [tuple(prompt) for prompt in prompts]
         self.tokens: list[list[int]] = [[] for _ in prompts]
 
     def add(self, step: dict[int, int]) -> None:

@@ -43,9 +43,13 @@ class PromptRecord:
     fields: Mapping[str, Any]
     tokens: tuple[int, ...]
 
-    def line(self, found: Generated, tokenizer: Tokenizer | None) -> bytes:
-        text = text_of(found, tokenizer)
-        made = {**({} if text is None else {"text": text}), "tokens": list(found.tokens), "reason": found.reason}
+    def line(self, generated: Generated, tokenizer: Tokenizer | None) -> bytes:
+        text = text_of(generated, tokenizer)
+        made = {
+            **({} if text is None else {"text": text}),
+            "tokens": list(generated.tokens),
+            "reason": generated.reason,
+        }
         # Half of a surrogate pair, which JSON may hold and UTF-8 may not, stays an escape.
         return (json.dumps({**self.fields, GENERATED: made}, ensure_ascii=False) + "\n").encode(
             "utf-8", "backslashreplace"
@@ -72,15 +76,15 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, offset: int = 0) -> It
 
 def batch_offsets(path: Path, size: int) -> list[int]:
     """Where in the file each batch of prompts begins."""
-    found, count, at = [], 0, 0
+    offsets, count, at = [], 0, 0
     with path.open("rb") as file:
         for line in file:
             if line.strip():
                 if count % size == 0:
-                    found.append(at)
+                    offsets.append(at)
                 count += 1
             at += len(line)
-    return found
+    return offsets
 
 
 def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecord:
@@ -92,7 +96,7 @@ def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecor
         raise SpecError(where, f"{shown(fields)} is not an object", _WRITE)
     tokens, text = fields.get(PROMPT_TOKENS), fields.get(PROMPT)
     if tokens is not None:
-        if not isinstance(tokens, list) or any(type(one) is not int for one in tokens):
+        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
             raise SpecError(where, f"{PROMPT_TOKENS} is not a list of token ids", _WRITE)
         return PromptRecord(fields, tuple(tokens))
     if not isinstance(text, str):
@@ -130,10 +134,10 @@ class PromptFile:
             emit(done)
             while batch := list(islice(records, request.batch)):
                 tokens = [record.tokens for record in batch]
-                found = run_batch(model, tokens, request, done, clock, lambda step: None)
+                generated = run_batch(model, tokens, request, done, clock, lambda step: None)
                 done += len(batch)
                 if leads:
-                    part.write(b"".join(record.line(one, tokenizer) for record, one in zip(batch, found)))
+                    part.write(b"".join(record.line(text, tokenizer) for record, text in zip(batch, generated)))
                 emit(done)
             if leads:
                 part.complete()

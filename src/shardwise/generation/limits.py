@@ -37,7 +37,7 @@ def require_prompt(model: Model, prompt: Sequence[int], request: GenerationReque
     """Raises SpecError for a prompt that the model cannot read, or cannot go on from for as long as is asked."""
     if not prompt:
         raise SpecError(where, "is empty", "give at least one token")
-    wrong = next((one for one in prompt if not 0 <= one < model.vocab), None)
+    wrong = next((token for token in prompt if not 0 <= token < model.vocab), None)
     if wrong is not None:
         problem = f"holds the token {wrong}, and {model.name} has {model.vocab:,}"
         raise SpecError(where, problem, "use the model's own tokenizer")

@@ -26,8 +26,8 @@ def opened_weights(request: GenerationRequest) -> Weights:
 
 
 def stored_dtype(weights: Weights) -> str:
-    found = weights.tensors["embedding.weight"].dtype
-    return next((name for name, dtype in DTYPES.items() if dtype == found), "fp32")
+    stored = weights.tensors["embedding.weight"].dtype
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 
 @torch.no_grad()
@@ -47,8 +47,8 @@ def loaded(weights: Weights, tp: int, device: str) -> NextToken:
         decoder = part
     decoder.to(DTYPES[name]).eval().requires_grad_(False)
     materialise(decoder, torch.device(device))
-    for one in held([decoder]):
-        one.parameter.copy_(one.part.of(weights.tensors[one.name].read()))
+    for held_parameter in held([decoder]):
+        held_parameter.parameter.copy_(held_parameter.part.of(weights.tensors[held_parameter.name].read()))
     for key, buffer in decoder.named_buffers():
         if key in weights.tensors:
             buffer.copy_(weights.tensors[key].read())

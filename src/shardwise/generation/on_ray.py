@@ -71,8 +71,8 @@ class RayPrompts:
             wanted.wait(self.wait_seconds)
             done = part.whole_batches(request.batch)
             emit(done)
-            found = self._streamed(request, wanted, done)
-            times = _written(found, part, done, emit)
+            batches = self._streamed(request, wanted, done)
+            times = _written(batches, part, done, emit)
             part.complete()
         return times
 
@@ -213,7 +213,7 @@ class _Wanted:
 class _Facts:
     """What all nodes must share: code, versions and the file of prompts."""
 
-    found: Mapping[str, str]
+    expected: Mapping[str, str]
 
     @classmethod
     def here(cls, data: Path) -> _Facts:
@@ -223,7 +223,7 @@ class _Facts:
         import ray
 
         there = ray.util.get_node_ip_address()
-        require_same(self.found, _facts(data), there)
+        require_same(self.expected, _facts(data), there)
 
 
 def _facts(data: Path) -> dict[str, str]:
@@ -243,8 +243,8 @@ class Tokenise:
         self._tokenizer = None if tokenizer is None else tokenizer_from(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        found = read_prompts(self._data, self._tokenizer, int(row["offset"]))
-        records = [record for _, record in islice(found, int(row["count"]))]
+        prompts = read_prompts(self._data, self._tokenizer, int(row["offset"]))
+        records = [record for _, record in islice(prompts, int(row["count"]))]
         return {"first": row["first"], "count": len(records), "records": pickle.dumps(records)}
 
 
@@ -273,12 +273,12 @@ class Generate:
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         records: Sequence[PromptRecord] = pickle.loads(row["records"])
         try:
-            found, times = self._model.run_batch([record.tokens for record in records], int(row["first"]))
+            generated, times = self._model.run_batch([record.tokens for record in records], int(row["first"]))
         except RankGone:
             os._exit(1)  # Ray starts a lost actor again, and gives it its rows again; an error would end the whole
         return {
             **row,
-            "found": pickle.dumps(found),
+            "generated": pickle.dumps(generated),
             "tokens": times.tokens,
             "seconds": times.seconds,
             "load_seconds": times.load_seconds,
@@ -294,6 +294,6 @@ class WriteText:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         records: Sequence[PromptRecord] = pickle.loads(row["records"])
-        found: Sequence[Generated] = pickle.loads(row["found"])
-        lines = b"".join(record.line(one, self._tokenizer) for record, one in zip(records, found))
-        return {**{name: value for name, value in row.items() if name not in ("records", "found")}, "lines": lines}
+        generated: Sequence[Generated] = pickle.loads(row["generated"])
+        lines = b"".join(record.line(text, self._tokenizer) for record, text in zip(records, generated))
+        return {**{name: value for name, value in row.items() if name not in ("records", "generated")}, "lines": lines}

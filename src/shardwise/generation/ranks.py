@@ -66,14 +66,14 @@ class PromptList:
     def run(
         self, model: NextToken, request: GenerationRequest, clock: Clock, emit: Emit, leads: bool
     ) -> list[Generated]:
-        found: list[Generated] = []
+        generated: list[Generated] = []
         for first in range(0, len(self.prompts), request.batch):
             batch = self.prompts[first : first + request.batch]
-            found += run_batch(
+            generated += run_batch(
                 model, batch, request, first, clock,
                 lambda step, first=first: emit([[first + number, token] for number, token in step.items()]),  # type: ignore[misc]
             )  # fmt: skip
-        return found
+        return generated
 
 
 def run_batch(
@@ -101,8 +101,8 @@ def run_ranks(request: GenerationRequest, work: RankWork, here: Started | None, 
     with OwnedFolder("generate") as folder, Pool(PRELOAD) as pool:
         events = str(folder / "events")
         with _followed(Path(events), on_event):
-            found: list[Done] = pool.run(_worker, request.tp, request, work, events, timeout_seconds=LONGEST_SECONDS)
-    return found[0]
+            results: list[Done] = pool.run(_worker, request.tp, request, work, events, timeout_seconds=LONGEST_SECONDS)
+    return results[0]
 
 
 def _worker(place: WorkerPlace, request: GenerationRequest, work: RankWork, events: str) -> Done | None:
@@ -118,8 +118,8 @@ def _worker(place: WorkerPlace, request: GenerationRequest, work: RankWork, even
             file.flush()
 
         leads = place.rank == 0
-        found = on_rank(request, work, emit if leads else _to_nobody, leads=leads)
-    return found if leads else None
+        result = on_rank(request, work, emit if leads else _to_nobody, leads=leads)
+    return result if leads else None
 
 
 def on_rank(request: GenerationRequest, work: RankWork, emit: Emit, *, leads: bool) -> Done:

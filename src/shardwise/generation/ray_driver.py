@@ -87,10 +87,10 @@ def _main(handle: int, parent: int) -> None:
     connection = Connection(handle)
     work = connection.recv()
     try:
-        found = work(lambda done: connection.send((_EMITTED, done)))
+        result = work(lambda done: connection.send((_EMITTED, done)))
     except SpecError as error:
-        found = error
-    connection.send((_RETURNED, found))
+        result = error
+    connection.send((_RETURNED, result))
 
 
 if __name__ == "__main__":

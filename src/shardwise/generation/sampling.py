@@ -22,7 +22,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.G
     """[rows] of ``logits`` [rows, vocabulary]."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    drawn = torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in generators])
+    drawn = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
     likely, order = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         likely, order = likely[:, : sampling.top_k], order[:, : sampling.top_k]

@@ -49,9 +49,12 @@ class ServedModel:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            found = os.pathsep.join(filter(None, sys.path))  # Ray's own processes find our code there
+            python_path = os.pathsep.join(filter(None, sys.path))  # Ray's own processes find our code there
             process = subprocess.Popen(
-                command, env={**os.environ, "PYTHONPATH": found}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                command,
+                env={**os.environ, "PYTHONPATH": python_path},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
             )
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
@@ -61,23 +64,23 @@ class ServedModel:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # `_answers` finds out
                 connection.send((prompts, first))
-        found: tuple[list[Generated], GenerationTimes] = self._answers()[0]
-        return found
+        answer: tuple[list[Generated], GenerationTimes] = self._answers()[0]
+        return answer
 
     def _answers(self) -> list[Any]:
         """Of every rank; raises what one has raised."""
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting:
             for connection in wait(list(waiting), _LOOK_SECONDS):
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    found[rank] = self._connections[rank].recv()
+                    answers[rank] = self._connections[rank].recv()
                 except (EOFError, OSError):
                     raise RankGone(f"rank {rank} of {len(self._processes)} has ended") from None
-                if isinstance(found[rank], Exception):
-                    self._raise(found[rank])
-        return [found[rank] for rank in range(len(self._processes))]
+                if isinstance(answers[rank], Exception):
+                    self._raise(answers[rank])
+        return [answers[rank] for rank in range(len(self._processes))]
 
     def _raise(self, error: Exception) -> NoReturn:
         """What a rank has raised, unless it is the victim of one that has ended, which may show a moment later."""
@@ -116,8 +119,8 @@ def _serve(connection: Connection) -> None:
         while True:
             prompts, first = connection.recv()
             clock = Clock(load_seconds)
-            found = run_batch(model, prompts, request, first, clock, lambda step: None)
-            connection.send((found, clock.times()) if rank == 0 else None)
+            generated = run_batch(model, prompts, request, first, clock, lambda step: None)
+            connection.send((generated, clock.times()) if rank == 0 else None)
 
 
 def main(handle: int) -> NoReturn:

@@ -44,9 +44,9 @@ class GrowingText:
         return self._tokenizer.decode(self._tokens[self._from : stop])
 
 
-def text_of(found: Generated, tokenizer: Tokenizer | None) -> str | None:
+def text_of(generated: Generated, tokenizer: Tokenizer | None) -> str | None:
     """The text behind a prompt; None without a tokenizer."""
     if tokenizer is None:
         return None
-    growing = GrowingText(tokenizer, found.prompt)
-    return "".join((*(growing.add(token) for token in found.tokens), growing.rest()))
+    growing = GrowingText(tokenizer, generated.prompt)
+    return "".join((*(growing.add(token) for token in generated.tokens), growing.rest()))

@@ -47,7 +47,7 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
     def attach(self, trainer: Any) -> Self:
         """Adds it to a trainer, before those callbacks that write logs."""
         handler = trainer.callback_handler
-        handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -116,7 +116,7 @@ def _layout(args: Any, state: Any, module: Any, loader: Any) -> RunLayout:
         problem = f"nn.DataParallel over {args.n_gpu} GPUs of one process is not priced"
         raise NotPriced("layout", problem, "start one process per GPU: torchrun --nproc-per-node")
     rows = state.train_batch_size or args.train_batch_size
-    found = layout_of(AcceleratorState(), module, loader, rows, args.gradient_accumulation_steps)
+    layout = layout_of(AcceleratorState(), module, loader, rows, args.gradient_accumulation_steps)
     if getattr(args, "use_liger_kernel", False):
-        found = replace(found, notes=(*found.notes, "Liger's kernels are not priced: those of transformers are"))
-    return found
+        layout = replace(layout, notes=(*layout.notes, "Liger's kernels are not priced: those of transformers are"))
+    return layout

@@ -153,15 +153,15 @@ def job_of(
 
 
 def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Imported:
-    one = target(layout.framework)
-    text = one.format.render(dict(layout.settings), one.names)
+    framework = target(layout.framework)
+    text = framework.format.render(dict(layout.settings), framework.names)
     # The first reading finds the degrees, which with the devices give the data-parallel one.
-    degrees = one.read(text, facts.model).fields
+    degrees = framework.read(text, facts.model).fields
     others = _other_degrees(degrees)
     if cluster.devices % others:
         problem = f"{cluster.devices:,} processes are no multiple of tp · cp · pp = {others:,}"
         raise NotPriced("strategy", problem, "correct the sizes of the parallel dimensions")
-    return one.read(text, facts.model, cluster, {"strategy.dp": cluster.devices // others})
+    return framework.read(text, facts.model, cluster, {"strategy.dp": cluster.devices // others})
 
 
 def _other_degrees(fields: Mapping[str, Any]) -> int:

@@ -128,7 +128,7 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
 def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
     """What a Lightning strategy runs, in the words of Accelerate's configuration file, or of DeepSpeed's."""
     strategy, accumulation = trainer.strategy, int(trainer.accumulate_grad_batches)
-    names = [one.__name__ for one in type(strategy).__mro__]
+    names = [base.__name__ for base in type(strategy).__mro__]
     rows = _rows(loader)
     if loaded_split(module) is not None:
         problem = "a network that from_pretrained splits (distributed_config) is not read under Lightning"
@@ -178,7 +178,7 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
     """Of a `ModelParallelStrategy` the module says what was sharded: its user wrote that."""
     mesh = strategy.device_mesh
     data, tensor = int(mesh["data_parallel"].size()), int(mesh["tensor_parallel"].size())
-    sharded = any("FSDPModule" in [base.__name__ for base in type(one).__mro__] for one in module.modules())
+    sharded = any("FSDPModule" in [base.__name__ for base in type(module).__mro__] for module in module.modules())
     if data > 1 and not sharded:
         problem = f"{data} data-parallel ranks, but no module is sharded by fully_shard"
         raise NotPriced("strategy", problem, "shard it in configure_model")
@@ -191,8 +191,8 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
 
 def _rows(loader: Any) -> int:
     """Rows of the batch of one rank."""
-    for one in (loader, getattr(loader, "batch_sampler", None)):
-        rows = getattr(one, "batch_size", None)
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        rows = getattr(source, "batch_size", None)
         if isinstance(rows, int):
             return rows
     raise NotPriced("batch", f"{type(loader).__name__} does not say how many rows a batch has", "use a DataLoader")

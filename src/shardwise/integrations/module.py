@@ -61,10 +61,10 @@ def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
     return ModuleFacts(
         model,
         weights,
-        recomputed=recomputed or any(type(one).__name__ == "CheckpointWrapper" for one in layers),
+        recomputed=recomputed or any(type(layer).__name__ == "CheckpointWrapper" for layer in layers),
         attention="unfused" if attention == "eager" else "flash",
         dropout=any(_is_positive(getattr(config, name, 0)) for name in _DROPOUTS),
-        compiled=any(hasattr(one, "_orig_mod") for one in layers),
+        compiled=any(hasattr(layer, "_orig_mod") for layer in layers),
         returns_keys=bool(getattr(config, "use_cache", False)) and not recomputed,  # transformers does not do both
         notes=tuple(notes),
     )
@@ -82,8 +82,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def language_model(module: nn.Module) -> nn.Module:
     """The one network with a Hugging Face config in a module; the module itself where there is none, or several."""
     own = unwrapped(module)
-    found = list(_configured(own))
-    return found[0] if len(found) == 1 else own
+    networks = list(_configured(own))
+    return networks[0] if len(networks) == 1 else own
 
 
 def _configured(module: nn.Module) -> Iterator[nn.Module]:
@@ -102,12 +102,12 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _described(module: nn.Module) -> Model:
     own = unwrapped(module)
-    found = list(_configured(own))
+    networks = list(_configured(own))
     remedy = "describe the model: model=, a preset, a config.json or a mapping of its fields"
-    if len(found) != 1:
-        said = f"{len(found)} networks with a Hugging Face config" if found else "no Hugging Face config"
+    if len(networks) != 1:
+        said = f"{len(networks)} networks with a Hugging Face config" if networks else "no Hugging Face config"
         raise NotPriced("model", f"{type(own).__name__} has {said}", remedy)
-    network: Any = found[0]
+    network: Any = networks[0]
     name = type(network).__name__
     if hasattr(network, "peft_config"):
         raise NotPriced("model", "adapters (PEFT) are not priced", "train all weights, or leave the prediction out")
@@ -125,7 +125,7 @@ def _refuse_what_is_not_priced(network: nn.Module, config: Any, model: Model) ->
         raise NotPriced("model", "quantised weights are not priced", "train 16-bit or fp32 weights")
     if len(set(map(str, (getattr(network, "hf_device_map", None) or {}).values()))) > 1:
         raise NotPriced("model", "layers on several devices of one process (device_map) are not priced", "use FSDP")
-    sizes = [(_size(one), one.requires_grad) for one in network.parameters()]
+    sizes = [(_size(parameter), parameter.requires_grad) for parameter in network.parameters()]
     every, frozen = sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
     if frozen:
         share = f"{readable_count(frozen)} of {readable_count(every)} parameters are frozen"
@@ -144,15 +144,15 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _is_flat(network: nn.Module) -> bool:
     """Whether FSDP has replaced the parameters by shards of joined ones, whose sizes say nothing."""
-    return any(type(one).__name__ == "FullyShardedDataParallel" for one in network.modules())
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules())
 
 
 def _weights(network: nn.Module) -> str:
     """The format of most weights that are trained."""
     counted: dict[str, int] = {}
-    for one in network.parameters():
-        name = str(one.dtype).removeprefix("torch.")
-        counted[name] = counted.get(name, 0) + _size(one)
+    for parameter in network.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        counted[name] = counted.get(name, 0) + _size(parameter)
     usual = max(counted, key=lambda name: counted[name], default="float32")
     if usual not in ("float32", *_SIXTEEN_BIT):
         raise NotPriced("model", f"weights in {usual} are not priced", "train 16-bit or fp32 weights")
@@ -179,12 +179,12 @@ def optimizer_of(optimizer: Any, *, narrow: bool = False) -> str:
         raise NotPriced("optimizer", problem, f"priced are SGD, {', '.join(sorted(set(_OPTIMIZERS.values())))}")
     if name.lower() == "sgd":
         momentum = any(group.get("momentum") for group in inner.param_groups)
-        found = "sgd-momentum" if momentum else "sgd"
+        kind = "sgd-momentum" if momentum else "sgd"
     else:
-        found = _OPTIMIZERS[name.lower()]
-    if not narrow or found in ("sgd", "adam8bit"):
-        return found
-    if found == "adamw":
+        kind = _OPTIMIZERS[name.lower()]
+    if not narrow or kind in ("sgd", "adam8bit"):
+        return kind
+    if kind == "adamw":
         return "adamw-bf16-moments"
     raise NotPriced("optimizer", f"{name} with 16-bit states is not priced", "train fp32 weights in mixed precision")
 
@@ -206,11 +206,11 @@ def sequences_of(given: int | None, loader: Any, *settings: Any) -> Sequences:
     """As given; else as a setting of the trainer has it (``max_length``); else as long as all examples are."""
     if given is not None:
         return Sequences(given, "given")
-    for one in settings:
+    for setting in settings:
         for name in ("max_length", "max_seq_length"):
-            value = getattr(one, name, None)
+            value = getattr(setting, name, None)
             if isinstance(value, int) and value > 0:
-                return Sequences(value, f"{name} of {type(one).__name__}")
+                return Sequences(value, f"{name} of {type(setting).__name__}")
     lengths = sorted(set(_lengths(getattr(loader, "dataset", loader))))
     if len(lengths) == 1:
         return Sequences(lengths[0], "the examples of the data set")

@@ -87,8 +87,8 @@ class PricedRun:
 
     def lines(self) -> Iterator[str]:
         """The verdict, what was priced, and what is worth changing."""
-        job, found = self.job, self.result.assessment
-        yield verdict_of(found).sentence
+        job, assessment = self.job, self.result.assessment
+        yield verdict_of(assessment).sentence
         rows = f"{job.strategy.microbatch} × {job.microbatches} × {job.strategy.data_parallel}"
         batch = f"batch {rows} = {job.sequences:,} sequences of {job.training.seq:,} tokens ({self.sequences.said_by})"
         yield f"{strategy_words(job.strategy)}; {batch}"

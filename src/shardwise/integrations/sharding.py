@@ -59,7 +59,7 @@ def fsdp_precision(plugin: Any, mixed: str, module: nn.Module | None = None) -> 
 def _first_fsdp(module: nn.Module | None) -> nn.Module | None:
     """The outermost module that FSDP1 is around; None where there is none."""
     inside = () if module is None else module.modules()
-    return next((one for one in inside if type(one).__name__ == "FullyShardedDataParallel"), None)
+    return next((part for part in inside if type(part).__name__ == "FullyShardedDataParallel"), None)
 
 
 # -- tensor parallelism, and what transformers splits itself -----------------------------------------------------------
@@ -112,7 +112,7 @@ def loaded_split(module: nn.Module | None) -> LoadedSplit | None:
 
 def require_split(module: nn.Module, ranks: int, dimension: str, remedy: str) -> None:
     """A mesh splits no weights: a framework passes a whole network on, and every rank computes all of it."""
-    if ranks > 1 and not any(_is_split(one, ranks, dimension) for one in module.parameters()):
+    if ranks > 1 and not any(_is_split(parameter, ranks, dimension) for parameter in module.parameters()):
         problem = f"the mesh has {ranks} tensor-parallel ranks, but no weight of the network is split over them"
         raise NotPriced("model", problem, remedy)
 

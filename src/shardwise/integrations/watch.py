@@ -160,26 +160,26 @@ class RunWatch:
         if self._stop_counting():
             self._memory_bytes = peak = self._counter.peak
             return {"memory_bytes": peak, "memory_bytes_of_ranks": [peak]}
-        found = device_memory(self.run.ranks.device)
-        if found.get("memory_bytes", 0) <= self._held_before:
+        peaks = device_memory(self.run.ranks.device)
+        if peaks.get("memory_bytes", 0) <= self._held_before:
             return {}  # the peak is older than the run
-        self._memory_bytes = found["memory_bytes"]
-        return dict(found)
+        self._memory_bytes = peaks["memory_bytes"]
+        return dict(peaks)
 
     def _read_ended(self) -> None:
         """Writes the step before the newest: it is done, so that nobody waits for it."""
-        one, self._ended = self._ended, None
-        if one is None:
+        ended, self._ended = self._ended, None
+        if ended is None:
             return
-        seconds = one.read_seconds()
-        self._times.add(seconds, one.tokens, is_usual="memory_bytes_of_ranks" not in one.memory)
+        seconds = ended.read_seconds()
+        self._times.add(seconds, ended.tokens, is_usual="memory_bytes_of_ranks" not in ended.memory)
         if self._lines is not None and self.priced is not None:
-            tokens = one.tokens or self.priced.job.tokens_per_step
+            tokens = ended.tokens or self.priced.job.tokens_per_step
             job = self.priced.job
             least = flops_per_token(job.model, job.training.seq) * tokens / job.peak_flops
-            loss = {} if one.loss is None else {"loss": one.loss}
+            loss = {} if ended.loss is None else {"loss": ended.loss}
             speed = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": least / seconds}
-            self._lines.write({"step": one.step, **loss, **speed, **one.memory, **self._predicted})
+            self._lines.write({"step": ended.step, **loss, **speed, **ended.memory, **self._predicted})
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class RunWatch:
         seconds, tokens, memory = self._measured()
         record: dict[str, Any] = {
             "framework": self.run.framework,
-            "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+            "versions": {name: installed for name in _PACKAGES if (installed := _version(name))},
             "processes": self.run.ranks.world,
             "steps": self._times.steps,
             "predicted": None,
@@ -271,7 +271,7 @@ def _version(name: str) -> str | None:
 
 
 def _row(name: str, predicted: float | None, measured: float | None, show: Any) -> tuple[str, str, str, str]:
-    told = ("–" if one is None else show(one) for one in (predicted, measured))
+    told = ("–" if value is None else show(value) for value in (predicted, measured))
     apart = f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else "–"
     return (name, *told, apart)  # type: ignore[return-value]
 
@@ -333,9 +333,13 @@ class _TokenCount:
         if not torch.is_grad_enabled():  # an evaluation; what from_pretrained loads learns without train(), too
             return
         named = keywords.get("input_ids")
-        found = named if named is not None else next((one for one in arguments if isinstance(one, Tensor)), None)
-        if isinstance(found, Tensor) and not found.is_floating_point() and found.ndim == 2:
-            self._tokens += found.numel()
+        tokens = (
+            named
+            if named is not None
+            else next((argument for argument in arguments if isinstance(argument, Tensor)), None)
+        )
+        if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.ndim == 2:
+            self._tokens += tokens.numel()
 
     def taken(self) -> int:
         """Since it was last asked."""

@@ -62,14 +62,14 @@ def run(setup: LabSetup) -> LabReport:
     schedules = {name: _schedule(name, topology) for name in ALGORITHMS}
     repeats = 5 if setup.short else 15
     setup.on_progress("all-reduce over a fast link")
-    fast = {name: _measured(setup.pool, one, repeats) for name, one in schedules.items()}
-    findings = [one for name, schedule in schedules.items() for one in _counts(name, schedule, fast[name])]
+    fast = {name: _measured(setup.pool, schedule, repeats) for name, schedule in schedules.items()}
+    findings = [finding for name, schedule in schedules.items() for finding in _counts(name, schedule, fast[name])]
     pieces: list[Piece] = list(_drawings(schedules))
     with slow_nodes(SLOW) as pool:
         slow: dict[str, list[RankCount]] = {}
         if not isinstance(pool, str):
             setup.on_progress(f"all-reduce over {SLOW}")
-            slow = {name: _measured(pool, one, repeats) for name, one in schedules.items()}
+            slow = {name: _measured(pool, schedule, repeats) for name, schedule in schedules.items()}
         setup.on_progress("a training step that waits, and one that overlaps")
         there = setup.pool if isinstance(pool, str) else pool
         steps = {bucket: _step(there, bucket, setup.short) for bucket in (BLOCKING, OVERLAPPED)}
@@ -92,8 +92,8 @@ def _schedule(name: str, topology: Topology) -> Schedule:
 
 
 def _measured(pool: Pool, schedule: Schedule, repeats: int) -> list[RankCount]:
-    found: list[RankCount] = pool.run(_reduce, RANKS, schedule, repeats)
-    return found
+    counts: list[RankCount] = pool.run(_reduce, RANKS, schedule, repeats)
+    return counts
 
 
 def _reduce(place: WorkerPlace, schedule: Schedule, repeats: int) -> RankCount:
@@ -119,20 +119,20 @@ def _reduce(place: WorkerPlace, schedule: Schedule, repeats: int) -> RankCount:
 def _counts(name: str, schedule: Schedule, ranks: Sequence[RankCount]) -> Iterator[LabFinding]:
     each = f"{name}: "
     yield LabFinding(
-        f"{each}ranks with the right sum", RANKS, sum(one.right for one in ranks), 0, "sum: 1 + 2 + 3 + 4 everywhere"
+        f"{each}ranks with the right sum", RANKS, sum(rank.right for rank in ranks), 0, "sum: 1 + 2 + 3 + 4 everywhere"
     )
     yield LabFinding(
-        f"{each}messages", sum(map(len, schedule.rounds)), sum(one.messages for one in ranks), 0,
+        f"{each}messages", sum(map(len, schedule.rounds)), sum(rank.messages for rank in ranks), 0,
         "messages: the transfers of the schedule; a ring has 2(n−1)n, a tree 2(n−1)",
     )  # fmt: skip
     yield LabFinding(
         f"{each}bytes of the busiest rank", float(volume_of(schedule, SIZE).sent_bytes),
-        max(one.sent_bytes for one in ranks), 0,
+        max(rank.sent_bytes for rank in ranks), 0,
         "bytes: a ring sends 2(n−1)/n of the tensor from every rank (Patarasuk & Yuan 2009); a tree's inner rank more",
         unit="bytes",
     )  # fmt: skip
     yield LabFinding(
-        f"{each}bytes between the nodes", _crossing(schedule), sum(one.across_bytes for one in ranks), 0,
+        f"{each}bytes between the nodes", _crossing(schedule), sum(rank.across_bytes for rank in ranks), 0,
         "between nodes: hierarchical sums inside a node first, so that each rank sends its half across once",
         unit="bytes",
     )  # fmt: skip
@@ -141,16 +141,16 @@ def _counts(name: str, schedule: Schedule, ranks: Sequence[RankCount]) -> Iterat
 def _crossing(schedule: Schedule) -> float:
     chunk = SIZE * schedule.chunk_fraction
     return sum(
-        len(one.chunks) * chunk
+        len(transfer.chunks) * chunk
         for transfers in schedule.rounds
-        for one in transfers
-        if node_of(one.src, PER_NODE) != node_of(one.dst, PER_NODE)
+        for transfer in transfers
+        if node_of(transfer.src, PER_NODE) != node_of(transfer.dst, PER_NODE)
     )
 
 
 def _median(ranks: Sequence[RankCount]) -> float:
     """Of all repeats, the slowest rank's time."""
-    return float(statistics.median(max(each) for each in zip(*(one.seconds for one in ranks))))
+    return float(statistics.median(max(each) for each in zip(*(rank.seconds for rank in ranks))))
 
 
 def _times(
@@ -161,7 +161,7 @@ def _times(
     for name in schedules:
         if name == reference:
             continue
-        priced = [simulated_seconds(schedules[one], topology, SIZE) for one in (name, reference)]
+        priced = [simulated_seconds(schedules[algorithm], topology, SIZE) for algorithm in (name, reference)]
         yield LabFinding(
             f"slow link: {name} over {reference}", priced[0] / priced[1],
             _median(slow[name]) / _median(slow[reference]), RATIO_TOLERANCE,
@@ -182,7 +182,7 @@ def _table(
     rows = [
         (
             name,
-            readable_bytes(sum(one.across_bytes for one in fast[name])),
+            readable_bytes(sum(rank.across_bytes for rank in fast[name])),
             readable_seconds(_median(fast[name])),
             readable_seconds(simulated_seconds(schedule, topology, SIZE)),
             readable_seconds(_median(slow[name])) if slow else "not run",
@@ -206,20 +206,20 @@ def _step(pool: Pool, bucket: str, short: bool) -> TracedStep:
 
 def _begun_beside(step: TracedStep) -> int:
     """Sums that begin while a layer below still has its backward pass to do, which takes its time."""
-    begun = [one.start for one in step if one.label.kind == "begin" and one.label.what == Called.GRADIENTS]
+    begun = [span.start for span in step if span.label.kind == "begin" and span.label.what == Called.GRADIENTS]
     return sum(start < max(begun) - PACE.layer_backward / 2 for start in begun)
 
 
 def _order(steps: Mapping[str, TracedStep]) -> Iterator[LabFinding]:
     why = "order: a bucket is summed as soon as its layer's backward pass is done, one of all gradients at the end"
-    beside = [_begun_beside(steps[one]) for one in (BLOCKING, OVERLAPPED)]
+    beside = [_begun_beside(steps[bucket]) for bucket in (BLOCKING, OVERLAPPED)]
     yield LabFinding("one bucket: sums that begin before the last layer is done", 0, beside[0], 0, why)
     name = "layer by layer: sums that begin before the last layer is done"
     yield LabFinding(name, LAYERS - 1, beside[1], 0, why, Relation.AT_LEAST)
 
 
 def _overlap(steps: Mapping[str, TracedStep]) -> Iterator[LabFinding]:
-    spans = [_span(steps[one]) for one in (OVERLAPPED, BLOCKING)]
+    spans = [_span(steps[bucket]) for bucket in (OVERLAPPED, BLOCKING)]
     yield LabFinding(
         "a step layer by layer over one with one bucket", 1.0, spans[0] / spans[1], 0.1,
         "hidden: what runs beside the backward pass does not make the step longer", Relation.AT_MOST, timed=True,
@@ -228,18 +228,18 @@ def _overlap(steps: Mapping[str, TracedStep]) -> Iterator[LabFinding]:
 
 def _trace_pieces(steps: Mapping[str, TracedStep]) -> Iterator[Piece]:
     yield Line("\nOne training step of rank 0; f and b compute, s starts a sum, w waits:\n", "bold")
-    longest = max(_span(one) for one in steps.values())
+    longest = max(_span(step) for step in steps.values())
     for bucket, title in ((BLOCKING, "one bucket: waits"), (OVERLAPPED, "layer by layer: hidden")):
         yield Line(_lane(title, steps[bucket], longest), fixed=True)
     yield Line("")
 
 
 def _span(step: TracedStep) -> float:
-    return max(one.end for one in step) - min(one.start for one in step)
+    return max(span.end for span in step) - min(span.start for span in step)
 
 
 def _lane(title: str, step: TracedStep, longest: float, width: int = 64) -> str:
-    begun = min(one.start for one in step)
+    begun = min(span.start for span in step)
     row = ["."] * width
 
     def paint(start: float, end: float, letter: str) -> None:
@@ -248,24 +248,24 @@ def _lane(title: str, step: TracedStep, longest: float, width: int = 64) -> str:
         row[left:right] = letter * (min(right, width) - left)
 
     for kind, letter in (("pass", ""), ("begin", "s"), ("wait", "w")):
-        for one in step:
-            if one.label.kind == kind and (kind == "pass" or one.label.what == Called.GRADIENTS):
-                paint(one.start, one.end, letter or (one.label.pass_kind or "?")[0])
+        for span in step:
+            if span.label.kind == kind and (kind == "pass" or span.label.what == Called.GRADIENTS):
+                paint(span.start, span.end, letter or (span.label.pass_kind or "?")[0])
     return f"  {title:<24}{''.join(row)} {readable_seconds(_span(step))}"
 
 
 def _chrome(steps: Mapping[str, TracedStep]) -> str:
     events = []
     for number, (bucket, step) in enumerate(steps.items()):
-        begun = min(one.start for one in step)
+        begun = min(span.start for span in step)
         title = {"name": f"buckets of {bucket}"}
         events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": title})
-        for one in step:
+        for span in step:
             events.append(
                 {
-                    "ph": "X", "pid": number, "tid": 0 if one.label.kind == "pass" else 1,
-                    "name": one.label.pass_kind or one.label.title or one.label.kind,
-                    "ts": (one.start - begun) * 1e6, "dur": (one.end - one.start) * 1e6,
+                    "ph": "X", "pid": number, "tid": 0 if span.label.kind == "pass" else 1,
+                    "name": span.label.pass_kind or span.label.title or span.label.kind,
+                    "ts": (span.start - begun) * 1e6, "dur": (span.end - span.start) * 1e6,
                 }
             )  # fmt: skip
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

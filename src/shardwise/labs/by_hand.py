@@ -13,7 +13,7 @@ def gather(part: Tensor) -> Tensor:  # [batch, seq / n, features] of every rank 
 
 
 def scatter(whole: Tensor) -> Tensor:  # the sum over the ranks, of which each keeps its part of the sequence
-    parts = [one.contiguous() for one in whole.chunk(dist.get_world_size(), 1)]
+    parts = [part.contiguous() for part in whole.chunk(dist.get_world_size(), 1)]
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter(mine, parts)
     return mine

@@ -18,7 +18,7 @@ class CountingGroup:
         self.sent: list[tuple[int, int]] = []  # to which rank, how many bytes
 
     def send(self, tensors: list[Any], peer: int, tag: int) -> Any:
-        self.sent.append((peer, sum(one.numel() * one.element_size() for one in tensors)))
+        self.sent.append((peer, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
         return self.group.send(tensors, peer, tag)
 
     def __getattr__(self, name: str) -> Any:

@@ -72,7 +72,7 @@ class Routed:
     @property
     def loads(self) -> list[float]:
         """Tokens that each rank's experts got, in all layers, from all ranks."""
-        per_expert = [sum(one) for one in zip(*(layer for rank in self.ranks for layer in rank.loads))]
+        per_expert = [sum(loads) for loads in zip(*(layer for rank in self.ranks for layer in rank.loads))]
         each = EXPERTS // RANKS
         return [sum(per_expert[number * each : (number + 1) * each]) for number in range(RANKS)]
 
@@ -81,46 +81,50 @@ def run(setup: LabSetup) -> LabReport:
     strategy = {"dp": RANKS, "ep": RANKS, "microbatch": 1}
     mixture = {"experts": EXPERTS, "top_k": TOP_K, "ffn": 256}
     job = lab_job(strategy, batch=RANKS, seq=SEQ, layers=LAYERS, moe=mixture)
-    found = []
+    runs = []
     for skew, pattern in PATTERNS.items():
         setup.on_progress(f"the busiest rank with {skew} times the mean")
         request = EngineRun(job, steps=1 if setup.short else 3, prepare=partial(route, pattern=pattern))
-        found.append(Routed(skew, run_engine(setup.pool, request)))
-    findings = [one for each in found for one in _findings(job, each)]
-    return LabReport(tuple(_pieces(found)), (*findings, _memory(found)))
+        runs.append(Routed(skew, run_engine(setup.pool, request)))
+    findings = [finding for each in runs for finding in _findings(job, each)]
+    return LabReport(tuple(_pieces(runs)), (*findings, _memory(runs)))
 
 
-def _findings(job: Job, one: Routed) -> Iterator[LabFinding]:
-    name = f"skew {one.skew}"
+def _findings(job: Job, routed: Routed) -> Iterator[LabFinding]:
+    name = f"skew {routed.skew}"
     tokens = RANKS * SEQ * TOP_K * LAYERS
     yield LabFinding(
-        f"{name}: tokens at the busiest rank", one.skew * tokens / RANKS, max(one.loads), 0,
+        f"{name}: tokens at the busiest rank", routed.skew * tokens / RANKS, max(routed.loads), 0,
         "tokens: every token goes to its k experts, none is dropped",
     )  # fmt: skip
-    for line in compared_bytes(job, 0, one.ranks[0].sent):
+    for line in compared_bytes(job, 0, routed.ranks[0].sent):
         if not line.negligible:
             exchanged = line.what.startswith("ep")
-            planned = line.planned * (1 + one.skew) / 2 if exchanged else line.planned
+            planned = line.planned * (1 + routed.skew) / 2 if exchanged else line.planned
             yield LabFinding(
                 f"{name}: {line.what.replace('_', '-')} of rank 0, in a step", planned, line.traced, 0.02, _WHY_BYTES,
                 unit="bytes",
             )  # fmt: skip
-    products = planned_flops(job, 0, 0)["products"] + (one.skew - 1) * _expert_flops(job)
+    products = planned_flops(job, 0, 0)["products"] + (routed.skew - 1) * _expert_flops(job)
     yield LabFinding(
-        f"{name}: FLOPs of matmuls of the busiest rank", products, max(rank.flops["products"] for rank in one.ranks),
+        f"{name}: FLOPs of matmuls of the busiest rank", products, max(rank.flops["products"] for rank in routed.ranks),
         0.02, "FLOPs: experts compute on what they get, so the busiest rank does skew times the mean, and others wait",
     )  # fmt: skip
 
 
 def _expert_flops(job: Job) -> float:
     """Of a rank's routed experts in a step, with a balanced load."""
-    each = (one for one in layer_operators(job.model, layer_shape(job), moe=True) if one.role is OperatorRole.EXPERTS)
-    return 3 * LAYERS * job.microbatches * sum(float(one.flops) for one in each)
+    each = (
+        operator
+        for operator in layer_operators(job.model, layer_shape(job), moe=True)
+        if operator.role is OperatorRole.EXPERTS
+    )
+    return 3 * LAYERS * job.microbatches * sum(float(operator.flops) for operator in each)
 
 
-def _memory(found: Sequence[Routed]) -> LabFinding:
+def _memory(runs: Sequence[Routed]) -> LabFinding:
     """More tokens are more activations, on that rank alone."""
-    balanced, skewed = (max(one.peak_bytes for one in each.ranks) for each in (found[0], found[-1]))
+    balanced, skewed = (max(rank.peak_bytes for rank in each.ranks) for each in (runs[0], runs[-1]))
     return LabFinding(
         "skew 4: peak of the busiest rank over the balanced one", 1.05, skewed / balanced, 0,
         "memory: a rank keeps the activations of the tokens that it got; a plan for the mean would run out",
@@ -128,15 +132,18 @@ def _memory(found: Sequence[Routed]) -> LabFinding:
     )  # fmt: skip
 
 
-def _pieces(found: Sequence[Routed]) -> Iterator[Piece]:
+def _pieces(runs: Sequence[Routed]) -> Iterator[Piece]:
     yield Line(f"{EXPERTS} experts on {RANKS} ranks, {TOP_K} for each of {RANKS * SEQ} tokens in {LAYERS} layers.\n")
-    for one in found:
-        most, mean = max(one.loads), sum(one.loads) / RANKS
+    for routed in runs:
+        most, mean = max(routed.loads), sum(routed.loads) / RANKS
         rows = [
-            (f"rank {rank}", bar(load / most, 30), f"{load:,.0f}", readable_bytes(one.ranks[rank].peak_bytes))
-            for rank, load in enumerate(one.loads)
+            (f"rank {rank}", bar(load / most, 30), f"{load:,.0f}", readable_bytes(routed.ranks[rank].peak_bytes))
+            for rank, load in enumerate(routed.loads)
         ]
         title = f"The busiest rank has {most / mean:g} times the mean"
         yield table(title, ("", "", "tokens", "peak"), rows, numbers_from=2)
-    times = [(f"skew {one.skew}", readable_seconds(max(rank.step_seconds[-1] for rank in one.ranks))) for one in found]
+    times = [
+        (f"skew {routed.skew}", readable_seconds(max(rank.step_seconds[-1] for rank in routed.ranks)))
+        for routed in runs
+    ]
     yield table("A step on these shared cores", ("", "slowest rank"), times)

@@ -86,9 +86,11 @@ class LabReport:
 
     @property
     def contradictions(self) -> tuple[LabFinding, ...]:
-        return tuple(one for one in self.findings if not one.holds)
+        return tuple(finding for finding in self.findings if not finding.holds)
 
     def planted(self, number: int | None = None) -> LabReport:
         """With a wrong theory for every finding, or for one of them."""
-        wrong = (one.planted() if number in (None, place) else one for place, one in enumerate(self.findings))
+        wrong = (
+            finding.planted() if number in (None, place) else finding for place, finding in enumerate(self.findings)
+        )
         return replace(self, findings=tuple(wrong))

@@ -18,7 +18,7 @@ def lab_page(lab: Lab, report: LabReport) -> Iterator[Piece | str]:
     yield Line(f"{lab.title}: {lab.asks}\n", "bold")
     yield from report.pieces
     for title, timed in (("Theory beside what was counted", False), ("Theory beside what was timed", True)):
-        chosen = [one for one in report.findings if one.timed is timed]
+        chosen = [finding for finding in report.findings if finding.timed is timed]
         if chosen:
             yield _judged(title, chosen)
             yield from _reasons(chosen)
@@ -28,20 +28,20 @@ def lab_page(lab: Lab, report: LabReport) -> Iterator[Piece | str]:
 def _judged(title: str, findings: Sequence[LabFinding]) -> Piece:
     rows = [
         (
-            one.what,
-            f"{one.relation.value} {one.shown(one.expected)}",
-            one.shown(one.measured),
-            readable_share(one.tolerance, 0 if one.tolerance in (0, 1) or one.tolerance > 0.009 else 3),
-            "holds" if one.holds else "CONTRADICTED",
+            finding.what,
+            f"{finding.relation.value} {finding.shown(finding.expected)}",
+            finding.shown(finding.measured),
+            readable_share(finding.tolerance, 0 if finding.tolerance in (0, 1) or finding.tolerance > 0.009 else 3),
+            "holds" if finding.holds else "CONTRADICTED",
         )
-        for one in findings
+        for finding in findings
     ]
     return table(title, ("", "theory", "measured", "allowed", "verdict"), rows, optional=("allowed",))
 
 
 def _reasons(findings: Sequence[LabFinding]) -> Iterator[str]:
     """Each reason once, in the order of what it is for."""
-    for reason in dict.fromkeys(one.why for one in findings):
+    for reason in dict.fromkeys(finding.why for finding in findings):
         yield f"  {reason}"
     yield ""
 
@@ -56,17 +56,17 @@ def lab_data(lab: Lab, report: LabReport) -> dict[str, Any]:
     return {
         "lab": lab.name,
         "holds": not report.contradictions,
-        "findings": [one.to_dict() for one in report.findings],
+        "findings": [finding.to_dict() for finding in report.findings],
         "files": sorted(report.files),
     }
 
 
 @paged
 def labs_page() -> Iterator[Piece | str]:
-    columns = {"lab": lambda one: one.name, "what one learns": lambda one: f"{one.title}: {one.asks}"}
+    columns = {"lab": lambda lab: lab.name, "what one learns": lambda lab: f"{lab.title}: {lab.asks}"}
     yield table_of("Labs: theory beside measurement, on this machine", LABS, columns, numbers_from=2)
     yield "`shardwise lab NAME` runs one in under two minutes; `docs/labs` has a page for each."
 
 
 def labs_data() -> list[dict[str, Any]]:
-    return [{"lab": one.name, "title": one.title, "asks": one.asks, "processes": one.processes} for one in LABS]
+    return [{"lab": lab.name, "title": lab.title, "asks": lab.asks, "processes": lab.processes} for lab in LABS]

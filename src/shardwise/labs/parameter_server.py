@@ -92,7 +92,7 @@ class WorkerActor:
         import ray
 
         parts = ray.get([server.pull.remote() for server in self.servers])
-        whole = torch.cat([torch.from_numpy(one.copy()) for one in parts])
+        whole = torch.cat([torch.from_numpy(part.copy()) for part in parts])
         vector_to_parameters(whole, self.model.parameters())
 
     def compute(self, step: int) -> float:
@@ -100,8 +100,8 @@ class WorkerActor:
 
         loss, gradient = own_gradient(self.model, self.request, step, self.number)
         plan = self.request.plan
-        parts = [gradient[one.start : one.stop].numpy() for one in map(plan.part, range(plan.servers))]
-        ray.get([server.push.remote(self.number, one) for server, one in zip(self.servers, parts)])
+        parts = [gradient[part.start : part.stop].numpy() for part in map(plan.part, range(plan.servers))]
+        ray.get([server.push.remote(self.number, part) for server, part in zip(self.servers, parts)])
         return loss
 
 
@@ -116,7 +116,9 @@ class ServedRun:
     @property
     def busiest_bytes(self) -> int:
         """In and out of one server, in a step."""
-        return max(one.received_bytes // self.steps + one.sent_bytes // (self.steps + 1) for one in self.way.servers)
+        return max(
+            server.received_bytes // self.steps + server.sent_bytes // (self.steps + 1) for server in self.way.servers
+        )
 
 
 def run(setup: LabSetup) -> LabReport:
@@ -126,13 +128,13 @@ def run(setup: LabSetup) -> LabReport:
     reduced = by_all_reduce(requests[0], setup.pool)
     if is_installed("ray"):
         with ray_cluster(None, processors=WORKERS + max(numbers)):
-            found = [_on_ray(setup, request) for request in requests]
+            runs = [_on_ray(setup, request) for request in requests]
         where = "Ray actors on a local Ray"
     else:
-        found = [_without_ray(setup, request) for request in requests]
+        runs = [_without_ray(setup, request) for request in requests]
         where = "processes of torch.distributed (Ray is not installed: pip install 'shardwise[ray]')"
-    findings = [one for each in found for one in _findings(each, reduced)]
-    pieces = (Line(_DRAWING, fixed=True), Line(f"Servers and workers are {where}.\n"), *_tables(found, reduced))
+    findings = [finding for each in runs for finding in _findings(each, reduced)]
+    pieces = (Line(_DRAWING, fixed=True), Line(f"Servers and workers are {where}.\n"), *_tables(runs, reduced))
     return LabReport(pieces, tuple(findings))
 
 
@@ -144,8 +146,8 @@ def _job() -> Job:
 
 
 def _without_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:
-    found = compare_servers(request, setup.on_progress, setup.pool)
-    return ServedRun(request.plan, request.steps, found.synchronous)
+    comparison = compare_servers(request, setup.on_progress, setup.pool)
+    return ServedRun(request.plan, request.steps, comparison.synchronous)
 
 
 def _on_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:
@@ -155,16 +157,16 @@ def _on_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:
     server, worker = (ray.remote(num_cpus=1)(kind) for kind in (ServerActor, WorkerActor))
     servers = [server.remote(request, number) for number in range(request.servers)]
     workers = [worker.remote(request, number, servers) for number in range(WORKERS)]
-    ray.get([one.pull.remote() for one in workers])
+    ray.get([worker.pull.remote() for worker in workers])
     began, losses = time.perf_counter(), []
     for step in range(request.steps):
-        losses.append(sum(ray.get([one.compute.remote(step) for one in workers])))
-        ray.get([one.pull.remote() for one in workers])
+        losses.append(sum(ray.get([worker.compute.remote(step) for worker in workers])))
+        ray.get([worker.pull.remote() for worker in workers])
     seconds = (time.perf_counter() - began) / request.steps
-    ends = ray.get([one.result.remote() for one in servers])
-    for one in (*servers, *workers):
-        ray.kill(one)
-    weights = torch.cat([torch.from_numpy(one.copy()) for one, _ in ends])
+    ends = ray.get([server.result.remote() for server in servers])
+    for actor in (*servers, *workers):
+        ray.kill(actor)
+    weights = torch.cat([torch.from_numpy(part.copy()) for part, _ in ends])
     way = MeasuredWay("ray", tuple(losses), seconds, 0.0, weights, tuple(record for _, record in ends))
     return ServedRun(request.plan, request.steps, way)
 
@@ -172,41 +174,42 @@ def _on_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:
 # -- theory beside measurement ---------------------------------------------------------------------------
 
 
-def _findings(one: ServedRun, reduced: MeasuredWay) -> Iterator[LabFinding]:
-    name = counted(one.plan.servers, "server")
-    apart = (one.way.weights - reduced.weights).abs() <= TOLERANCE * reduced.weights.abs().max()
+def _findings(served: ServedRun, reduced: MeasuredWay) -> Iterator[LabFinding]:
+    name = counted(served.plan.servers, "server")
+    apart = (served.way.weights - reduced.weights).abs() <= TOLERANCE * reduced.weights.abs().max()
     yield LabFinding(
         f"{name}: weights that are the all-reduce's", reduced.weights.numel(), int(apart.sum()), 0,
         f"weights: the same sums in another place, to {TOLERANCE:g} of the largest weight",
     )  # fmt: skip
     yield LabFinding(
-        f"{name}: loss of the last step", reduced.losses[-1], one.way.losses[-1], 1e-5, "loss: the same training"
+        f"{name}: loss of the last step", reduced.losses[-1], served.way.losses[-1], 1e-5, "loss: the same training"
     )
     planned = [
-        (one.plan.received_bytes(at, one.steps), one.plan.sent_bytes(at, one.steps)) for at in range(one.plan.servers)
+        (served.plan.received_bytes(at, served.steps), served.plan.sent_bytes(at, served.steps))
+        for at in range(served.plan.servers)
     ]
     for what, number in (("gradients into", 0), ("weights out of", 1)):
-        got = [(each.received_bytes, each.sent_bytes)[number] for each in one.way.servers]
+        got = [(each.received_bytes, each.sent_bytes)[number] for each in served.way.servers]
         yield LabFinding(
             f"{name}: {what} the busiest", max(each[number] for each in planned), max(got), 0,
             "bytes: n workers push G and pull W; a server has its part of both (Li et al., OSDI 2014)", unit="bytes",
         )  # fmt: skip
-    ring = 2 * float(server_price(one.plan, _job().cluster).all_reduce.sent_bytes)  # out and in
-    theory = (one.plan.push_bytes + one.plan.pull_bytes) / ring
+    ring = 2 * float(server_price(served.plan, _job().cluster).all_reduce.sent_bytes)  # out and in
+    theory = (served.plan.push_bytes + served.plan.pull_bytes) / ring
     yield LabFinding(
-        f"{name}: the busiest link over a ring's", theory, one.busiest_bytes / ring, 1e-3,
+        f"{name}: the busiest link over a ring's", theory, served.busiest_bytes / ring, 1e-3,
         "link: n·(G + W)/s of s servers against 2·2(n−1)/n·G of a ring (Jiang et al., OSDI 2020, section 3)",
     )  # fmt: skip
 
 
-def _tables(found: Sequence[ServedRun], reduced: MeasuredWay) -> Iterator[Piece]:
-    plan = found[0].plan
+def _tables(runs: Sequence[ServedRun], reduced: MeasuredWay) -> Iterator[Piece]:
+    plan = runs[0].plan
     ring = 2 * float(server_price(plan, _job().cluster).all_reduce.sent_bytes)
-    links = [(counted(one.plan.servers, "server"), float(one.busiest_bytes)) for one in found]
+    links = [(counted(served.plan.servers, "server"), float(served.busiest_bytes)) for served in runs]
     links.append(("all-reduce", ring))
     most = max(size for _, size in links)
     rows = [(name, bar(size / most, 30), readable_bytes(size)) for name, size in links]
     yield table("Bytes over the busiest link, in and out, in a step", ("", "", "bytes"), rows, numbers_from=2)
-    times = [(counted(one.plan.servers, "server"), readable_seconds(one.way.step_seconds)) for one in found]
+    times = [(counted(served.plan.servers, "server"), readable_seconds(served.way.step_seconds)) for served in runs]
     times.append(("all-reduce", readable_seconds(reduced.step_seconds)))
     yield table("A step on these shared cores", ("", "step"), times)

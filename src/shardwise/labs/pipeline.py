@@ -71,22 +71,28 @@ class RunSchedule:
 
 def run(setup: LabSetup) -> LabReport:
     records = list(_schedules(every=not setup.short))
-    found = []
+    runs = []
     for number, record in enumerate(records, 1):
         setup.on_progress(f"{record.name} ({number} of {len(records)})")
-        found.append(_run(setup, record))
-    findings = [one for each in found for one in _findings(each, found[0])]
-    return LabReport(tuple(_pieces(found)), tuple(findings), _files(found))
+        runs.append(_run(setup, record))
+    findings = [finding for each in runs for finding in _findings(each, runs[0])]
+    return LabReport(tuple(_pieces(runs)), tuple(findings), _files(runs))
 
 
 def _schedules(*, every: bool) -> Iterator[ScheduleRecord]:
     """All that the engine runs and the planner searches; or the first of every idea."""
     seen = set()
-    for one in own_schedules():
-        idea = (one.placement, one.chooses_chunks, one.splits_backward, one.forwards_first, one.hides_exchange)
-        if one.runs and one.searched and (every or idea not in seen):
+    for record in own_schedules():
+        idea = (
+            record.placement,
+            record.chooses_chunks,
+            record.splits_backward,
+            record.forwards_first,
+            record.hides_exchange,
+        )
+        if record.runs and record.searched and (every or idea not in seen):
             seen.add(idea)
-            yield one
+            yield record
 
 
 def _job(record: ScheduleRecord) -> Job:
@@ -99,34 +105,36 @@ def _run(setup: LabSetup, record: ScheduleRecord) -> RunSchedule:
     job = _job(record)
     schedule = schedule_of(job)
     each = (SHORT_PASS_SECONDS if setup.short else PASS_SECONDS) / job.strategy.chunks_per_rank
-    full = frozenset((one.stage, one.microbatch) for own in schedule.actions for one in own if one.kind is ActionKind.B)
+    full = frozenset(
+        (action.stage, action.microbatch) for own in schedule.actions for action in own if action.kind is ActionKind.B
+    )
     pace = Pace(dict.fromkeys(_KINDS, each), full)
     ranks = run_engine(setup.pool, EngineRun(job, steps=3 if setup.short else 6, counts=False, pace=pace))
     steps = [_timeline(schedule, [rank.ranges[step] for rank in ranks]) for step in range(1, len(ranks[0].ranges))]
-    measured = min(steps, key=lambda one: one.makespan_seconds)  # what else the machine does only adds
+    measured = min(steps, key=lambda timeline: timeline.makespan_seconds)  # what else the machine does only adds
     return RunSchedule(record, schedule, simulate(schedule, _times(measured)), measured, ranks[0].losses)
 
 
 def _timeline(schedule: PipelineSchedule, ranks: Sequence[Sequence[TimedRange]]) -> Timeline:
     """What the ranks did in a step, in the form that the simulator has; its schedule are the actions that ran."""
-    passes = [[one for one in own if one.label.pass_kind is not None] for own in ranks]
-    begun = min(one.start for own in passes for one in own)
+    passes = [[span for span in own if span.label.pass_kind is not None] for own in ranks]
+    begun = min(span.start for own in passes for span in own)
     actions = tuple(tuple(_actions(own)) for own in passes)
     ran = replace(schedule, actions=actions)
-    starts = tuple(tuple(one.start - begun for one in own) for own in passes)
-    ends = tuple(tuple(one.end - begun for one in own) for own in passes)
-    busy = tuple(sum(one.end - one.start for one in own) for own in passes)
+    starts = tuple(tuple(span.start - begun for span in own) for own in passes)
+    ends = tuple(tuple(span.end - begun for span in own) for own in passes)
+    busy = tuple(sum(span.end - span.start for span in own) for own in passes)
     return Timeline(ran, starts, ends, ends, busy)
 
 
 def _actions(passes: Sequence[TimedRange]) -> Iterator[Action]:
     """A backward pass is whole where no weight gradients of its own follow."""
-    labels = [one.label for one in passes]
-    split = {(one.stage, one.number) for one in labels if one.pass_kind == "weight gradients"}
-    for one in labels:
-        assert one.pass_kind is not None and one.stage is not None
-        whole = one.pass_kind == "backward" and (one.stage, one.number) not in split
-        yield Action(ActionKind.B if whole else _KINDS[one.pass_kind], one.stage, one.number)
+    labels = [span.label for span in passes]
+    split = {(label.stage, label.number) for label in labels if label.pass_kind == "weight gradients"}
+    for label in labels:
+        assert label.pass_kind is not None and label.stage is not None
+        whole = label.pass_kind == "backward" and (label.stage, label.number) not in split
+        yield Action(ActionKind.B if whole else _KINDS[label.pass_kind], label.stage, label.number)
 
 
 def _times(measured: Timeline) -> StageTimes:
@@ -136,70 +144,70 @@ def _times(measured: Timeline) -> StageTimes:
         for action, start, end in zip(actions, starts, ends):
             lasted.setdefault((action.kind, action.stage), []).append(end - start)
     stages = range(measured.schedule.stages)
-    mean = {kind: [statistics.fmean(lasted.get((kind, one), [0.0])) for one in stages] for kind in ActionKind}
+    mean = {kind: [statistics.fmean(lasted.get((kind, stage), [0.0])) for stage in stages] for kind in ActionKind}
     return stage_times(*(mean[kind] for kind in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)))
 
 
 # -- theory beside measurement ---------------------------------------------------------------------------
 
 
-def _findings(one: RunSchedule, first: RunSchedule) -> Iterator[LabFinding]:
-    name, schedule = one.record.name, one.schedule
+def _findings(ran: RunSchedule, first: RunSchedule) -> Iterator[LabFinding]:
+    name, schedule = ran.record.name, ran.schedule
     planned = [action for actions in schedule.actions for action in actions]
-    done = [action for actions in one.measured.schedule.actions for action in actions]
+    done = [action for actions in ran.measured.schedule.actions for action in actions]
     same = sum(ours == theirs for ours, theirs in zip(planned, done)) if len(planned) == len(done) else 0
     yield LabFinding(
         f"{name}: passes in the planned order", len(planned), same, 0,
         "order: the list of actions that the simulator times is the one that the engine runs",
     )  # fmt: skip
-    held = max(peak_activations(one.measured.schedule))
-    forms = (peak_chunks_in_flight(name, RANKS, MICROBATCHES, one.schedule.stages // RANKS, rank) for rank in range(4))
+    held = max(peak_activations(ran.measured.schedule))
+    forms = (peak_chunks_in_flight(name, RANKS, MICROBATCHES, ran.schedule.stages // RANKS, rank) for rank in range(4))
     yield LabFinding(
-        f"{name}: chunks whose activations a rank holds", max(forms), held, 0, f"held: {one.record.source}"
+        f"{name}: chunks whose activations a rank holds", max(forms), held, 0, f"held: {ran.record.source}"
     )
     yield LabFinding(
-        f"{name}: loss of the last step", first.losses[-1], one.losses[-1], 1e-5,
+        f"{name}: loss of the last step", first.losses[-1], ran.losses[-1], 1e-5,
         "loss: a schedule changes the order of sums, not what is summed",
     )  # fmt: skip
     yield LabFinding(
-        f"{name}: one step", one.simulated_seconds, one.measured_seconds, STEP_TOLERANCE,
+        f"{name}: one step", ran.simulated_seconds, ran.measured_seconds, STEP_TOLERANCE,
         "step: simulated with the mean time of every stage's passes, messages taken as instant",
         unit="seconds", timed=True,
     )  # fmt: skip
 
 
-def _pieces(found: Sequence[RunSchedule]) -> Iterator[Piece]:
+def _pieces(runs: Sequence[RunSchedule]) -> Iterator[Piece]:
     yield Line(
         f"{RANKS} ranks, {MICROBATCHES} microbatches; F forward, B backward, or I input gradient and W weight "
         "gradient; lower case: a rank's second chunk; dots: the bubble.\n"
     )
-    for one in found:
-        ideal = simulate(one.schedule, equal_stages(one.schedule.stages))
+    for ran in runs:
+        ideal = simulate(ran.schedule, equal_stages(ran.schedule.stages))
         yield Line("theory   " + draw_timeline(ideal, _WIDTH) + "\n", fixed=True)
     yield Line("\nAs they ran:\n", "bold")
-    for one in found:
-        yield Line("measured " + draw_timeline(one.measured, _WIDTH) + "\n", fixed=True)
+    for ran in runs:
+        yield Line("measured " + draw_timeline(ran.measured, _WIDTH) + "\n", fixed=True)
     rows = [
         (
-            one.record.name,
-            bar(one.idle_share(one.measured), 20),
-            readable_share(one.idle_share(one.simulated)),
-            readable_share(one.idle_share(one.measured)),
-            readable_seconds(one.simulated_seconds),
-            readable_seconds(one.measured_seconds),
+            ran.record.name,
+            bar(ran.idle_share(ran.measured), 20),
+            readable_share(ran.idle_share(ran.simulated)),
+            readable_share(ran.idle_share(ran.measured)),
+            readable_seconds(ran.simulated_seconds),
+            readable_seconds(ran.measured_seconds),
         )
-        for one in found
+        for ran in runs
     ]
     names = ("schedule", "idle", "simulated", "measured", "step simulated", "measured")
     yield table("Bubbles", names, rows, numbers_from=2)
 
 
-def _files(found: Sequence[RunSchedule]) -> dict[str, str]:
+def _files(runs: Sequence[RunSchedule]) -> dict[str, str]:
     """Chrome traces, for ui.perfetto.dev."""
     events = []
-    for number, one in enumerate(found):
-        for place, (title, timeline) in enumerate((("simulated", one.simulated), ("measured", one.measured))):
+    for number, ran in enumerate(runs):
+        for place, (title, timeline) in enumerate((("simulated", ran.simulated), ("measured", ran.measured))):
             for event in trace_events(timeline):
-                named = {"args": {"name": f"{one.record.name}, {title}"}} if event["name"] == "process_name" else {}
+                named = {"args": {"name": f"{ran.record.name}, {title}"}} if event["name"] == "process_name" else {}
                 events.append({**event, **named, "pid": 2 * number + place})
     return {"pipeline-trace.json": json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})}

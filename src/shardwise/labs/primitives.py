@@ -58,9 +58,9 @@ def run(setup: LabSetup) -> LabReport:
     pieces: list[Piece] = [Line("a0 is rank a's chunk 0; Σ1 is the sum of all ranks' chunks 1; a dot is nothing.\n")]
     findings: list[LabFinding] = []
     for number, schedule in enumerate(schedules):
-        found = [rank[number] for rank in ranks]
-        pieces.append(Line(_drawn(schedule, found), fixed=True))
-        findings += _findings(schedule, found, topology)
+        held = [rank[number] for rank in ranks]
+        pieces.append(Line(_drawn(schedule, held), fixed=True))
+        findings += _findings(schedule, held, topology)
     return LabReport(tuple(pieces), tuple(findings))
 
 
@@ -98,11 +98,11 @@ def _tensor(chunks: dict[int, int]) -> Tensor | None:
 def _read(tensor: Tensor | None, places: list[int]) -> dict[int, int]:
     """By the chunk that each place is for: who contributed to it; 0 where another chunk, or a mixture, lies there."""
     assert tensor is not None
-    found = {}
+    contributors = {}
     for place, values in zip(sorted(places), tensor.view(-1, ELEMENTS).long().tolist()):
         contributions = [_contributed(value, place) for value in values]
-        found[place] = contributions[0] if len(set(contributions)) == 1 else 0
-    return found
+        contributors[place] = contributions[0] if len(set(contributions)) == 1 else 0
+    return contributors
 
 
 def _contributed(value: int, chunk: int) -> int:
@@ -114,31 +114,35 @@ def _contributed(value: int, chunk: int) -> int:
 # -- theory beside measurement ---------------------------------------------------------------------------
 
 
-def _findings(schedule: Schedule, found: list[HeldState], topology: Topology) -> Iterator[LabFinding]:
+def _findings(schedule: Schedule, held: list[HeldState], topology: Topology) -> Iterator[LabFinding]:
     kind = schedule.kind.value.replace("_", "-")
     promised: State = [*goals(schedule), *({} for _ in range(RANKS))][:RANKS]
-    right = sum(found[rank].after.get(chunk) == mask for rank in range(RANKS) for chunk, mask in promised[rank].items())
+    right = sum(held[rank].after.get(chunk) == mask for rank in range(RANKS) for chunk, mask in promised[rank].items())
     chunks = sum(map(len, promised))
     why = "held: the definition of the collective, as the verifier has it (MPI standard, chapter 6)"
     yield LabFinding(f"{kind}: chunks that are where they belong", chunks, right, 0, why)
     messages = sum(map(len, schedule.rounds))
     yield LabFinding(
-        f"{kind}: messages", messages, sum(one.messages for one in found), 0, "messages: the transfers of the schedule"
+        f"{kind}: messages",
+        messages,
+        sum(state.messages for state in held),
+        0,
+        "messages: the transfers of the schedule",
     )
     whole = 4 * ELEMENTS / schedule.chunk_fraction
     cost = collective_cost(schedule.kind, whole, topology, schedule.algorithm)
     yield LabFinding(
         f"{kind}: bytes that the busiest rank sends", round(float(cost.sent_bytes)),
-        max(one.sent_bytes for one in found), 0,
+        max(state.sent_bytes for state in held), 0,
         "bytes: the closed form of the algorithm that ran (`shardwise explain COLLECTIVE`)", unit="bytes",
     )  # fmt: skip
 
 
-def _drawn(schedule: Schedule, found: list[HeldState]) -> str:
+def _drawn(schedule: Schedule, held: list[HeldState]) -> str:
     """A row for every rank: its chunks before and after."""
     name = schedule.kind.value.replace("_", "-")
     title = f"{name} ({schedule.algorithm.replace('_', ' ')}): {_MEANING[schedule.kind]}"
-    sides = [[_cells(schedule, one.before) for one in found], [_cells(schedule, one.after) for one in found]]
+    sides = [[_cells(schedule, state.before) for state in held], [_cells(schedule, state.after) for state in held]]
     widths = [max(6, *(len(cell) for cell in side)) for side in sides]
     lines = [title, f"  rank  {'before'.ljust(widths[0])}      after"]
     for rank, (before, after) in enumerate(zip(*sides)):

@@ -102,8 +102,8 @@ class RankResult:
 
 
 def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
-    found: list[RankResult] = pool.run(_rank, request.job.strategy.world, request, timeout_seconds=_LIMIT_SECONDS)
-    return found
+    results: list[RankResult] = pool.run(_rank, request.job.strategy.world, request, timeout_seconds=_LIMIT_SECONDS)
+    return results
 
 
 def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:
@@ -134,9 +134,9 @@ def lab_engine(request: EngineRun) -> Engine:
     """With weights that are the same in every layout."""
     job = request.job
     engine = Engine(job, seed=request.seed)
-    for one in engine.parameters:
-        value = one.part.of(sample_weight(one.name, one.part.shape, request.seed, job.model))
-        engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+    for held in engine.parameters:
+        value = held.part.of(sample_weight(held.name, held.part.shape, request.seed, job.model))
+        engine.optimizer.write(held.parameter, MASTER, divided_as(held.parameter, value))
     engine.on_weights_loaded()
     if request.prepare is not None:
         request.prepare(engine)
@@ -159,11 +159,13 @@ def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
     dimension_of = dimension_of_collectives(engine)
     sent: Counter[TracedCollective] = Counter()
     calls: Counter[TracedCollective] = Counter()
-    for one in collectives.sent:
-        if len(one.ranks) > 1:
-            dimension = dimension_of(one.label, one.ranks)
-            line = TracedCollective(dimension, kind_of(one), one.label.title, len(one.ranks), one.peer, one.label.what)
-            sent[line] += one.size_bytes
+    for call in collectives.sent:
+        if len(call.ranks) > 1:
+            dimension = dimension_of(call.label, call.ranks)
+            line = TracedCollective(
+                dimension, kind_of(call), call.label.title, len(call.ranks), call.peer, call.label.what
+            )
+            sent[line] += call.size_bytes
             calls[line] += 1
     return {
         "peak_bytes": memory.peak, "held": held, "sent": dict(sent), "calls": dict(calls), "flops": flops.flops,
@@ -171,20 +173,20 @@ def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kind_of(one: Sent) -> str:
+def kind_of(call: Sent) -> str:
     """What the engine calls it: on gloo our reduce-scatter is made of an all-to-all."""
-    exchanged = one.kind == CollectiveKind.ALL_TO_ALL and one.label.collective is not None
-    return str(one.label.collective) if exchanged else one.kind
+    exchanged = call.kind == CollectiveKind.ALL_TO_ALL and call.label.collective is not None
+    return str(call.label.collective) if exchanged else call.kind
 
 
 def _held(engine: Engine) -> dict[str, int]:
     """Bytes of this rank's own states before the update: what ZeRO divides."""
     tensors: dict[str, list[Any]] = {
-        "weights": [one.parameter for one in engine.parameters],
-        "gradients": [one.gradient for one in engine.parameters if one.gradient is not None],
-        "optimizer": [one for state in engine.optimizer.state.values() for one in state.values()],
+        "weights": [held.parameter for held in engine.parameters],
+        "gradients": [held.gradient for held in engine.parameters if held.gradient is not None],
+        "optimizer": [value for state in engine.optimizer.state.values() for value in state.values()],
     }
-    return {name: sum(local(one).nbytes for one in several if one.dim()) for name, several in tensors.items()}
+    return {name: sum(local(tensor).nbytes for tensor in several if tensor.dim()) for name, several in tensors.items()}
 
 
 # -- ranges and paces ------------------------------------------------------------------------------------

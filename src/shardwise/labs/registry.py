@@ -38,8 +38,8 @@ class Lab:
 
     def run(self, setup: LabSetup) -> LabReport:
         module = import_module(f"shardwise.labs.{self.name.replace('-', '_')}")
-        found: LabReport = module.run(setup)
-        return found
+        report: LabReport = module.run(setup)
+        return report
 
 
 LABS = (
@@ -56,10 +56,10 @@ LABS = (
 
 
 def lab_named(name: str) -> Lab:
-    found = {one.name: one for one in LABS}
-    if name not in found:
-        raise SpecError("lab", f"{shown(name)} is not a lab", nearest_name(name, found) or "`shardwise lab` lists them")
-    return found[name]
+    labs = {lab.name: lab for lab in LABS}
+    if name not in labs:
+        raise SpecError("lab", f"{shown(name)} is not a lab", nearest_name(name, labs) or "`shardwise lab` lists them")
+    return labs[name]
 
 
 @contextmanager

@@ -51,62 +51,62 @@ class RingRun:
 
     @property
     def flops(self) -> list[float]:
-        return [sum(one.flops.values()) for one in self.ranks]
+        return [sum(rank.flops.values()) for rank in self.ranks]
 
 
 def run(setup: LabSetup) -> LabReport:
-    found = []
+    runs = []
     for seq in SHORT_LENGTHS if setup.short else LENGTHS:
         setup.on_progress(f"ring attention over {seq:,} tokens")
         job, alone = (_job(ranks, seq) for ranks in (RANKS, 1))
         (single,) = run_engine(setup.pool, EngineRun(alone, steps=1))
-        found.append(RingRun(job, run_engine(setup.pool, EngineRun(job, steps=1)), single))
-    findings = [one for each in found for one in _findings(each)]
-    return LabReport(tuple(_pieces(found)), (*findings, *_growth(found)))
+        runs.append(RingRun(job, run_engine(setup.pool, EngineRun(job, steps=1)), single))
+    findings = [finding for each in runs for finding in _findings(each)]
+    return LabReport(tuple(_pieces(runs)), (*findings, *_growth(runs)))
 
 
 def _job(ranks: int, seq: int) -> Job:
     return lab_job({"dp": 1, "cp": ranks, "context_method": "ring"}, batch=1, seq=seq, **MODEL)
 
 
-def _findings(one: RingRun) -> Iterator[LabFinding]:
-    name = f"{one.seq:,} tokens"
+def _findings(ring: RingRun) -> Iterator[LabFinding]:
+    name = f"{ring.seq:,} tokens"
     yield LabFinding(
-        f"{name}: loss", one.alone.losses[0], one.ranks[0].losses[0], 1e-5,
+        f"{name}: loss", ring.alone.losses[0], ring.ranks[0].losses[0], 1e-5,
         "loss: attention over a ring is exact, partial softmaxes are merged by their log-sums (Liu et al. 2023)",
     )  # fmt: skip
-    for line in compared_bytes(one.job, 0, one.ranks[0].sent):
+    for line in compared_bytes(ring.job, 0, ring.ranks[0].sent):
         if line.what.startswith("cp send"):
             yield LabFinding(
                 f"{name}: keys and values that a rank passes on", line.planned, line.traced, 0,
                 "sent: n−1 times the keys and values of seq/n tokens, and twice that in the backward pass, with their "
                 "gradients", unit="bytes",
             )  # fmt: skip
-    planned = sum(planned_flops(one.job, 0, 0).values())
+    planned = sum(planned_flops(ring.job, 0, 0).values())
     yield LabFinding(
         f"{name}: FLOPs of a rank",
         planned,
-        one.flops[0],
+        ring.flops[0],
         0.02,
         "FLOPs: a quarter of the causal half square, and matmuls",
     )
     yield LabFinding(
-        f"{name}: FLOPs of the busiest rank over the least busy", 1.0, max(one.flops) / min(one.flops), 0.001,
+        f"{name}: FLOPs of the busiest rank over the least busy", 1.0, max(ring.flops) / min(ring.flops), 0.001,
         "balance: each rank has an early and a late piece of the sequence (zig-zag), so all attend to equally much",
     )  # fmt: skip
     yield LabFinding(
-        f"{name}: peak of a rank", one.planned_bytes, max(each.peak_bytes for each in one.ranks), MEMORY_TOLERANCE,
+        f"{name}: peak of a rank", ring.planned_bytes, max(each.peak_bytes for each in ring.ranks), MEMORY_TOLERANCE,
         "peak: seq/n tokens of activations, and two blocks of keys and values on their way", unit="bytes",
     )  # fmt: skip
 
 
-def _growth(found: Sequence[RingRun]) -> Iterator[LabFinding]:
+def _growth(runs: Sequence[RingRun]) -> Iterator[LabFinding]:
     """From the shortest to the longest: sent bytes grow as the length does."""
-    first, last = found[0], found[-1]
+    first, last = runs[0], runs[-1]
 
-    def passed(one: RingRun) -> float:
+    def passed(ring: RingRun) -> float:
         return sum(
-            line.traced for line in compared_bytes(one.job, 0, one.ranks[0].sent) if line.what.startswith("cp s")
+            line.traced for line in compared_bytes(ring.job, 0, ring.ranks[0].sent) if line.what.startswith("cp s")
         )
 
     yield LabFinding(
@@ -116,19 +116,19 @@ def _growth(found: Sequence[RingRun]) -> Iterator[LabFinding]:
     )  # fmt: skip
 
 
-def _pieces(found: Sequence[RingRun]) -> Iterator[Piece]:
+def _pieces(runs: Sequence[RingRun]) -> Iterator[Piece]:
     yield Line(_cut_drawing() + "\n", fixed=True)
-    most = max(one.scores_bytes for one in found)
+    most = max(ring.scores_bytes for ring in runs)
     rows = [
         (
-            f"{one.seq:,}",
-            bar(one.scores_bytes / most, 20),
-            readable_bytes(one.planned_bytes),
-            readable_bytes(max(each.peak_bytes for each in one.ranks)),
-            readable_bytes(one.alone.peak_bytes),
-            readable_bytes(one.scores_bytes),
+            f"{ring.seq:,}",
+            bar(ring.scores_bytes / most, 20),
+            readable_bytes(ring.planned_bytes),
+            readable_bytes(max(each.peak_bytes for each in ring.ranks)),
+            readable_bytes(ring.alone.peak_bytes),
+            readable_bytes(ring.scores_bytes),
         )
-        for one in found
+        for ring in runs
     ]
     names = ("tokens", "all scores", "rank planned", "rank measured", "one process", "heads·seq²·4")
     title = "Peak memory: a ring of four, one process, and a stored matrix of scores"

@@ -51,17 +51,17 @@ class ScaledRun:
 
 
 def run(setup: LabSetup) -> LabReport:
-    with slow_nodes(Emulation(nodes=max(SIZES), ranks_per_node=1, rate=RATE, delay=DELAY)) as found:
-        slow = None if isinstance(found, str) else found
-        note = f"No slow link here, so that sums cost next to nothing: {found}" if slow is None else ""
+    with slow_nodes(Emulation(nodes=max(SIZES), ranks_per_node=1, rate=RATE, delay=DELAY)) as pool_or_reason:
+        slow = None if isinstance(pool_or_reason, str) else pool_or_reason
+        note = f"No slow link here, so that sums cost next to nothing: {pool_or_reason}" if slow is None else ""
         runs = {kind: _runs(setup, kind, slow or setup.pool, slow is not None) for kind in ("strong", "weak")}
-    findings = [one for kind, each in runs.items() for one in _findings(kind, each)]
+    findings = [finding for kind, each in runs.items() for finding in _findings(kind, each)]
     pieces = (*_pieces(runs), *([Line(note)] if note else []))
     return LabReport(pieces, tuple(findings))
 
 
 def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]:
-    found: list[ScaledRun] = []
+    runs: list[ScaledRun] = []
     for ranks in SIZES:
         setup.on_progress(f"{kind} scaling, {ranks} of {max(SIZES)} processes")
         sequences = BATCH if kind == "strong" else BATCH * ranks
@@ -70,8 +70,8 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
         beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # a sequence each: little of it is the layers'
         layers = MODEL["layers"] * (PACE.layer_forward + PACE.layer_backward) * sequences / ranks
         summed = _sum_seconds(cluster) if cluster is not None else 0.0
-        found.append(ScaledRun(ranks, layers, _least_step(whole), _least_step(beside), summed, whole[0].losses[-1]))
-    return found
+        runs.append(ScaledRun(ranks, layers, _least_step(whole), _least_step(beside), summed, whole[0].losses[-1]))
+    return runs
 
 
 def _steps(
@@ -99,7 +99,7 @@ def _model() -> Model:
 
 def _least_step(ranks: Sequence[RankResult]) -> float:
     """Of the slowest rank, the first step left out; what else the machine does only adds."""
-    return float(min(max(each) for each in list(zip(*(one.step_seconds for one in ranks)))[1:]))
+    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))
 
 
 def efficiency(kind: str, first: float, ranks: int, seconds: float) -> float:
@@ -108,11 +108,11 @@ def efficiency(kind: str, first: float, ranks: int, seconds: float) -> float:
 
 
 def _findings(kind: str, runs: Sequence[ScaledRun]) -> Iterator[LabFinding]:
-    one = runs[0]
+    first = runs[0]
     for other in runs[1:]:
         if kind == "strong":
             yield LabFinding(
-                f"strong, {other.ranks} ranks: loss", one.loss, other.loss, 1e-5,
+                f"strong, {other.ranks} ranks: loss", first.loss, other.loss, 1e-5,
                 "loss: the same batch on more ranks is the same step",
             )  # fmt: skip
         yield LabFinding(
@@ -127,8 +127,8 @@ def _findings(kind: str, runs: Sequence[ScaledRun]) -> Iterator[LabFinding]:
         )  # fmt: skip
         yield LabFinding(
             f"{kind}, {other.ranks} ranks: efficiency",
-            efficiency(kind, one.measured_seconds, other.ranks, other.predicted_seconds),
-            efficiency(kind, one.measured_seconds, other.ranks, other.measured_seconds), TOLERANCE,
+            efficiency(kind, first.measured_seconds, other.ranks, other.predicted_seconds),
+            efficiency(kind, first.measured_seconds, other.ranks, other.measured_seconds), TOLERANCE,
             "efficiency: strong T1/(N·TN), Amdahl 1967; weak T1/TN, Gustafson 1988", unit="share", timed=True,
         )  # fmt: skip
 
@@ -137,13 +137,13 @@ def _pieces(runs: Mapping[str, Sequence[ScaledRun]]) -> Iterator[Piece]:
     for kind, each in runs.items():
         first = each[0].measured_seconds
         rows = []
-        for one in each:
-            reached = efficiency(kind, first, one.ranks, one.measured_seconds)
-            predicted = efficiency(kind, first, one.ranks, one.predicted_seconds)
+        for scaled in each:
+            reached = efficiency(kind, first, scaled.ranks, scaled.measured_seconds)
+            predicted = efficiency(kind, first, scaled.ranks, scaled.predicted_seconds)
             rows.append(
                 (
-                    str(one.ranks), bar(reached, 24), readable_share(predicted), readable_share(reached),
-                    readable_seconds(one.predicted_seconds), readable_seconds(one.measured_seconds),
+                    str(scaled.ranks), bar(reached, 24), readable_share(predicted), readable_share(reached),
+                    readable_seconds(scaled.predicted_seconds), readable_seconds(scaled.measured_seconds),
                 )
             )  # fmt: skip
         title = (

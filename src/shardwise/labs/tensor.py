@@ -69,18 +69,18 @@ class ComparedMlp:
 
 def run(setup: LabSetup) -> LabReport:
     jobs = {sequence: _job(RANKS, sequence) for sequence in (False, True)}
-    found: dict[bool, list[ComparedMlp]] = {}
+    compared: dict[bool, list[ComparedMlp]] = {}
     steps: dict[bool, list[RankResult]] = {}
     for sequence, job in jobs.items():
         setup.on_progress("an MLP by hand and by the engine" + (", sequence parallel" if sequence else ""))
-        found[sequence] = setup.pool.run(_compare, RANKS, job, sequence)
+        compared[sequence] = setup.pool.run(_compare, RANKS, job, sequence)
         steps[sequence] = run_engine(setup.pool, EngineRun(job, steps=1))
     (alone,) = run_engine(setup.pool, EngineRun(_job(1, False), steps=1))
-    findings = [one for sequence in jobs for one in _findings(sequence, found[sequence])]
+    findings = [finding for sequence in jobs for finding in _findings(sequence, compared[sequence])]
     for sequence, job in jobs.items():
         findings += _of_model(sequence, job, steps[sequence], alone)
     findings.append(_less_memory(steps))
-    return LabReport((Line(_DRAWING, fixed=True), _table(found)), tuple(findings))
+    return LabReport((Line(_DRAWING, fixed=True), _table(compared)), tuple(findings))
 
 
 def _job(ranks: int, sequence: bool) -> Job:
@@ -100,19 +100,21 @@ def _compare(place: WorkerPlace, job: Job, sequence: bool) -> ComparedMlp:
         random = torch.Generator().manual_seed(1)
         whole, of_output = (torch.randn(BATCH, SEQ, HIDDEN, generator=random) for _ in range(2))
         hidden, gradient = (
-            one.chunk(RANKS, 1)[place.rank].contiguous() if sequence else one for one in (whole, of_output)
+            tensor.chunk(RANKS, 1)[place.rank].contiguous() if sequence else tensor for tensor in (whole, of_output)
         )
-        prefix = next(one.name for one in engine.parameters if ".mlp.up." in one.name).removesuffix("up.weight")
+        prefix = next(held.name for held in engine.parameters if ".mlp.up." in held.name).removesuffix("up.weight")
         weights = {
-            one: _part(sample_weight(f"{prefix}{one}.weight", _shape(job, one), 0, job.model), one, place.rank)
-            for one in ("gate", "up", "down")
+            matrix: _part(
+                sample_weight(f"{prefix}{matrix}.weight", _shape(job, matrix), 0, job.model), matrix, place.rank
+            )
+            for matrix in ("gate", "up", "down")
         }
-        ours = _counted(mlp, hidden, gradient, {one: getattr(mlp, one).weight for one in weights})
+        ours = _counted(mlp, hidden, gradient, {matrix: getattr(mlp, matrix).weight for matrix in weights})
         hand = _counted(lambda part: _mlp_by_hand(part, weights, sequence), hidden, gradient, weights)
     return ComparedMlp(
         _difference(hand.output, ours.output),
         _difference(hand.of_hidden, ours.of_hidden),
-        max(_difference(hand.of_weights[one], ours.of_weights[one]) for one in weights),
+        max(_difference(hand.of_weights[matrix], ours.of_weights[matrix]) for matrix in weights),
         hand.sent,
         ours.sent,
     )
@@ -144,15 +146,15 @@ def _counted(call: Any, hidden: Tensor, of_output: Tensor, weights: Mapping[str,
             output.backward(of_output)
     gc.unfreeze()
     sent: Counter[str] = Counter()
-    for one in log.sent:
-        sent[kind_of(one)] += one.size_bytes
-    gradients = {name: one.grad for name, one in weights.items() if one.grad is not None}
+    for message in log.sent:
+        sent[kind_of(message)] += message.size_bytes
+    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     assert hidden.grad is not None
     return ComputedMlp(output.detach(), hidden.grad, gradients, dict(sent))
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
+def _difference(ours: Tensor, other: Tensor) -> float:
+    return float((ours - other).abs().max() / other.abs().max())
 
 
 # -- theory beside measurement ---------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def _title(sequence: bool) -> str:
 
 def _findings(sequence: bool, ranks: Sequence[ComparedMlp]) -> Iterator[LabFinding]:
     name = _title(sequence)
-    same = sum(max(one.output, one.of_hidden, one.of_weights) <= _ROUNDING for one in ranks)
+    same = sum(max(rank.output, rank.of_hidden, rank.of_weights) <= _ROUNDING for rank in ranks)
     yield LabFinding(
         f"{name}: ranks whose output and gradients are the engine's", RANKS, same, 0,
         f"same: largest difference below {_ROUNDING:g} of the largest element, in output, input and weight gradients",
@@ -187,17 +189,17 @@ def _of_model(sequence: bool, job: Job, ranks: Sequence[RankResult], alone: Rank
     yield LabFinding(
         f"{name}: loss of the whole model", alone.losses[0], ranks[0].losses[0], _ROUNDING, "loss: that of one process"
     )
-    for one in compared_bytes(job, 0, ranks[0].sent):
-        if not one.negligible:
+    for line in compared_bytes(job, 0, ranks[0].sent):
+        if not line.negligible:
             yield LabFinding(
-                f"{name}: {one.what.replace('_', '-')} of a step", one.planned, one.traced, 0.02,
+                f"{name}: {line.what.replace('_', '-')} of a step", line.planned, line.traced, 0.02,
                 "bytes of a step: attention and MLP of all layers, embedding and head, as the planner prices them",
                 unit="bytes",
             )  # fmt: skip
 
 
 def _less_memory(steps: Mapping[bool, Sequence[RankResult]]) -> LabFinding:
-    peaks = {sequence: max(one.peak_bytes for one in ranks) for sequence, ranks in steps.items()}
+    peaks = {sequence: max(rank.peak_bytes for rank in ranks) for sequence, ranks in steps.items()}
     return LabFinding(
         "sequence parallel: peak memory", peaks[False], peaks[True], 0,
         "memory: what stands between the regions is divided, so sequence parallelism holds less", Relation.AT_MOST,
@@ -205,11 +207,11 @@ def _less_memory(steps: Mapping[bool, Sequence[RankResult]]) -> LabFinding:
     )  # fmt: skip
 
 
-def _table(found: Mapping[bool, Sequence[ComparedMlp]]) -> Piece:
+def _table(compared: Mapping[bool, Sequence[ComparedMlp]]) -> Piece:
     rows = []
-    for sequence, ranks in found.items():
-        worst = [max(getattr(one, name) for one in ranks) for name in ("output", "of_hidden", "of_weights")]
+    for sequence, ranks in compared.items():
+        worst = [max(getattr(rank, name) for rank in ranks) for name in ("output", "of_hidden", "of_weights")]
         sent = ", ".join(f"{kind.replace('_', '-')} {readable_bytes(size)}" for kind, size in ranks[0].by_hand.items())
-        rows.append((_title(sequence), sent, *(f"{one:.0e}" for one in worst)))
+        rows.append((_title(sequence), sent, *(f"{difference:.0e}" for difference in worst)))
     names = ("one MLP on 4 ranks", "sent by hand", "output differs", "input gradient", "weight gradients")
     return table("By hand against the engine, largest relative differences", names, rows, numbers_from=2)

@@ -59,7 +59,7 @@ class ZeroStage:
 
     @property
     def peak_bytes(self) -> int:
-        return max(one.peak_bytes for one in self.ranks)
+        return max(rank.peak_bytes for rank in self.ranks)
 
 
 def run(setup: LabSetup) -> LabReport:
@@ -69,7 +69,7 @@ def run(setup: LabSetup) -> LabReport:
         job = lab_job({"dp": RANKS, "zero": zero, "microbatch": 1}, batch=RANKS, seq=32, **MODEL)
         request = EngineRun(job, steps=2 if setup.short else 4)
         stages.append(ZeroStage(zero, job, analyze(job).memory, run_engine(setup.pool, request)))
-    findings = [one for stage in stages for one in _findings(stage, stages[0])]
+    findings = [finding for stage in stages for finding in _findings(stage, stages[0])]
     ahead, told = _prefetch(setup)
     return LabReport((*_pieces(stages), *told), (*findings, *ahead))
 
@@ -84,10 +84,10 @@ def _findings(stage: ZeroStage, first: ZeroStage) -> Iterator[LabFinding]:
             "own states: with ZeRO each rank updates 1/N of the weights, from 1/N of the summed gradients, with 1/N of "
             "the moments (Rajbhandari et al. 2020, section 5)", unit="bytes",
         )  # fmt: skip
-    for one in compared_bytes(stage.job, 0, stage.ranks[0].sent):
-        if not one.negligible:
+    for line in compared_bytes(stage.job, 0, stage.ranks[0].sent):
+        if not line.negligible:
             yield LabFinding(
-                f"{stage.name}: {one.what.replace('_', '-')} in a step", one.planned, one.traced, BYTES_TOLERANCE,
+                f"{stage.name}: {line.what.replace('_', '-')} in a step", line.planned, line.traced, BYTES_TOLERANCE,
                 "bytes: gradients are summed and weights gathered once (ZeRO-3: gathered for each pass); "
                 "ZeRO, section 7", unit="bytes",
             )  # fmt: skip
@@ -124,12 +124,12 @@ def _pieces(stages: Sequence[ZeroStage]) -> Iterator[Piece]:
     names = ("", "states", "sent", *parts, "peak planned", "peak measured")
     yield table(f"Memory of each of {RANKS} ranks", names, rows, numbers_from=3, optional=("gathered", "sent"))
     most = max(stage.peak_bytes for stage in stages)
-    drawn = [(one.name, bar(one.peak_bytes / most, 40), readable_seconds(_step_seconds(one))) for one in stages]
+    drawn = [(stage.name, bar(stage.peak_bytes / most, 40), readable_seconds(_step_seconds(stage))) for stage in stages]
     yield table("The peak drawn, and a step on these shared cores", ("", "", "median step"), drawn, numbers_from=2)
 
 
 def _step_seconds(stage: ZeroStage) -> float:
-    return float(statistics.median(max(each) for each in zip(*(one.step_seconds for one in stage.ranks))))
+    return float(statistics.median(max(each) for each in zip(*(rank.step_seconds for rank in stage.ranks))))
 
 
 # -- prefetch --------------------------------------------------------------------------------------------
@@ -146,8 +146,10 @@ def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
         rounds = 1 if setup.short else 3  # in turns: what else the machine does meets both
         tried = [(units, run_engine(pool, replace(request, prefetch=units))) for _ in range(rounds) for units in (0, 1)]
         seconds = [min(_least_step(ranks) for units, ranks in tried if units == ahead) for ahead in (0, 1)]
-    gathers = [one for one in analyze(job).dimension_traffics("dp") if one.kind is CollectiveKind.ALL_GATHER]
-    hidden = sum(one.count * float(one.cost.seconds) * (1 - one.unhideable) for one in gathers)
+    gathers = [
+        traffic for traffic in analyze(job).dimension_traffics("dp") if traffic.kind is CollectiveKind.ALL_GATHER
+    ]
+    hidden = sum(gather.count * float(gather.cost.seconds) * (1 - gather.unhideable) for gather in gathers)
     saved = seconds[0] - seconds[1]
     rows = [
         ("without prefetch", readable_seconds(seconds[0])),
@@ -156,14 +158,14 @@ def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
         ("gathers that computation can hide, priced", readable_seconds(hidden)),
     ]
     told = table(f"ZeRO-3 on 2 nodes, {SLOW}: every layer computes {PACE.layer_forward:g} s", ("", "step"), rows)
-    found = LabFinding(
+    finding = LabFinding(
         "ZeRO-3: what prefetch saves of a step", hidden, saved, 0.5,
         "prefetch: gathers of all layers but the first run while the layer before computes", Relation.AT_LEAST,
         "seconds", timed=True,
     )  # fmt: skip
-    return [found], [told]
+    return [finding], [told]
 
 
 def _least_step(ranks: Sequence[RankResult]) -> float:
     """Of the slowest rank, the first step left out; what else the machine does only adds."""
-    return float(min(max(each) for each in list(zip(*(one.step_seconds for one in ranks)))[1:]))
+    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))

@@ -138,27 +138,27 @@ class WorldPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
-        found = started(environment, always=True)
-        if found is None:
+        process = started(environment, always=True)
+        if process is None:
             raise SpecError("RANK", "is not set", "start workers by `shardwise train`, torchrun, srun or mpirun")
-        return cls.of(found, environment)
+        return cls.of(process, environment)
 
     @classmethod
-    def of(cls, found: Started, environment: Mapping[str, str] = os.environ) -> WorldPlace:
+    def of(cls, process: Started, environment: Mapping[str, str] = os.environ) -> WorldPlace:
         folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get(OWN_LAUNCHER)
         rendezvous = environment.get("SHARDWISE_RENDEZVOUS")
         return cls(
-            rank=found.rank,
-            world=found.world,
-            local_rank=found.local_rank,
+            rank=process.rank,
+            world=process.world,
+            local_rank=process.local_rank,
             rendezvous=Path(rendezvous) if rendezvous else None,
-            address=found.address,
-            port=found.port,
+            address=process.address,
+            port=process.port,
             folder=Path(folder) if folder else None,
             launcher=int(launcher) if launcher else None,
             attempt=Path(folder).name if folder else f"restart-{_restarts(environment)}",
-            ranks_here=found.ranks_per_host,
-            by_mpi=found.is_mpi,
+            ranks_here=process.ranks_per_host,
+            by_mpi=process.is_mpi,
         )
 
 

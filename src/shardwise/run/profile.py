@@ -60,8 +60,8 @@ class RankRecord:
     def write(self, folder: Path) -> None:
         content = {
             **{name: getattr(self, name) for name in _PLAIN},
-            "ranges": [(one.name, round(one.start, 7), round(one.end, 7), one.lane) for one in self.ranges],
-            "flights": [(one.name, one.members, one.bytes, round(one.start, 7)) for one in self.flights],
+            "ranges": [(span.name, round(span.start, 7), round(span.end, 7), span.lane) for span in self.ranges],
+            "flights": [(flight.name, flight.members, flight.bytes, round(flight.start, 7)) for flight in self.flights],
         }
         folder.mkdir(exist_ok=True)
         temporary = folder / f"rank-{self.rank}.part"
@@ -92,7 +92,7 @@ def _read(path: Path) -> RankRecord:
         converted = {
             "groups": {name: tuple(ranks) for name, ranks in content["groups"].items()},
             "stages": {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
-            "ranges": tuple(NamedRange(*one) for one in content["ranges"]),
+            "ranges": tuple(NamedRange(*fields) for fields in content["ranges"]),
             "flights": tuple(Flight(name, tuple(ranks), *rest) for name, ranks, *rest in content.get("flights", ())),
         }
         return RankRecord(**{**content, **converted})

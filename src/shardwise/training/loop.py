@@ -248,7 +248,7 @@ class Loop:
         seconds, self._since = figures.finished.seconds_since(self._since), figures.finished
         if self.parts.recorder is None or (figures.number % self.run_spec.logging.interval and bad is None):
             return
-        found = {
+        numbers = {
             "loss": figures.loss,
             "gradient_norm": figures.gradient_norm,
             "learning_rate": figures.learning_rate,
@@ -259,11 +259,11 @@ class Loop:
             **({"bad": bad} if bad else {}),
         }
         self.parts.held.require()
-        self.parts.recorder.step(figures.number, seconds, found)
+        self.parts.recorder.step(figures.number, seconds, numbers)
 
-    def _record_event(self, found: dict[str, Any]) -> None:
+    def _record_event(self, event: dict[str, Any]) -> None:
         if self.parts.recorder:
-            self.parts.recorder.write({"step": self.position.step, **found})
+            self.parts.recorder.write({"step": self.position.step, **event})
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -376,9 +376,9 @@ class Loop:
 def batch_of(rows: Rows, device: torch.device) -> Batch:
     """A rank's rows on its device. Rows of one document each need no mask, which makes attention faster."""
     packed, documents_of_row = bool(rows.documents.any()), 1 + np.count_nonzero(np.diff(rows.documents), axis=1)
-    tensors = [torch.from_numpy(one) for one in (rows.tokens, rows.labels, rows.positions, rows.documents)]
+    tensors = [torch.from_numpy(array) for array in (rows.tokens, rows.labels, rows.positions, rows.documents)]
     if device.type == "cuda":
-        tensors = [one.pin_memory().to(device, non_blocking=True) for one in tensors]
+        tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     tokens, labels, positions, documents = tensors
     # A power of two, so that few sizes occur.
     most = 1 << int(documents_of_row.max() - 1).bit_length()

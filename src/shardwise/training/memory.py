@@ -66,15 +66,15 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- watching -------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_wrapper(one) for one in types):
+        if any(is_wrapper(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # queries before every operator on a fake tensor
             return result
         name = func.name()
-        for one in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(one, Tensor):
-                self.see(one, name)
+        for output in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(output, Tensor):
+                self.see(output, name)
         for observer in self.observers:
             observer(func, args, kwargs or {}, result)
         return result
@@ -147,7 +147,7 @@ def tensors_counted() -> Iterator[TensorBytes]:
     """
     memory = TensorBytes()
     gc.unfreeze()  # frozen objects are not listed
-    memory.watch([one for one in gc.get_objects() if issubclass(type(one), Tensor) and _holds_memory(one)])
+    memory.watch([tensor for tensor in gc.get_objects() if issubclass(type(tensor), Tensor) and _holds_memory(tensor)])
     gc.freeze()
     memory.reset_peak()
     with torch.compiler.set_stance("force_eager"), memory:

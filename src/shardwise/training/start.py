@@ -82,9 +82,9 @@ def load_newest(
     place = newest_intact([folder] if memory is None else [memory, folder], on_damaged)
     if place is None:
         return None
-    found = load(trainer, place)
-    position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
-    return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=place.parent == folder.path)
+    manifest = load(trainer, place)
+    position = Position.from_numbers(manifest.step, manifest.numbers["data"], trainer.job.sequences)
+    return State(position, tuple(float(loss) for loss in manifest.numbers["losses"]), saved=place.parent == folder.path)
 
 
 def start_from(trainer: Trainer[Any], source: Place) -> None:
@@ -102,14 +102,14 @@ def start_from(trainer: Trainer[Any], source: Place) -> None:
 def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
     require_same_shapes(trainer.job.model, open_folder(folder).model, folder)
-    for one in state_tensors(trainer):
-        kind, _, name = one.key.partition("/")
+    for state in state_tensors(trainer):
+        kind, _, name = state.key.partition("/")
         if kind not in ("weight", "buffer"):
             continue
-        tensor = one.read()
-        for place in one.places:
+        tensor = state.read()
+        for place in state.places:
             box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
             value = open_folder(folder).slice(name, box)
             tensor[place.local] = value.to(tensor.device, tensor.dtype)
-        one.write(tensor)
+        state.write(tensor)
     trainer.on_weights_loaded()

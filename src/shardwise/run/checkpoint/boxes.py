@@ -51,15 +51,15 @@ class PlacedBox:
 
 def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[ContiguousRun]:
     """Elements ``first`` to ``last`` of runs that lie end to end; padding beyond their end."""
-    found, at = [], 0
+    part, at = [], 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.size)
         if low < high:
-            found.append(ContiguousRun(None if run.start is None else run.start + low - at, high - low))
+            part.append(ContiguousRun(None if run.start is None else run.start + low - at, high - low))
         at += run.size
     if last > at:
-        found.append(ContiguousRun(None, last - max(first, at)))
-    return found
+        part.append(ContiguousRun(None, last - max(first, at)))
+    return part
 
 
 def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[PlacedBox]:
@@ -84,10 +84,10 @@ def fill(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     ordered = sorted(boxes, key=lambda box: box.start)
-    for number, one in enumerate(ordered):
+    for number, earlier in enumerate(ordered):
         for other in ordered[number + 1 :]:
-            if other.start[:1] >= tuple(first + size for first, size in zip(one.start[:1], one.shape[:1])):
+            if other.start[:1] >= tuple(first + size for first, size in zip(earlier.start[:1], earlier.shape[:1])):
                 break  # neither does any after it
-            if one.common(other) is not None:
+            if earlier.common(other) is not None:
                 return True
     return False

@@ -64,8 +64,8 @@ class CheckpointFolder:
         """Steps that have a folder, intact or damaged, the newest first."""
         if not self._here.is_dir():
             return []
-        found = (_COMMITTED.fullmatch(one.name) for one in self._here.iterdir())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = (_COMMITTED.fullmatch(path.name) for path in self._here.iterdir())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def committed(self) -> list[int]:
         """Steps that have a checkpoint, the newest first."""
@@ -105,9 +105,9 @@ class CheckpointFolder:
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; the caller must hold the lock."""
         if self._here.is_dir():
-            for one in self._here.iterdir():
-                if _UNFINISHED.fullmatch(one.name):
-                    shutil.rmtree(one, ignore_errors=True)
+            for path in self._here.iterdir():
+                if _UNFINISHED.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
         """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
@@ -179,10 +179,10 @@ class RunFolder:
     @property
     def in_use(self) -> bool | None:
         """Whether a process of this machine trains in it; None where the system does not say."""
-        found: Place = self.path / INNER
+        place: Place = self.path / INNER
         with contextlib.suppress(SpecError):  # a damaged job
-            found = self.checkpoints.path
-        return lock_held((found if isinstance(found, Path) else self.path / INNER) / LOCK)
+            place = self.checkpoints.path
+        return lock_held((place if isinstance(place, Path) else self.path / INNER) / LOCK)
 
     def note_copy(self, step: int) -> None:
         """Tells the launcher that there is a copy in memory; a full disk does not matter."""
@@ -194,12 +194,12 @@ class RunFolder:
         if not self.job.is_file():
             return None
         try:
-            found: Any = read_yaml(self.job, "job file")
+            job: Any = read_yaml(self.job, "job file")
         except SpecError as error:
             raise self._damaged(error.problem) from None
-        if not isinstance(found, dict):
+        if not isinstance(job, dict):
             raise self._damaged("it is no job")
-        run = found.get("run")
+        run = job.get("run")
         run = run if isinstance(run, dict) else {}
         kept = run.get("checkpoints")
         folder = kept.get("folder") if isinstance(kept, dict) else None
@@ -224,8 +224,8 @@ def run_folder(text: str) -> RunFolder:
     path = Path(text)
     try:
         if not path.exists() and path.name == NEWEST:
-            runs = [one for one in path.parent.glob("*/job.yaml") if one.is_file()]
-            path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
+            runs = [path for path in path.parent.glob("*/job.yaml") if path.is_file()]
+            path = max(runs, key=lambda job: job.stat().st_mtime, default=path / "job.yaml").parent
         there = (path / "job.yaml").is_file()
     except (OSError, ValueError) as error:
         problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
@@ -244,7 +244,7 @@ def lock_held(path: Path) -> bool | None:
         return None if not Path("/proc/locks").exists() else False
     except (OSError, ValueError):
         return None
-    return any(len(one) > 5 and one[1] == "FLOCK" and one[5].endswith(inode) for one in held)
+    return any(len(fields) > 5 and fields[1] == "FLOCK" and fields[5].endswith(inode) for fields in held)
 
 
 def checkpoint_folder(where: str | Place, run: Path | None = None) -> CheckpointFolder:
@@ -275,18 +275,20 @@ def sync_folder(path: Path) -> None:
 def checkpoints_at(path: Place) -> list[Place]:
     """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
     folder = folder_at(path)
-    found: list[Place] = [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
-    if not found:
+    checkpoints: list[Place] = (
+        [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
+    )
+    if not checkpoints:
         raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
-    return found
+    return checkpoints
 
 
 def newest_at(path: Place) -> Place:
     """The newest that was committed; raises SpecError if there is none."""
-    found = [one for one in checkpoints_at(path) if (one / NAME).is_file()]
-    if not found:
+    committed = [checkpoint for checkpoint in checkpoints_at(path) if (checkpoint / NAME).is_file()]
+    if not committed:
         raise SpecError(str(path), "holds no checkpoint", _REMEDY)
-    return found[0]
+    return committed[0]
 
 
 def folder_at(path: Place) -> CheckpointFolder:
@@ -312,17 +314,17 @@ def start_at(source: Place) -> Place:
 
 def require_start(model: Model, source: Place) -> None:
     """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by its own description."""
-    found = start_at(source)
-    huggingface = huggingface_at(found)
+    start = start_at(source)
+    huggingface = huggingface_at(start)
     theirs = (
-        model_from(read_manifest(found).job.get("model")) if huggingface is None else model_from_hf_config(huggingface)
+        model_from(read_manifest(start).job.get("model")) if huggingface is None else model_from_hf_config(huggingface)
     )
     require_same_shapes(model, theirs, source)
 
 
-def huggingface_at(found: Place) -> Path | None:
+def huggingface_at(start: Place) -> Path | None:
     """What `start_at` found, if it is a Hugging Face folder."""
-    return found if isinstance(found, Path) and has_companions(found) else None
+    return start if isinstance(start, Path) and has_companions(start) else None
 
 
 def require_same_shapes(mine: Model, theirs: Model, source: Place) -> None:
@@ -335,8 +337,8 @@ def require_same_shapes(mine: Model, theirs: Model, source: Place) -> None:
 
 def companions_at(source: Place) -> Path | None:
     """The folder with the small Hugging Face files (config, tokenizer) that belong to weights to start from."""
-    found = start_at(source)
-    folder = huggingface_at(found) or kept_companions(found)
+    start = start_at(source)
+    folder = huggingface_at(start) or kept_companions(start)
     return folder if has_companions(folder) else None
 
 

@@ -75,11 +75,11 @@ class Manifest:
 
     def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
         """What each file has to hold: type and shape of every entry."""
-        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        entries: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
         for full in self.tensors.values():
             for piece in full.pieces:
-                found[piece.file][piece.entry] = (full.dtype, piece.box.shape)
-        return found
+                entries[piece.file][piece.entry] = (full.dtype, piece.box.shape)
+        return entries
 
     def to_bytes(self) -> bytes:
         """The manifest as the bytes of its file."""
@@ -87,7 +87,9 @@ class Manifest:
             key: {
                 "shape": list(full.shape),
                 "dtype": full.dtype,
-                "pieces": [[one.file, one.entry, list(one.box.start), list(one.box.shape)] for one in full.pieces],
+                "pieces": [
+                    [piece.file, piece.entry, list(piece.box.start), list(piece.box.shape)] for piece in full.pieces
+                ],
             }
             for key, full in self.tensors.items()
         }
@@ -115,7 +117,7 @@ def read_manifest(folder: Place) -> Manifest:
         if document["format"] is True or document["format"] != FORMAT:
             raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
         files = dict(starmap(_file, document["files"].items()))
-        tensors = {key: _full_tensor(one, files) for key, one in document["tensors"].items()}
+        tensors = {key: _full_tensor(entry, files) for key, entry in document["tensors"].items()}
         for name, value in _dict(document["numbers"]).items():
             _CHECKS[name](value)
         return Manifest(_count(document["step"]), _dict(document["job"]), document["numbers"], tensors, files)
@@ -134,28 +136,28 @@ def _require_seal(raw: bytes, path: Place) -> None:
         raise SpecError(str(path), "is damaged: its checksum differs", _ANOTHER)
 
 
-def _file(name: Any, one: Any) -> tuple[str, Shard]:
-    _require(_FILE.fullmatch(name) is not None and _CHECKSUM.fullmatch(one["sha256"]) is not None)
-    return name, Shard(_count(one["bytes"]), one["sha256"])
+def _file(name: Any, entry: Any) -> tuple[str, Shard]:
+    _require(_FILE.fullmatch(name) is not None and _CHECKSUM.fullmatch(entry["sha256"]) is not None)
+    return name, Shard(_count(entry["bytes"]), entry["sha256"])
 
 
-def _full_tensor(one: Any, files: Mapping[str, Shard]) -> FullTensor:
-    shape = tuple(_count(size) for size in one["shape"])
+def _full_tensor(document: Any, files: Mapping[str, Shard]) -> FullTensor:
+    shape = tuple(_count(size) for size in document["shape"])
     pieces = []
-    for name, entry, start, size in one["pieces"]:
+    for name, entry, start, size in document["pieces"]:
         _require(name in files and isinstance(entry, str))
         box = Box(tuple(_count(x) for x in start), tuple(_count(x) for x in size))
         pieces.append(SavedPiece(name, entry, box))
-    _require(one["dtype"] in ITEM_BYTES and fill(shape, [piece.box for piece in pieces]))
-    return FullTensor(shape, one["dtype"], tuple(pieces))
+    _require(document["dtype"] in ITEM_BYTES and fill(shape, [piece.box for piece in pieces]))
+    return FullTensor(shape, document["dtype"], tuple(pieces))
 
 
 def _position(value: Any) -> None:
     """As `Position.to_numbers` writes it."""
     _require(_dict(value).keys() == {"batch", "left_out", "sequences"} and isinstance(value["left_out"], list))
     _count(value["sequences"], 1)
-    for one in (value["batch"], *value["left_out"]):
-        _count(one)
+    for number in (value["batch"], *value["left_out"]):
+        _count(number)
 
 
 def _count(value: Any, least: int = 0) -> int:
@@ -194,22 +196,22 @@ def contents_of(path: Place) -> dict[str, Any]:
 
     ``layout`` is the strategy that it was saved under, as its job file had it.
     """
-    found = read_manifest(path)
-    model, layout, training = (found.job.get(name) for name in ("model", "strategy", "training"))
+    manifest = read_manifest(path)
+    model, layout, training = (manifest.job.get(name) for name in ("model", "strategy", "training"))
     tensors, sizes = [], Counter[str]()
-    for key, full in found.tensors.items():
+    for key, full in manifest.tensors.items():
         kind, _, name = key.partition("/")
         sizes[kind] += full.size
         about = {"kind": kind, "name": name, "dtype": full.dtype, "shape": list(full.shape)}
         tensors.append({**about, "bytes": full.size, "pieces": len(full.pieces)})
     return {
         "path": str(path),
-        "step": found.step,
+        "step": manifest.step,
         "model": str(model.get("name", "custom")) if isinstance(model, dict) else str(model or "unknown"),
         "layout": layout if isinstance(layout, dict) else {},
         "precision": training.get("precision") if isinstance(training, dict) else None,
-        "numbers": found.numbers,
-        "files": {name: shard.size for name, shard in sorted(found.files.items())},
+        "numbers": manifest.numbers,
+        "files": {name: shard.size for name, shard in sorted(manifest.files.items())},
         "tensors": tensors,
         "bytes": dict(sizes),
     }

@@ -46,11 +46,11 @@ class RemoteCheckpointFolder(CheckpointFolder):
 
     def _objects(self) -> dict[int, dict[str, ObjectFacts]]:
         """The objects of every step, by their names."""
-        found: dict[int, dict[str, ObjectFacts]] = {}
+        by_step: dict[int, dict[str, ObjectFacts]] = {}
         for name, facts in self.path.objects().items():
             if match := _OBJECT.fullmatch(name):
-                found.setdefault(int(match[1]), {})[match[2]] = facts
-        return found
+                by_step.setdefault(int(match[1]), {})[match[2]] = facts
+        return by_step
 
     def present(self) -> list[int]:
         return sorted(self._objects(), reverse=True)

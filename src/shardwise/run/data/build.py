@@ -100,8 +100,8 @@ def build(
             counted += len(encoded) if mask is None else int(mask.sum())
             progress(count, tokens)
         writer.skipped = kept.skipped
-    found = (kept.skipped, kept.first_skipped, kept.repaired)
-    return Built(prefix, count, tokens, counted, chosen.vocab, *found)
+    left_out = (kept.skipped, kept.first_skipped, kept.repaired)
+    return Built(prefix, count, tokens, counted, chosen.vocab, *left_out)
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:

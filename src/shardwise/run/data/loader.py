@@ -31,8 +31,8 @@ def rows_of(mixture: Mixture, step: int, batch: int, rows: range | None = None) 
     """Some ``rows`` of the global batch of a step, or all: the share of a data-parallel rank."""
     rows = range(batch) if rows is None else rows
     samples = mixture.samples(step * batch + np.arange(rows.start, rows.stop, dtype=np.int64))
-    documents = np.stack([one.documents for one in samples])
-    tokens, labels = np.stack([one.tokens for one in samples]), np.stack([one.labels for one in samples])
+    documents = np.stack([sample.documents for sample in samples])
+    tokens, labels = np.stack([sample.tokens for sample in samples]), np.stack([sample.labels for sample in samples])
     return Rows(step, tokens, labels, positions_in(documents), documents)
 
 
@@ -67,7 +67,7 @@ class Loader:
                 if number not in self._made:
                     share = (self.batch, self.rows)
                     self._made[number] = self._threads.submit(rows_of, self.mixture, number, *share)
-            for number in [one for one in self._made if one not in wanted]:
+            for number in [made for made in self._made if made not in wanted]:
                 self._made.pop(number).cancel()
             future = self._made.pop(step)
         began = time.perf_counter()

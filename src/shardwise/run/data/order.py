@@ -154,12 +154,12 @@ class Mixture:
 
     def samples(self, numbers: Numbers) -> list[Sample]:
         streams, inner = self.chosen(numbers)
-        found: dict[int, Sample] = {}
+        by_place: dict[int, Sample] = {}
         for number, stream in enumerate(self.streams):
             mine = np.flatnonzero(streams == number)
             for place, start in zip(mine, stream.places(inner[mine])):
-                found[int(place)] = stream.sample(int(start))
-        return [found[place] for place in range(len(numbers))]
+                by_place[int(place)] = stream.sample(int(start))
+        return [by_place[place] for place in range(len(numbers))]
 
     def _contributed(self, blocks: int) -> Numbers:
         """How many samples each stream contributes to the first blocks."""

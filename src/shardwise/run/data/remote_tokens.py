@@ -65,8 +65,11 @@ class RemoteSums:
 def remote_sums(sidecar: RemotePlace) -> RemoteSums:
     """From the file beside a pair; none if there is no such file."""
     try:
-        found = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
-        block_bytes, files = int(found["chunk_bytes"]), {str(suffix): list(of) for suffix, of in found["files"].items()}
+        document = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
+        block_bytes, files = (
+            int(document["chunk_bytes"]),
+            {str(suffix): list(of) for suffix, of in document["files"].items()},
+        )
     except FileNotFoundError:
         return RemoteSums(BLOCK_BYTES, {})
     except (KeyError, ValueError, TypeError, AttributeError):

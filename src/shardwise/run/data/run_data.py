@@ -129,7 +129,7 @@ def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Se
         Stream(pair, job.training.seq, job.model.vocab, seed + 1000 * number, begin, end)
         for number, (pair, begin, end) in enumerate(parts)
     ]
-    return Mixture(streams, weights or [float(one.tokens) for one in streams], seed)
+    return Mixture(streams, weights or [float(stream.tokens) for stream in streams], seed)
 
 
 def staged(prefixes: Sequence[Place], where: str, limit_bytes: float) -> list[Place]:
@@ -149,7 +149,7 @@ def require_staging(prefixes: Sequence[Place], built_bytes: int, where: str, lim
         return
     _require_limit(_bytes_of(prefixes) + built_bytes, limit_bytes)
     root = _root(where)
-    copied = _bytes_of([one for one in prefixes if not _folder(one, root).exists()]) + built_bytes
+    copied = _bytes_of([prefix for prefix in prefixes if not _folder(prefix, root).exists()]) + built_bytes
     free = shutil.disk_usage(root.parent).free
     if copied > free:
         problem = f"{readable_bytes(copied)} of shards, and {readable_bytes(free)} are free in {root.parent}"

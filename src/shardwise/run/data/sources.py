@@ -150,12 +150,12 @@ def _row(batch: Any, row: int, reading: ReadingRules, where: str) -> SourceRecor
     except UnicodeDecodeError:
         return SourceRecord(problem=SpecError(where, "is not text in UTF-8", "correct it"))
     try:
-        found = _record({name: value for name, value in record.items() if value is not None}, reading.field, where)
+        parsed = _record({name: value for name, value in record.items() if value is not None}, reading.field, where)
     except SpecError as error:
         return SourceRecord(problem=error)
-    if sum(len(span.text) for span in found.document) > reading.most_bytes:
+    if sum(len(span.text) for span in parsed.document) > reading.most_bytes:
         return SourceRecord(problem=too_large(where, reading.most_bytes))
-    return found
+    return parsed
 
 
 def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
@@ -191,7 +191,7 @@ def _document(record: Any, field: str, where: str) -> Document:
     if isinstance(record.get("prompt"), str) and isinstance(answer, str):
         return (Span(record["prompt"], counted=False), Span(answer))
     if isinstance(record.get("messages"), list):
-        return tuple(_message(one, where) for one in record["messages"])
+        return tuple(_message(message, where) for message in record["messages"])
     raise SpecError(where, f"has no text in {field!r}", "name the field: --field, or give prompt and answer")
 
 

@@ -86,11 +86,11 @@ def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFil
 def _remote_pair(tokens: RemotePlace, held: int, dtype: Any, starts: Tokens, cache_bytes: float) -> TokenFiles:
     prefix = tokens.with_name(tokens.name.removesuffix(".bin"))
     sums = remote_sums(_path(prefix, ".sums.json"))
-    found = remote_array(tokens, held, dtype, sums, cache_bytes)
+    array = remote_array(tokens, held, dtype, sums, cache_bytes)
     mask = _path(prefix, ".mask")
-    masked = _has_mask(mask, len(found))
+    masked = _has_mask(mask, len(array))
     return TokenFiles(
-        prefix, found, starts, remote_array(mask, len(found), np.uint8, sums, cache_bytes) if masked else None
+        prefix, array, starts, remote_array(mask, len(array), np.uint8, sums, cache_bytes) if masked else None
     )
 
 
@@ -139,7 +139,7 @@ class PairWriter:
     def __init__(self, prefix: Path | str, dtype: type, *, masked: bool = False) -> None:
         self.prefix = Path(prefix)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self._code = next(code for code, one in _DTYPES.items() if np.dtype(one) == self.dtype)
+        self._code = next(code for code, known in _DTYPES.items() if np.dtype(known) == self.dtype)
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._lengths: list[int] = []  # of sequences
         self._ends = [0]  # of documents, in sequences
@@ -213,11 +213,13 @@ def check_sums(prefix: Place | str) -> bool:
         document = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
         chunk_bytes = int(document["chunk_bytes"])
         recorded = {suffix: list(sums) for suffix, sums in document["files"].items()}
-        found = {suffix: _sums(_path(prefix, suffix), chunk_bytes) for suffix in recorded}
+        actual = {suffix: _sums(_path(prefix, suffix), chunk_bytes) for suffix in recorded}
     except (KeyError, ValueError, TypeError, AttributeError, OSError):
         raise SpecError(str(sidecar), "does not fit its files", "copy all files of the pair again") from None
     for suffix, sums in recorded.items():
-        differing = [number for number, (one, two) in enumerate(zip_longest(sums, found[suffix])) if one != two]
+        differing = [
+            number for number, (expected, two) in enumerate(zip_longest(sums, actual[suffix])) if expected != two
+        ]
         if differing:
             place = f"is damaged near byte {differing[0] * chunk_bytes:,}"
             raise SpecError(str(_path(prefix, suffix)), place, "copy or build it again")

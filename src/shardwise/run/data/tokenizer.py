@@ -27,10 +27,10 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [int(one) for one in self.encode(text)]
+        return [int(token) for token in self.encode(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(one for one in tokens if one < 256).decode("utf-8", "replace")
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     def required_end(self) -> int:
         return self.end
@@ -68,7 +68,7 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """With the tokens that begin a text, for models that were trained with them."""
-        return [int(one) for one in self._model.encode(text, add_special_tokens=True).ids]
+        return [int(token) for token in self._model.encode(text, add_special_tokens=True).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._model.decode(list(tokens), skip_special_tokens=True)

@@ -82,8 +82,8 @@ class _Claim:
 
     def differs_from(self, other: _Claim) -> str | None:
         """The first thing that both say, differently."""
-        both = [one for one in _PLACES if one in self.values and one in other.values]
-        return next((one for one in both if self.values[one] != other.values[one]), None)
+        both = [what for what in _PLACES if what in self.values and what in other.values]
+        return next((what for what in both if self.values[what] != other.values[what]), None)
 
     def said(self, what: str) -> str:
         return f"{self.row.name} says {self.values[what]} ({self.named[what]})"
@@ -94,9 +94,9 @@ def started(environment: Mapping[str, str] = os.environ, *, always: bool = False
     own = OWN_LAUNCHER in environment  # it is inside of every other, which have nothing to say of its ranks
     rows = (TORCHRUN,) if own else RANK_LAUNCHERS
     claims = [_claim(row, environment) for row in rows if _has_rank(row, environment)]
-    alone = [one for one in claims if one.row.single and one.values.get("world") == 1 and not always]
-    claims = [one for one in claims if one not in alone]
-    if claims == [one for one in claims if one.row is PMIX and one.values["rank"] == 0] and not _completing(
+    alone = [claim for claim in claims if claim.row.single and claim.values.get("world") == 1 and not always]
+    claims = [claim for claim in claims if claim not in alone]
+    if claims == [claim for claim in claims if claim.row is PMIX and claim.values["rank"] == 0] and not _completing(
         environment
     ):
         return None  # none, or one of which nothing says that there are others
@@ -106,9 +106,9 @@ def started(environment: Mapping[str, str] = os.environ, *, always: bool = False
     agreeing = [inner, *_agreeing(inner, others, alone)]
     if inner.row.is_mpi:
         _compare_with_allocation(inner, environment)
-    found = _place(inner, agreeing, environment, own=own)
-    _compare_with_nodes(found, inner, environment)
-    return found
+    place = _place(inner, agreeing, environment, own=own)
+    _compare_with_nodes(place, inner, environment)
+    return place
 
 
 def started_node(environment: Mapping[str, str] = os.environ) -> StartedNode | None:
@@ -138,7 +138,7 @@ def _claim(row: LauncherRow, environment: Mapping[str, str]) -> _Claim:
     values, named = {}, {}
     for what in (*_PLACES, "node", "nodes", "address", "port"):
         variable: Variable | None = getattr(row, what)
-        name = next((one for one in variable.names if one in environment), None) if variable else None
+        name = next((candidate for candidate in variable.names if candidate in environment), None) if variable else None
         if variable is not None and name is not None and (value := variable.read(name, environment[name])) is not None:
             values[what], named[what] = value, name
     return _Claim(row, values, named)
@@ -169,7 +169,7 @@ def _agreeing(inner: _Claim, others: Sequence[_Claim], agents: Sequence[_Claim])
         differs = inner.differs_from(other)
         if differs is None:
             same.append(other)
-        elif _started_agents(inner, other) or any(one.differs_from(other) is None for one in agents):
+        elif _started_agents(inner, other) or any(agent.differs_from(other) is None for agent in agents):
             agents = [*agents, other]
         else:
             raise SpecError(differs, f"{inner.said(differs)}, {other.said(differs)}", "start it by one of them")
@@ -198,12 +198,12 @@ def _compare_with_allocation(inner: _Claim, environment: Mapping[str, str]) -> N
         raise SpecError("world", problem, f"start {tasks} ranks, or unset {_ALLOCATED_TASKS}")
 
 
-def _compare_with_nodes(found: Started, inner: _Claim, environment: Mapping[str, str]) -> None:
+def _compare_with_nodes(place: Started, inner: _Claim, environment: Mapping[str, str]) -> None:
     for row in NODE_LAUNCHERS:
         said = _claim(row, environment)
         nodes = said.values.get("nodes", 1)
-        if said.values.get("node") is not None and nodes > 1 and nodes != found.hosts:
-            problem = f"{inner.row.name} says {found.hosts}, {row.name} says {nodes} ({said.named['nodes']})"
+        if said.values.get("node") is not None and nodes > 1 and nodes != place.hosts:
+            problem = f"{inner.row.name} says {place.hosts}, {row.name} says {nodes} ({said.named['nodes']})"
             raise SpecError("nodes", problem, f"start it on all of them, or unset {said.named['nodes']}")
 
 
@@ -241,7 +241,7 @@ def _address(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str
         raise SpecError("MASTER_ADDR", "is not set", HOW)
     if alone:
         return "127.0.0.1"
-    if said := next((one.values["address"] for one in agreeing if "address" in one.values), None):
+    if said := next((claim.values["address"] for claim in agreeing if "address" in claim.values), None):
         return str(said)
     if _ALLOCATED_LIST in environment:
         return nodes_of(environment[_ALLOCATED_LIST], _ALLOCATED_LIST)[0]
@@ -255,10 +255,10 @@ def _port(claims: Sequence[_Claim], environment: Mapping[str, str], *, alone: bo
         _require(environment, "MASTER_PORT", "")
     for name in ("MASTER_PORT", claims[0].named.get("port", "")):
         if name in environment:
-            found = _claim(TORCHRUN, {"MASTER_PORT": environment[name]}).values["port"]
-            if not 0 < found < 65536:
-                raise SpecError(name, f"{found} is not a port", "use 1 to 65535")
-            return int(found)
+            port = _claim(TORCHRUN, {"MASTER_PORT": environment[name]}).values["port"]
+            if not 0 < port < 65536:
+                raise SpecError(name, f"{port} is not a port", "use 1 to 65535")
+            return int(port)
     names = [name for claim in claims for name in claim.row.job] + ["SLURM_JOB_ID"]
     job = [environment[name] for name in names if name in environment]
     if not job and alone:

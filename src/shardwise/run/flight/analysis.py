@@ -48,22 +48,22 @@ def out_of_step(records: Mapping[int, FlightRecord]) -> OutOfStep | None:
         different = _different(members)
         if different is not None:
             return different
-    waits = [one for members in groups.values() if (one := _waiting(members)) is not None]
-    return _blamed([one for one in waits if one.group.meaning not in BACKGROUND], fresh) or _blamed(waits, fresh)
+    waits = [wait for members in groups.values() if (wait := _waiting(members)) is not None]
+    return _blamed([wait for wait in waits if wait.group.meaning not in BACKGROUND], fresh) or _blamed(waits, fresh)
 
 
 def fresh_records(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
     """Without those of ranks that did not answer: they are of an earlier moment."""
-    newest = max((one.written_at for one in records.values()), default=0.0)
-    return {rank: one for rank, one in records.items() if newest - one.written_at < STALE_SECONDS}
+    newest = max((record.written_at for record in records.values()), default=0.0)
+    return {rank: record for rank, record in records.items() if newest - record.written_at < STALE_SECONDS}
 
 
 def _by_group(records: Mapping[int, FlightRecord]) -> dict[GroupKey, dict[int, GroupRecord]]:
-    found: dict[GroupKey, dict[int, GroupRecord]] = defaultdict(dict)
+    by_group: dict[GroupKey, dict[int, GroupRecord]] = defaultdict(dict)
     for rank, record in sorted(records.items()):
         for group in record.groups:
-            found[group.key][rank] = group
-    return found
+            by_group[group.key][rank] = group
+    return by_group
 
 
 # -- ranks in different collectives ----------------------------------------------------------------
@@ -73,24 +73,24 @@ def _different(members: Mapping[int, GroupRecord]) -> OutOfStep | None:
     """The first number at which the ranks of a group did not do the same."""
     calls: dict[int, dict[int, Collective]] = defaultdict(dict)
     for rank, group in members.items():
-        for one in group.collectives:
-            calls[one.number][rank] = one
+        for collective in group.collectives:
+            calls[collective.number][rank] = collective
     for number, ranks in sorted(calls.items()):
         who: dict[str, list[int]] = defaultdict(list)
-        for rank, one in ranks.items():
-            who[_call(one)].append(rank)
+        for rank, collective in ranks.items():
+            who[_call(collective)].append(rank)
         if len(who) > 1:
             group = next(iter(members.values()))
-            parts = [f"{names(some)} entered {call}" for call, some in sorted(who.items(), key=lambda one: one[1])]
+            parts = [f"{names(some)} entered {call}" for call, some in sorted(who.items(), key=lambda side: side[1])]
             return OutOfStep(
                 _fewest(list(who.values())), f"collective #{number:,} of {_named(group)}: {', '.join(parts)}"
             )
     return None
 
 
-def _call(one: Collective) -> str:
-    operation = _operation(one)
-    return f"{operation} of {readable_bytes(one.bytes)}" if operation in _EQUAL_SIZES else operation
+def _call(collective: Collective) -> str:
+    operation = _operation(collective)
+    return f"{operation} of {readable_bytes(collective.bytes)}" if operation in _EQUAL_SIZES else operation
 
 
 # -- ranks that others wait for --------------------------------------------------------------------
@@ -98,39 +98,41 @@ def _call(one: Collective) -> str:
 
 def _waiting(members: Mapping[int, GroupRecord]) -> _Waiting | None:
     """The first collective of a group that some have begun and others have not."""
-    pending = {rank: one for rank, group in members.items() if (one := _first_pending(group)) is not None}
+    pending = {rank: collective for rank, group in members.items() if (collective := _first_pending(group)) is not None}
     if not pending:
         return None
-    first = min(pending.values(), key=lambda one: one.number)
+    first = min(pending.values(), key=lambda collective: collective.number)
     group = next(iter(members.values()))
-    begun = [rank for rank, one in members.items() if one.collectives and one.collectives[-1].number >= first.number]
+    begun = [
+        rank for rank, member in members.items() if member.collectives and member.collectives[-1].number >= first.number
+    ]
     missing = tuple(rank for rank in group.ranks if rank not in begun)
     waiting = tuple(rank for rank in begun if rank in pending)
     return _Waiting(group, first, waiting, missing) if missing else None
 
 
 def _first_pending(group: GroupRecord) -> Collective | None:
-    return next((one for one in group.collectives if not one.done), None)
+    return next((collective for collective in group.collectives if not collective.done), None)
 
 
 def _blamed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep | None:
     """Those of the missing ranks that do not themselves wait for others."""
-    busy = {rank for one in waits for rank in one.waiting}
-    for one in waits:
-        idle = tuple(rank for rank in one.missing if rank not in busy)
+    busy = {rank for wait in waits for rank in wait.waiting}
+    for wait in waits:
+        idle = tuple(rank for rank in wait.missing if rank not in busy)
         if idle:
-            return OutOfStep(idle, _missing_text(one, idle, fresh))
+            return OutOfStep(idle, _missing_text(wait, idle, fresh))
     return _crossed(waits, fresh) if waits else None
 
 
 def _crossed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep:
     """Ranks wait for each other in different collectives: the fewest are those that lost their place."""
-    odd = _fewest([one.waiting for one in waits])
-    most = max(waits, key=lambda one: len(one.waiting))
-    parts = [f"{names(one.waiting)} in {_place(one)}" for one in waits]
+    odd = _fewest([wait.waiting for wait in waits])
+    most = max(waits, key=lambda wait: len(wait.waiting))
+    parts = [f"{names(wait.waiting)} in {_place(wait)}" for wait in waits]
     if not odd or set(odd) - set(most.missing):
         return OutOfStep((), f"each waits for another: {', '.join(parts)}")
-    own = next(one for one in waits if one.waiting == odd)
+    own = next(wait for wait in waits if wait.waiting == odd)
     return OutOfStep(
         odd, f"{_missing_text(most, odd, fresh)}; {names(odd)} wait{'s' * (len(odd) == 1)} in {_place(own)}"
     )
@@ -139,24 +141,24 @@ def _crossed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep:
 def _fewest(sides: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The smallest side, if it is alone: more ranks agree on something else."""
     few = min(sides, key=len)
-    return tuple(few) if sum(len(one) == len(few) for one in sides) == 1 else ()
+    return tuple(few) if sum(len(side) == len(few) for side in sides) == 1 else ()
 
 
-def _missing_text(one: _Waiting, missing: Sequence[int], fresh: Collection[int]) -> str:
-    where = _place(one)
-    waits = f"{names(one.waiting)} wait{'s' * (len(one.waiting) == 1)} in it"
+def _missing_text(wait: _Waiting, missing: Sequence[int], fresh: Collection[int]) -> str:
+    where = _place(wait)
+    waits = f"{names(wait.waiting)} wait{'s' * (len(wait.waiting) == 1)} in it"
     silent = [rank for rank in missing if rank not in fresh]
     if silent:
         return f"{names(silent)} left no record of {where}; {waits}"
     return f"{names(missing)} did not enter {where}; {waits}"
 
 
-def _place(one: _Waiting) -> str:
-    return f"{_operation(one.collective)} #{one.collective.number:,} of {_named(one.group)}"
+def _place(wait: _Waiting) -> str:
+    return f"{_operation(wait.collective)} #{wait.collective.number:,} of {_named(wait.group)}"
 
 
-def _operation(one: Collective) -> str:
-    return one.operation.strip("_").replace("_", "-")
+def _operation(collective: Collective) -> str:
+    return collective.operation.strip("_").replace("_", "-")
 
 
 def _named(group: GroupRecord) -> str:
@@ -201,9 +203,9 @@ def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -
         group = next(iter(members.values()))
         if group.meaning in BACKGROUND or len(members) < len(group.ranks) or len({stage_of[r] for r in members}) > 1:
             continue
-        for one in _of_group(members):
-            if one.rank not in worst or one.share > worst[one.rank].share:
-                worst[one.rank] = one
+        for late in _of_group(members):
+            if late.rank not in worst or late.share > worst[late.rank].share:
+                worst[late.rank] = late
     return tuple(worst[rank] for rank in sorted(worst))
 
 
@@ -212,7 +214,10 @@ def _of_group(members: Mapping[int, GroupRecord]) -> Iterator[Lateness]:
 
     Without the bound, delays of collectives that run in the background would be counted several times.
     """
-    times = {rank: {one.number: one.at_ns for one in group.collectives} for rank, group in members.items()}
+    times = {
+        rank: {collective.number: collective.at_ns for collective in group.collectives}
+        for rank, group in members.items()
+    }
     common = sorted(set.intersection(*(set(some) for some in times.values())))
     if len(common) < LEAST_COLLECTIVES:
         return
@@ -223,7 +228,7 @@ def _of_group(members: Mapping[int, GroupRecord]) -> Iterator[Lateness]:
         for rank, some in times.items():
             late[rank] += min(some[number] - times[first][number], max(0, bound))
     span = min(some[common[-1]] for some in times.values()) - min(some[common[0]] for some in times.values())
-    shares = {rank: one / span if span > 0 else 0.0 for rank, one in late.items()}
+    shares = {rank: delay / span if span > 0 else 0.0 for rank, delay in late.items()}
     for rank, share in shares.items():
-        others = [one for other, one in shares.items() if other != rank]
+        others = [other_share for other, other_share in shares.items() if other != rank]
         yield Lateness(rank, share, statistics.median(others))

@@ -60,21 +60,21 @@ def write_flight(folder: Path, rank: int, text: str) -> None:
 def read_flight(folder: Path, rank: int) -> FlightRecord | None:
     """None if there is none, or it is damaged."""
     try:
-        found = read_json(rank_file(folder, rank, "flight.json"), "flight record", most_values=IN_BULK)
+        document = read_json(rank_file(folder, rank, "flight.json"), "flight record", most_values=IN_BULK)
         groups = tuple(
             GroupRecord(
-                str(one["name"]),
-                str(one["meaning"]),
-                tuple(map(int, one["ranks"])),
-                tuple(Collective(**each) for each in one["collectives"]),
+                str(group["name"]),
+                str(group["meaning"]),
+                tuple(map(int, group["ranks"])),
+                tuple(Collective(**each) for each in group["collectives"]),
             )
-            for one in found["groups"]
+            for group in document["groups"]
         )
-        return FlightRecord(int(found["rank"]), float(found["written_at"]), groups)
+        return FlightRecord(int(document["rank"]), float(document["written_at"]), groups)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def read_flights(folder: Path, ranks: Iterable[int]) -> dict[int, FlightRecord]:
     """By rank, those that there are."""
-    return {rank: found for rank in ranks if (found := read_flight(folder, rank)) is not None}
+    return {rank: record for rank in ranks if (record := read_flight(folder, rank)) is not None}

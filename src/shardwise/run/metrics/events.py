@@ -67,11 +67,11 @@ def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
 
 def read_events(path: Path) -> list[RunEvent]:
     """Those that are whole, oldest first."""
-    found = []
+    events = []
     with suppress(OSError), path.open("rb") as file:
         for line in bounded_lines(file, _MOST_LINE_BYTES):
             with suppress(ValueError, TypeError):
-                one = RunEvent(**parse_json(line or b""))
-                if isinstance(one.at, (int, float)) and isinstance(one.attempt, int):
-                    found.append(one)
-    return found
+                event = RunEvent(**parse_json(line or b""))
+                if isinstance(event.at, (int, float)) and isinstance(event.attempt, int):
+                    events.append(event)
+    return events

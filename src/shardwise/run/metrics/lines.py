@@ -46,7 +46,7 @@ class MetricLines:
     def cut_after(self, step: int) -> None:
         """Drops later steps: the run has rolled back."""
         cut_after(self.path, step)
-        self._waiting = deque((one for one in self._waiting if one[0] <= step), maxlen=MOST_WAITING)
+        self._waiting = deque((entry for entry in self._waiting if entry[0] <= step), maxlen=MOST_WAITING)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line; on a full disk it waits, and never stops the run."""
@@ -105,9 +105,9 @@ class Follower:
     @classmethod
     def of_all(cls, path: Path) -> Follower:
         """Begins with what is there."""
-        found = cls(path)
-        found._at, found._repeats = 0, _ALL_BYTES
-        return found
+        follower = cls(path)
+        follower._at, follower._repeats = 0, _ALL_BYTES
+        return follower
 
     def new(self) -> list[dict[str, Any]]:
         self.truncated = False
@@ -154,18 +154,18 @@ def missing_steps(records: Iterable[Mapping[str, Any]], reached: float | None = 
 
     ``interval`` of a line is the number of steps between two lines, if more than one.
     """
-    found = []
+    gaps = []
     last, apart = 0, 1
     for record in records:
         if "loss" not in record:
             continue
         step, interval = record["step"], int(record.get("interval") or 1)
         if step - last > (max(apart, interval) if last else interval):
-            found.append((last + 1, step - 1))
+            gaps.append((last + 1, step - 1))
         last, apart = max(last, step), interval
     if reached is not None and reached - last >= apart:
-        found.append((last + 1, int(reached)))
-    return found
+        gaps.append((last + 1, int(reached)))
+    return gaps
 
 
 def spelled_ranges(ranges: Iterable[tuple[int, int]]) -> str:
@@ -216,14 +216,14 @@ class RunSummary:
 def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     """From the records of metrics.jsonl; steps whose memory was counted are slow on a CPU, and not timed."""
     everything = list(records)
-    steps = [one for one in everything if one.get("seconds") is not None]
-    timed = [one for one in steps[WARM_UP:] if "memory_bytes_of_ranks" not in one] or steps
-    losses = [one["loss"] for one in steps if one.get("loss") is not None and not one.get("bad")]
-    validation = [one["validation_loss"] for one in everything if one.get("validation_loss") is not None]
-    seconds = _median(one["seconds"] for one in timed)
-    waited = sum(one.get("data_wait_seconds") or 0.0 for one in timed)
+    steps = [record for record in everything if record.get("seconds") is not None]
+    timed = [record for record in steps[WARM_UP:] if "memory_bytes_of_ranks" not in record] or steps
+    losses = [record["loss"] for record in steps if record.get("loss") is not None and not record.get("bad")]
+    validation = [record["validation_loss"] for record in everything if record.get("validation_loss") is not None]
+    seconds = _median(record["seconds"] for record in timed)
+    waited = sum(record.get("data_wait_seconds") or 0.0 for record in timed)
     return RunSummary(
-        steps=max((one["step"] for one in everything), default=0),
+        steps=max((record["step"] for record in everything), default=0),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         recent_loss=_median(losses[-RECENT_LOSSES:]),
@@ -231,11 +231,13 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
         last_validation=validation[-1] if validation else None,
         step_seconds=seconds,
         predicted_seconds=_last(steps, "predicted_seconds"),
-        memory_bytes=max((one["memory_bytes"] for one in steps if one.get("memory_bytes") is not None), default=None),
+        memory_bytes=max(
+            (record["memory_bytes"] for record in steps if record.get("memory_bytes") is not None), default=None
+        ),
         predicted_memory_bytes=_last(steps, "predicted_memory_bytes"),
         tokens_per_second=_median_of(timed, "tokens_per_second"),
         mfu=_median_of(timed, "mfu"),
-        data_wait_share=waited / sum(one["seconds"] for one in timed) if timed else None,
+        data_wait_share=waited / sum(record["seconds"] for record in timed) if timed else None,
         missing_steps=spelled_ranges(missing_steps(everything, _last(everything, "checkpoint"))),
     )
 
@@ -246,8 +248,8 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _median_of(records: list[Mapping[str, Any]], name: str) -> float | None:
-    return _median(one[name] for one in records if one.get(name) is not None)
+    return _median(record[name] for record in records if record.get(name) is not None)
 
 
 def _last(records: list[Mapping[str, Any]], name: str) -> float | None:
-    return next((one[name] for one in reversed(records) if one.get(name) is not None), None)
+    return next((record[name] for record in reversed(records) if record.get(name) is not None), None)

@@ -28,8 +28,8 @@ def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> 
 def read_prediction(folder: Path) -> dict[str, float]:
     """Empty if the job was not priced, or the file is damaged."""
     try:
-        found = read_json(folder / PREDICTION, "prediction")
-        return {name: float(found[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
+        prediction = read_json(folder / PREDICTION, "prediction")
+        return {name: float(prediction[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
 
@@ -51,7 +51,7 @@ class Recorder:
         peak = job.peak_flops
         self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
         missing = spelled_ranges(missing_steps(read_lines(self.lines.path), step))
-        if missing and not any(one.get("steps_missing") == missing for one in read_lines(self.lines.path)):
+        if missing and not any(record.get("steps_missing") == missing for record in read_lines(self.lines.path)):
             self.write({"step": step, "steps_missing": missing})
 
     def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:

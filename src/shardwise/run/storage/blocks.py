@@ -31,10 +31,10 @@ class BlockCache:
 
     def get(self, key: tuple[str, int]) -> Content | None:
         with self._lock:
-            found = self._blocks.get(key)
-            if found is not None:
+            block = self._blocks.get(key)
+            if block is not None:
                 self._blocks.move_to_end(key)
-            return found
+            return block
 
     def keep(self, key: tuple[str, int], block: Content) -> None:
         with self._lock:
@@ -66,26 +66,26 @@ class BlockReader:
         else:
             with ThreadPoolExecutor(min(AHEAD, len(numbers))) as threads:
                 blocks = list(threads.map(self._block, numbers))
-        found, at = fresh_bytes(last - first), 0
+        content, at = fresh_bytes(last - first), 0
         for number, block in zip(numbers, blocks):
             part = memoryview(block)[max(0, first - number * self.block_bytes) : last - number * self.block_bytes]
-            found[at : at + len(part)] = part
+            content[at : at + len(part)] = part
             at += len(part)
-        return found
+        return content
 
     def _block(self, number: int) -> Content:
         key = (str(self.place), number)
-        found = self.cache.get(key)
-        if found is None:
-            found = self._checked(number)
-            self.cache.keep(key, found)
-        return found
+        block = self.cache.get(key)
+        if block is None:
+            block = self._checked(number)
+            self.cache.keep(key, block)
+        return block
 
     def _checked(self, number: int) -> Content:
         """Asks once more for a block that differs from its checksum: it may have been damaged on the way."""
         first = number * self.block_bytes
         for _ in range(2):
-            found = self.place.read_range(first, min(first + self.block_bytes, self.size))
-            if self.sums is None or block_sum(found) == self.sums[number]:
-                return found
+            block = self.place.read_range(first, min(first + self.block_bytes, self.size))
+            if self.sums is None or block_sum(block) == self.sums[number]:
+                return block
         raise SpecError(str(self.place), f"is damaged near byte {first:,}", "copy or build it again")

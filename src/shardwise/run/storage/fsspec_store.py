@@ -89,10 +89,10 @@ class FsspecStore:
 
     def read(self, uri: str, first: int = 0, last: int | None = None) -> bytes:
         def once(_: PendingAnswer[bytes]) -> bytes:
-            found: bytes = self.fs.cat_file(self._key(uri), start=first, end=last)
-            if last is not None and len(found) != last - first:
-                raise StoreError(uri, f"gave {len(found):,} of {last - first:,} bytes")
-            return found
+            content: bytes = self.fs.cat_file(self._key(uri), start=first, end=last)
+            if last is not None and len(content) != last - first:
+                raise StoreError(uri, f"gave {len(content):,} of {last - first:,} bytes")
+            return content
 
         if last is not None and last <= first:
             return b""
@@ -103,10 +103,10 @@ class FsspecStore:
 
     def _facts(self, uri: str) -> ObjectFacts:
         self.fs.invalidate_cache()
-        found = self.fs.info(self._key(uri))
-        if found["type"] != "file":
+        info = self.fs.info(self._key(uri))
+        if info["type"] != "file":
             raise FileNotFoundError(uri)
-        return _facts_of(found)
+        return _facts_of(info)
 
     def listed(self, uri: str) -> dict[str, ObjectFacts]:
         key = self._key(uri).rstrip("/")
@@ -118,8 +118,8 @@ class FsspecStore:
             except FileNotFoundError:
                 return {}
 
-        found = self._retried(uri, once)
-        return {name[len(key) + 1 :]: _facts_of(one) for name, one in found.items() if name.startswith(f"{key}/")}
+        objects = self._retried(uri, once)
+        return {name[len(key) + 1 :]: _facts_of(info) for name, info in objects.items() if name.startswith(f"{key}/")}
 
     def delete(self, uris: Iterable[str]) -> None:
         for uri in uris:

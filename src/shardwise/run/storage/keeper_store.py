@@ -50,10 +50,10 @@ class KeeperStore:
 
         A node with several groups of ranks is there several times: a copy beside the object would be no copy.
         """
-        found = json.loads(self.file.read_text(encoding="utf-8"))
-        addresses = list(found["keepers"])
+        document = json.loads(self.file.read_text(encoding="utf-8"))
+        addresses = list(document["keepers"])
         begin = self.node % len(addresses)
-        return str(found["secret"]), list(dict.fromkeys([*addresses[begin:], *addresses[:begin]]))
+        return str(document["secret"]), list(dict.fromkeys([*addresses[begin:], *addresses[:begin]]))
 
     def put(self, uri: str, content: bytes) -> None:
         """A small object is on every node that answers."""
@@ -94,52 +94,52 @@ class KeeperStore:
             return self._in_time(uri, lambda _: self._fetched(uri, first, last))
         key = (uri, first, last)
         with self._lock:
-            found = self._read.pop(key, None)
-        if found is not None:
-            return found
-        found = self._in_time(uri, lambda _: self._fetched(uri, first, last))
+            content = self._read.pop(key, None)
+        if content is not None:
+            return content
+        content = self._in_time(uri, lambda _: self._fetched(uri, first, last))
         with self._lock:
-            if sum(map(len, self._read.values())) + len(found) <= MOST_READ_BYTES:
-                self._read[key] = found
-        return found
+            if sum(map(len, self._read.values())) + len(content) <= MOST_READ_BYTES:
+                self._read[key] = content
+        return content
 
     def _fetched(self, uri: str, first: int, last: int | None) -> memoryview:
         secret, addresses = self._keepers()
         for address in addresses:
             try:
                 with _asked(address, secret, "get", key=uri, first=first, last=last) as file:
-                    found = _content(file)
+                    content = _content(file)
             except OSError:
                 continue
-            if found is not None:
-                if last is not None and len(found) != last - first:
-                    raise StoreError(uri, f"has {len(found):,} of {last - first:,} bytes")
-                return found
+            if content is not None:
+                if last is not None and len(content) != last - first:
+                    raise StoreError(uri, f"has {len(content):,} of {last - first:,} bytes")
+                return content
         raise FileNotFoundError(0, "is in no node's memory", uri)
 
     def facts(self, uri: str) -> ObjectFacts:
-        found = self._in_time(uri, lambda _: self._below(uri)).get(uri)
-        if found is None:
+        facts = self._in_time(uri, lambda _: self._below(uri)).get(uri)
+        if facts is None:
             raise FileNotFoundError(0, "is in no node's memory", uri)
-        return found
+        return facts
 
     def listed(self, uri: str) -> dict[str, ObjectFacts]:
         prefix = f"{uri.rstrip('/')}/"
-        found = self._in_time(uri, lambda _: self._below(prefix))
-        return {key[len(prefix) :]: facts for key, facts in found.items()}
+        objects = self._in_time(uri, lambda _: self._below(prefix))
+        return {key[len(prefix) :]: facts for key, facts in objects.items()}
 
     def _below(self, prefix: str) -> dict[str, ObjectFacts]:
         """Of all nodes that answer."""
         secret, addresses = self._keepers()
-        found: dict[str, ObjectFacts] = {}
+        objects: dict[str, ObjectFacts] = {}
         for address in addresses:
             try:
                 with _asked(address, secret, "below", prefix=prefix) as file:
                     there = _answer(file)["objects"]
             except OSError:
                 continue
-            found |= {key: ObjectFacts(size, at) for key, (size, at) in there.items()}
-        return found
+            objects |= {key: ObjectFacts(size, at) for key, (size, at) in there.items()}
+        return objects
 
     def delete(self, uris: Iterable[str]) -> None:
         if keys := list(uris):

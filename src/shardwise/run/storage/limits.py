@@ -65,13 +65,13 @@ class PendingAnswer(Future[_Answer]):
 
     def settle(self, call: Callable[[Self], _Answer]) -> None:
         try:
-            found = call(self)
+            result = call(self)
         except BaseException as error:
             with suppress(InvalidStateError):  # nobody waits any more
                 self.set_exception(error)
         else:
             with suppress(InvalidStateError):
-                self.set_result(found)
+                self.set_result(result)
 
 
 def in_time(uri: str, limit: Limit, call: Callable[[PendingAnswer[_Answer]], _Answer]) -> _Answer:

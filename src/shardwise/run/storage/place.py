@@ -131,8 +131,8 @@ Place = Path | RemotePlace
 
 def scheme_of(text: str | PathLike[str]) -> str | None:
     """The scheme of a URI that names no path of this machine; None for a path."""
-    found = _URI.match(str(text))
-    return None if found is None or found[1].lower() in _LOCAL else found[1].lower()
+    match = _URI.match(str(text))
+    return None if match is None or match[1].lower() in _LOCAL else match[1].lower()
 
 
 def place_of(text: str | PathLike[str], limit_seconds: float = LIMIT_SECONDS) -> Place:

@@ -47,12 +47,12 @@ def require_writable_store(place: RemotePlace, field: str) -> None:
     try:
         store.put(probe, content)
         doing = "read"
-        found = store.read(probe, 0, len(content))
+        returned = store.read(probe, 0, len(content))
         doing = "deleted from"
         store.delete([probe])
     except OSError as error:
         raise refused(field, str(place), f"cannot be {doing}", error) from None
-    if found != content:
+    if returned != content:
         problem = f"{place} gives back other bytes than were written"
         raise SpecError(field, problem, "this store cannot keep checkpoints: choose another")
 

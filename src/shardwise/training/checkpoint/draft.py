@@ -183,8 +183,8 @@ def _spelled(shard: Shard) -> str:
 
 
 def _read(notice: bytes) -> Shard | str:
-    found = json.loads(notice)
-    return str(found["failed"]) if "failed" in found else Shard(found["bytes"], found["sha256"])
+    document = json.loads(notice)
+    return str(document["failed"]) if "failed" in document else Shard(document["bytes"], document["sha256"])
 
 
 def _reason(error: OSError) -> str:

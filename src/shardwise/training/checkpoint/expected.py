@@ -42,13 +42,13 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
 
 def require_weights(model: Model, source: Place) -> None:
     """Raises SpecError if a path to start from lacks weights of a model."""
-    found = start_at(source)
-    huggingface = huggingface_at(found)
+    start = start_at(source)
+    huggingface = huggingface_at(start)
     if huggingface is not None:
         _require_huggingface(model, huggingface)
         return
-    manifest = require_intact(found, "run.start_from", contents=False)
-    require_tensors(manifest, weights_of(model).items(), found)
+    manifest = require_intact(start, "run.start_from", contents=False)
+    require_tensors(manifest, weights_of(model).items(), start)
 
 
 def _require_huggingface(model: Model, path: Path) -> None:
@@ -62,7 +62,9 @@ def _require_huggingface(model: Model, path: Path) -> None:
     mine = {key.partition("/")[2]: shape for key, shape in weights_of(model).items()}
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
-            here, there = (f"the shape {list(one[name])}" if name in one else "no place" for one in (mine, theirs))
+            here, there = (
+                f"the shape {list(shapes[name])}" if name in shapes else "no place" for shapes in (mine, theirs)
+            )
             problem = f"{name} has {there} in {path}, and {here} in the job's model"
             raise SpecError("run.start_from", problem, f"model: {path / CONFIG}")
         folder.require(name)
@@ -70,32 +72,32 @@ def _require_huggingface(model: Model, path: Path) -> None:
 
 def tensors_of(job: Job) -> Shapes:
     """All tensors that the ranks of a job read from a checkpoint of the same run, without optional ones."""
-    strategy, found = job.strategy, weights_of(job.model)
+    strategy, weights = job.strategy, weights_of(job.model)
     synchronise, workers = strategy.synchronise, strategy.data_parallel
     # Of every parameter its weight and the optimizer's states: name in a checkpoint, shape, name of the parameter.
     own = [
-        (f"{state}/{name}", tuple(one.shape), name)
-        for name, one in _empty(job.model).named_parameters()
-        for state in (WEIGHT, *STATES[kind_for(name, one, job.training.optimizer)])
+        (f"{state}/{name}", tuple(parameter.shape), name)
+        for name, parameter in _empty(job.model).named_parameters()
+        for state in (WEIGHT, *STATES[kind_for(name, parameter, job.training.optimizer)])
     ]
-    found |= {key: shape for key, shape, _ in own}
+    weights |= {key: shape for key, shape, _ in own}
     if synchronise.every_step or workers == 1:
-        return found
+        return weights
     trained = [(name, shape) for key, shape, name in own if key.startswith(f"{WEIGHT}/")]
     late = [late_name(age) for age in range(synchronise.staleness)] if synchronise.is_async else []
     outer = OUTER if synchronise.method == "diloco" else ()
-    found |= {f"{state}/{name}": shape for state in (*late, *outer) for name, shape in trained}
+    weights |= {f"{state}/{name}": shape for state in (*late, *outer) for name, shape in trained}
     for worker in range(1, workers if synchronise.is_local else 1):
-        found |= {saved_name(key, worker): shape for key, shape, _ in own}
-        found[saved_name(OWN_STEPS, worker)] = (1,)
-    return found
+        weights |= {saved_name(key, worker): shape for key, shape, _ in own}
+        weights[saved_name(OWN_STEPS, worker)] = (1,)
+    return weights
 
 
 def weights_of(model: Model) -> Shapes:
     """The shapes of the model's weights and buffers, by their names in a checkpoint."""
     decoder = _empty(model)
-    weights = {f"{WEIGHT}/{name}": tuple(one.shape) for name, one in decoder.named_parameters()}
-    return weights | {f"{BUFFER}/{name}": tuple(one.shape) for name, one in lasting_buffers(decoder)}
+    weights = {f"{WEIGHT}/{name}": tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    return weights | {f"{BUFFER}/{name}": tuple(buffer.shape) for name, buffer in lasting_buffers(decoder)}
 
 
 @lru_cache(maxsize=1)

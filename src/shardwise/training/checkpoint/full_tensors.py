@@ -78,7 +78,7 @@ def write_checkpoint(
     if folder.of_step(about.step).exists():
         raise SpecError(str(folder.of_step(about.step)), "is already there", "name another folder")
     if isinstance(folder.path, Path):
-        require_space(folder.path, sum(one.size for one in tensors.values()))
+        require_space(folder.path, sum(tensor.size for tensor in tensors.values()))
     with folder.locked():
         folder.clear_unfinished()  # of an earlier attempt that was killed
         draft = draft_of(folder, about.step, f"{secrets.token_hex(4)}-1")
@@ -93,7 +93,7 @@ def write_checkpoint(
 
 def require_space(folder: Path, needed: int) -> None:
     """Raises SpecError if a disk has less than that many bytes left."""
-    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         problem = f"has {readable_bytes(free)} left, and {readable_bytes(needed)} are to be written"
@@ -104,8 +104,8 @@ def _balanced(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]
     """Which tensors go into each file: the largest first, to the smallest file; in their order within a file."""
     files: list[list[str]] = [[] for _ in range(shards)]
     sizes = [0] * shards
-    for key in sorted(tensors, key=lambda one: -tensors[one].size):
-        smallest = min(range(shards), key=lambda one: (sizes[one], len(files[one])))
+    for key in sorted(tensors, key=lambda key: -tensors[key].size):
+        smallest = min(range(shards), key=lambda file: (sizes[file], len(files[file])))
         files[smallest].append(key)
         sizes[smallest] += tensors[key].size
     order = {key: number for number, key in enumerate(tensors)}
@@ -125,10 +125,10 @@ def _write_files(
         name = draft.file_name(number)
         entries = []
         for key in keys:
-            one = tensors[key]
-            box = Box((0,) * len(one.shape), one.shape)
-            entries.append(Entry(entry_name(key, box), one.dtype, one.shape))
-            saved[key] = FullTensor(one.shape, NAMES[one.dtype], (SavedPiece(name, entries[-1].name, box),))
+            tensor = tensors[key]
+            box = Box((0,) * len(tensor.shape), tensor.shape)
+            entries.append(Entry(entry_name(key, box), tensor.dtype, tensor.shape))
+            saved[key] = FullTensor(tensor.shape, NAMES[tensor.dtype], (SavedPiece(name, entries[-1].name, box),))
         chosen = [tensors[key] for key in keys]
         written[name] = draft.write(name, entries, partial(read_in_turn, chosen, progress))
     return replace(about, tensors={key: saved[key] for key in tensors}, files=written)
@@ -136,9 +136,9 @@ def _write_files(
 
 def read_in_turn(tensors: Sequence[LazyTensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
     """Each tensor once the one before it has been used."""
-    for one in tensors:
-        yield one.read().contiguous()
-        progress(one.size)
+    for tensor in tensors:
+        yield tensor.read().contiguous()
+        progress(tensor.size)
 
 
 def reshard(

@@ -57,13 +57,13 @@ def problems_of(
     if missing := _missing(manifest):
         return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"]
     mine = sorted(manifest.files)[rank::world]
-    entries, found = manifest.entries(), []
+    entries, problems = manifest.entries(), []
     for name in mine:
         path, wanted = folder / name, manifest.files[name]
         damaged = content_problem(path, wanted, progress) if contents else size_problem(path, wanted)
         if problem := damaged or header_problem(path, entries[name]):
-            found.append(f"{path}: {problem}")
-    return found
+            problems.append(f"{path}: {problem}")
+    return problems
 
 
 def require_intact(folder: Place, field: str = "", *, contents: bool = True) -> Manifest:
@@ -91,11 +91,11 @@ def newest_intact(
     listed: list[Any] = [sorted(there, reverse=True)]
     dist.broadcast_object_list(listed)
     for step, number in listed[0]:
-        found: list[Any] = [None] * world
+        of_ranks: list[Any] = [None] * world
         path: Place = folders[-number].of_step(step)
         own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
-        dist.all_gather_object(found, own)
-        problems = [problem for some in found for problem in some]
+        dist.all_gather_object(of_ranks, own)
+        problems = [problem for some in of_ranks for problem in some]
         if not problems:
             return path
         for problem in dict.fromkeys(problems):
@@ -112,14 +112,14 @@ def load(trainer: Trainer[Any], folder: Place, *, weights_only: bool = False) ->
         prepare_to_load(trainer, manifest.numbers)
     wanted = state_tensors(trainer)
     if weights_only:
-        wanted = [replace(one, worker=0) for one in wanted if one.key.startswith(_WEIGHTS)]
+        wanted = [replace(tensor, worker=0) for tensor in wanted if tensor.key.startswith(_WEIGHTS)]
     there = {key: full.shape for key, full in manifest.tensors.items()}
-    wanted = [one for one in wanted if not one.optional or there.get(one.saved_as) == one.shape]
-    require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
+    wanted = [tensor for tensor in wanted if not tensor.optional or there.get(tensor.saved_as) == tensor.shape]
+    require_tensors(manifest, ((tensor.saved_as, tensor.shape) for tensor in wanted), folder)
     reader = open_shards(folder)
     try:
-        for one in wanted:
-            _read(one, manifest, reader)
+        for tensor in wanted:
+            _read(tensor, manifest, reader)
     finally:
         reader.close()
     if weights_only:
@@ -148,14 +148,14 @@ def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, .
             raise SpecError(str(folder), problem, _TRAINED)
 
 
-def _read(one: StateTensor, manifest: Manifest, reader: AnyShardReader) -> None:
+def _read(wanted: StateTensor, manifest: Manifest, reader: AnyShardReader) -> None:
     """From the pieces that overlap it; together they fill the tensor, as `read_manifest` has checked."""
-    pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
-    for place in one.places:
+    pieces, tensor = manifest.tensors[wanted.saved_as].pieces, wanted.read()
+    for place in wanted.places:
         for piece in pieces:
             common = place.box.common(piece.box)
             if common is None:
                 continue
             part = reader.slice_of(piece.file, piece.entry, piece.box.shape, common.inside(piece.box))
             tensor[place.local][common.inside(place.box)] = part.to(tensor.device, tensor.dtype)
-    one.write(tensor)
+    wanted.write(tensor)

@@ -49,7 +49,11 @@ class _RemoteFile:
         if length > MOST_HEADER_BYTES or begin > self.reader.size:
             raise ValueError("its header is longer than the file")
         header = parse_json(bytes(self.reader.read(_LENGTH.size, begin)), "header", most_values=IN_BULK)
-        return {name: _entry(one, begin, self.reader.size) for name, one in header.items() if name != "__metadata__"}
+        return {
+            name: _entry(description, begin, self.reader.size)
+            for name, description in header.items()
+            if name != "__metadata__"
+        }
 
     def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Reads the rows that the slice touches."""
@@ -65,12 +69,12 @@ class _RemoteFile:
         return flat.reshape(shape)[index]
 
 
-def _entry(one: Any, begin: int, size: int) -> _StoredEntry:
-    first, last = (int(offset) + begin for offset in one["data_offsets"])
-    shape = tuple(int(length) for length in one["shape"])
-    if not begin <= first <= last <= size or last - first != math.prod(shape) * _DTYPES[one["dtype"]].itemsize:
+def _entry(description: Any, begin: int, size: int) -> _StoredEntry:
+    first, last = (int(offset) + begin for offset in description["data_offsets"])
+    shape = tuple(int(length) for length in description["shape"])
+    if not begin <= first <= last <= size or last - first != math.prod(shape) * _DTYPES[description["dtype"]].itemsize:
         raise ValueError("an entry does not lie within the file")
-    return _StoredEntry(one["dtype"], shape, first, last)
+    return _StoredEntry(description["dtype"], shape, first, last)
 
 
 def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
@@ -82,10 +86,10 @@ def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tu
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read ({error})"
     for entry, (dtype, shape) in wanted.items():
-        found = there.get(entry)
-        if found is None:
+        stored = there.get(entry)
+        if stored is None:
             return f"has no {entry}"
-        if (found.dtype, found.shape) != (dtype, shape):
+        if (stored.dtype, stored.shape) != (dtype, shape):
             return f"{entry} has another type or shape than the manifest says"
     return None
 

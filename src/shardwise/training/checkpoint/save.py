@@ -74,7 +74,7 @@ class Saver:
         self._saves += 1
         written = {**numbers(self.trainer), **further}
         if wait:
-            self._guarded(step, lambda: (one.read().to("cpu").contiguous() for one in self.boxes), written)
+            self._guarded(step, lambda: (box.read().to("cpu").contiguous() for box in self.boxes), written)
             return
         copies = self._copied()
         self._thread = threading.Thread(target=self._guarded, args=(step, lambda: copies, written), name="checkpoint")
@@ -97,7 +97,7 @@ class Saver:
     def _copied(self) -> list[Tensor]:
         """Copies into CPU buffers that are reused: allocating new pages takes longer than copying."""
         if not self._copies:
-            self._copies = [torch.empty(one.entry.shape, dtype=one.entry.dtype) for one in self.boxes]
+            self._copies = [torch.empty(box.entry.shape, dtype=box.entry.dtype) for box in self.boxes]
         for copy, box in zip(self._copies, self.boxes):
             copy.copy_(box.read())
         return self._copies
@@ -111,7 +111,7 @@ class Saver:
     def _write(self, step: int, tensors: ReadTensors, written: dict[str, Any]) -> None:
         draft = draft_of(self.folder, step, f"{self._name}-{self._saves}", self.timeout_seconds)
         try:
-            shard = draft.write(draft.file_name(self.rank), [one.entry for one in self.boxes], tensors)
+            shard = draft.write(draft.file_name(self.rank), [box.entry for box in self.boxes], tensors)
             draft.announce(self.rank, shard)
         except OSError as error:
             draft.announce(self.rank, error)
@@ -135,13 +135,13 @@ class Saver:
         files: dict[str, Shard] = {}
         deadline = time.monotonic() + self.timeout_seconds
         for rank in range(self.world):
-            while (found := draft.announced(rank)) is None:
+            while (written := draft.announced(rank)) is None:
                 if time.monotonic() > deadline:
                     raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
                 time.sleep(draft.poll_seconds)
-            if isinstance(found, str):
-                raise SaveError(f"rank {rank} could not write its part: {found}")
-            files[draft.file_name(rank)] = found
+            if isinstance(written, str):
+                raise SaveError(f"rank {rank} could not write its part: {written}")
+            files[draft.file_name(rank)] = written
         return files
 
 
@@ -154,7 +154,7 @@ def _agreed_name() -> str:
 
 def _renamed(tensors: dict[str, FullTensor], names: dict[str, str]) -> dict[str, FullTensor]:
     """The same with other names of files; those of a local folder stay."""
-    if all(one == other for one, other in names.items()):
+    if all(name == other for name, other in names.items()):
         return tensors
     return {
         key: replace(full, pieces=tuple(replace(piece, file=names[piece.file]) for piece in full.pieces))
@@ -168,7 +168,9 @@ def _reason(error: OSError) -> str:
 
 def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_OwnBox], dict[str, FullTensor]]:
     """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
-    own = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
+    own = [
+        (tensor.saved_as, tensor.shape, NAMES[tensor.dtype], [place.box for place in tensor.places]) for tensor in mine
+    ]
     lists: list[Any] = [None] * world
     dist.all_gather_object(lists, own)
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -182,16 +184,16 @@ def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[
     pieces: dict[str, list[SavedPiece]] = {key: [] for key in tensors}
     writes: set[tuple[str, Box]] = set()
     for (key, box), ranks in holders.items():
-        writer = min(ranks, key=lambda one: load[one])
+        writer = min(ranks, key=lambda holder: load[holder])
         load[writer] += box.elements
         if writer == rank:
             writes.add((key, box))
         pieces[key].append(SavedPiece(shard_name(writer), entry_name(key, box), box))
-    found = []
-    for one in mine:
-        for place in one.places:
-            if (one.saved_as, place.box) in writes:
-                writes.remove((one.saved_as, place.box))  # once, though a tied parameter may be here twice
-                entry = Entry(entry_name(one.saved_as, place.box), one.dtype, place.box.shape)
-                found.append(_OwnBox(entry, one, place.local))
-    return found, {key: replace(one, pieces=tuple(pieces[key])) for key, one in tensors.items()}
+    own_boxes = []
+    for tensor in mine:
+        for place in tensor.places:
+            if (tensor.saved_as, place.box) in writes:
+                writes.remove((tensor.saved_as, place.box))  # once, though a tied parameter may be here twice
+                entry = Entry(entry_name(tensor.saved_as, place.box), tensor.dtype, place.box.shape)
+                own_boxes.append(_OwnBox(entry, tensor, place.local))
+    return own_boxes, {key: replace(full, pieces=tuple(pieces[key])) for key, full in tensors.items()}

@@ -99,8 +99,8 @@ def blocks_of(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
 
 
 def _wait_for(pair: tuple[Future[Any], Future[Any]]) -> None:
-    for one in pair:
-        one.result()
+    for future in pair:
+        future.result()
 
 
 @contextmanager
@@ -216,8 +216,8 @@ def header_problem(path: Place, wanted: Mapping[str, tuple[str, tuple[int, ...]]
             for entry, (dtype, shape) in wanted.items():
                 if entry not in there:
                     return f"has no {entry}"
-                found = file.get_slice(entry)
-                if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
+                part = file.get_slice(entry)
+                if (part.get_dtype(), tuple(part.get_shape())) != (dtype, shape):
                     return f"{entry} has another type or shape than the manifest says"
     except (SafetensorError, OSError) as error:
         return f"cannot be read ({error})"
@@ -238,11 +238,11 @@ class ShardReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(str(path), "pt")
-            found = self._open[file].get_slice(entry)
-            if tuple(found.get_shape()) != shape:
+            stored = self._open[file].get_slice(entry)
+            if tuple(stored.get_shape()) != shape:
                 problem = f"{entry} has another shape than the manifest says"
                 raise SpecError(str(path), problem, "take another checkpoint")
-            part: Tensor = found[index] if shape else self._open[file].get_tensor(entry)
+            part: Tensor = stored[index] if shape else self._open[file].get_tensor(entry)
             return part
         except (SafetensorError, OSError) as error:
             raise SpecError(str(path), f"{entry} cannot be read ({error})", "take another checkpoint") from None

@@ -58,21 +58,24 @@ def late_name(age: int) -> str:
 def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
     """Weights (fp32 masters if any), optimizer states, buffers that balance experts, error feedback of compression."""
     tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
-    found = []
-    for one in trainer.parameters:
-        name = _name(one, tied)
-        places = tuple(places_of(one))
-        for state in (MASTER, *(name for name in optimizer.state[one.parameter] if name != MASTER)):
-            key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
-            read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
-            found.append(StateTensor(key, one.part.shape, places, dtype, read, write, worker=worker))
-    for name, buffer in (one for stage in trainer.stages.values() for one in lasting_buffers(stage)):
-        found.append(_unsharded(f"{BUFFER}/{name}", buffer))
+    tensors = []
+    for held in trainer.parameters:
+        name = _name(held, tied)
+        places = tuple(places_of(held))
+        for state in (MASTER, *(name for name in optimizer.state[held.parameter] if name != MASTER)):
+            key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(held.parameter, state)
+            read, write = (
+                partial(optimizer.read, held.parameter, state),
+                partial(optimizer.write, held.parameter, state),
+            )
+            tensors.append(StateTensor(key, held.part.shape, places, dtype, read, write, worker=worker))
+    for name, buffer in (named_buffer for stage in trainer.stages.values() for named_buffer in lasting_buffers(stage)):
+        tensors.append(_unsharded(f"{BUFFER}/{name}", buffer))
     return (
-        found
+        tensors
         + _histories(trainer)
         + _feedback(trainer)
-        + _synchronisation_states(trainer, lambda one: _name(one, tied))
+        + _synchronisation_states(trainer, lambda held: _name(held, tied))
     )
 
 
@@ -83,10 +86,10 @@ def worker_of(trainer: Trainer[Any]) -> int:
 
 def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
     """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
-    trained = [one for one in trainer.parameters if one.parameter.requires_grad]
-    found = []
+    trained = [held for held in trainer.parameters if held.parameter.requires_grad]
+    states = []
     outer, late = trainer.outer, trainer.late
-    for number, one in enumerate(trained):
+    for number, held in enumerate(trained):
         tensors: dict[str, Callable[[], Tensor]] = {}
         if outer is not None and outer.anchors:
             for state, values in zip(OUTER, (outer.anchors, outer.momenta), strict=True):
@@ -94,15 +97,15 @@ def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter
         for age in range(late.staleness if late is not None else 0):
             assert late is not None
             tensors[late_name(age)] = partial(late.read, age, number)
-        places = tuple(places_of(one))
+        places = tuple(places_of(held))
         for state, read in tensors.items():
             write = partial(_copy_into, read)
-            found.append(StateTensor(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
+            states.append(StateTensor(f"{state}/{name(held)}", held.part.shape, places, read().dtype, read, write))
     if worker_of(trainer):
         counts = [group["step"] for group in trainer.optimizer.param_groups]
         own = _unsharded(OWN_STEPS, counts[0].view(1), worker=worker_of(trainer))
-        found.append(replace(own, write=partial(_fill, counts)))
-    return found
+        states.append(replace(own, write=partial(_fill, counts)))
+    return states
 
 
 def _copy_into(read: Callable[[], Tensor], values: Tensor) -> None:
@@ -110,8 +113,8 @@ def _copy_into(read: Callable[[], Tensor], values: Tensor) -> None:
 
 
 def _fill(counts: list[Tensor], values: Tensor) -> None:
-    for one in counts:
-        one.fill_(values.item())
+    for count in counts:
+        count.fill_(values.item())
 
 
 def _histories(trainer: Trainer[Any]) -> list[StateTensor]:
@@ -119,63 +122,63 @@ def _histories(trainer: Trainer[Any]) -> list[StateTensor]:
     if trainer.delayed is None:
         return []
     names = {module: name for stage in trainer.stages.values() for name, module in stage.named_modules()}
-    layers = (plain_name(names[one.layers[0]]) for one in trainer.in_fp8)
+    layers = (plain_name(names[layer_input.layers[0]]) for layer_input in trainer.in_fp8)
     histories = trainer.delayed.history.unbind()
-    return [_unsharded(f"fp8_history/{name}", one, optional=True) for name, one in zip(layers, histories)]
+    return [_unsharded(f"fp8_history/{name}", history, optional=True) for name, history in zip(layers, histories)]
 
 
 def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
     """Error feedback belongs to a rank, and only means something to the same rank of the same layout."""
     strategy = trainer.job.strategy
     layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
-    found = []
+    states = []
     for name, state in trainer.data.feedback.items():
         key = f"feedback/{strategy.compression.method}.{layout}.{dist.get_rank()}.{name}"
-        found.append(_unsharded(key, state, optional=True))
-    return found
+        states.append(_unsharded(key, state, optional=True))
+    return states
 
 
 def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     """What is not a tensor of the model, as plain data: the count of steps and the scale of the loss."""
     # Every group has taken every step that was not left out: one count for all.
     steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
-    found: dict[str, Any] = {"optimizer_steps": steps}
+    values: dict[str, Any] = {"optimizer_steps": steps}
     if trainer.scaler is not None:
-        found["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
+        values["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
     if trainer.outer is not None:
-        found["inner_steps"] = trainer.outer.steps
+        values["inner_steps"] = trainer.outer.steps
     if trainer.late is not None:
-        found["late_sums"] = len(trainer.late.in_flight)
-    return found
+        values["late_sums"] = len(trainer.late.in_flight)
+    return values
 
 
-def prepare_to_load(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+def prepare_to_load(trainer: Trainer[Any], values: dict[str, Any]) -> None:
     """Called before the tensors of a checkpoint are read: resizes states whose number varies."""
     if trainer.late is not None:
-        trainer.late.expect(int(found.get("late_sums", 0)))
+        trainer.late.expect(int(values.get("late_sums", 0)))
 
 
 @torch.no_grad()
-def restore_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+def restore_numbers(trainer: Trainer[Any], values: dict[str, Any]) -> None:
     """Puts the numbers back into the trainer, and refreshes the compute weights from what was loaded."""
     if not worker_of(trainer):  # others have their own
         for group in trainer.optimizer.param_groups:
-            group["step"].fill_(found["optimizer_steps"])
+            group["step"].fill_(values["optimizer_steps"])
     trainer.reset_compression()
     if trainer.outer is not None:
-        trainer.outer.steps = int(found.get("inner_steps", 0))
-    if trainer.scaler is not None and "loss_scale" in found:
+        trainer.outer.steps = int(values.get("inner_steps", 0))
+    if trainer.scaler is not None and "loss_scale" in values:
         for name, tensor in trainer.scaler.state_dict().items():
-            tensor.fill_(found["loss_scale"].get(name, float(tensor)))
+            tensor.fill_(values["loss_scale"].get(name, float(tensor)))
     trainer.data.publish()
 
 
-def places_of(one: HeldParameter) -> list[PlacedBox]:
+def places_of(held: HeldParameter) -> list[PlacedBox]:
     """The boxes of the full parameter that make up the local tensor."""
-    dimensions = _runs(one.part)
-    if isinstance(one.parameter, DTensor):
+    dimensions = _runs(held.part)
+    if isinstance(held.parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
-            one.parameter.shape, one.parameter.device_mesh, one.parameter.placements
+            held.parameter.shape, held.parameter.device_mesh, held.parameter.placements
         )
         dimensions = [taken(runs, first, first + size) for runs, first, size in zip(dimensions, offset, shape)]
     return placed(dimensions)
@@ -189,9 +192,9 @@ def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
     return dimensions
 
 
-def _name(one: HeldParameter, tied: bool) -> str:
+def _name(held: HeldParameter, tied: bool) -> str:
     """A tied head on a stage of its own is the model's embedding."""
-    return "embedding.weight" if tied and one.name == "head.weight" else one.name
+    return "embedding.weight" if tied and held.name == "head.weight" else held.name
 
 
 def _unsharded(key: str, tensor: Tensor, *, optional: bool = False, worker: int = 0) -> StateTensor:

@@ -33,7 +33,7 @@ _AGAIN = "save the checkpoint again"
 
 
 def is_deepspeed(folder: Path) -> bool:
-    return (folder / LATEST).is_file() or any(_MODEL.fullmatch(one.name) for one in folder.iterdir())
+    return (folder / LATEST).is_file() or any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
 def deepspeed_weights(source: Path, about: Description | None) -> Weights:
@@ -47,12 +47,12 @@ def deepspeed_weights(source: Path, about: Description | None) -> Weights:
         origin = f"the DeepSpeed folder {folder}"
         return named_weights(tensors_in(state, str(models[0])), about, origin, step)
     zero = _partitions(optimizers)
-    found = {**_buffers(state, models[0]), **_frozen(zero, models, state), **_trained(zero, state, models[0])}
+    tensors = {**_buffers(state, models[0]), **_frozen(zero, models, state), **_trained(zero, state, models[0])}
     for alias, name in _mapping(state.get("shared_params") or {}, models[0]).items():
-        if name in found:
-            found[alias] = found[name]
+        if name in tensors:
+            tensors[alias] = tensors[name]
     ranks = counted(len(zero.groups), "rank")
-    return named_weights(found, about, f"the DeepSpeed folder {folder} (ZeRO-{zero.stage}, {ranks})", step)
+    return named_weights(tensors, about, f"the DeepSpeed folder {folder} (ZeRO-{zero.stage}, {ranks})", step)
 
 
 def _step_folder(source: Path) -> Path:
@@ -103,11 +103,13 @@ def _partitions(paths: Sequence[Path]) -> _Zero:
         stage, ranks = state.get("zero_stage"), state.get("partition_count")
         if stage not in (1, 2, 3):
             raise SpecError(str(path), f"is of the unknown ZeRO stage {shown(stage)}", "stages 1, 2 and 3 are read")
-        ranks = max(ranks, default=0) if isinstance(ranks, list) and all(type(one) is int for one in ranks) else ranks
+        ranks = max(ranks, default=0) if isinstance(ranks, list) and all(type(rank) is int for rank in ranks) else ranks
         if ranks != len(paths):
             raise SpecError(str(path), f"is one of {shown(ranks)}, and {len(paths)} are there", _AGAIN)
         flat = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-        if not isinstance(flat, list) or not all(isinstance(one, Tensor) and one.dim() == 1 for one in flat):
+        if not isinstance(flat, list) or not all(
+            isinstance(partition, Tensor) and partition.dim() == 1 for partition in flat
+        ):
             raise SpecError(str(path), "has no flat fp32 partitions", _AGAIN)
         stages.add(stage)
         groups.append(flat)
@@ -120,15 +122,15 @@ def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, Laz
     shapes = state.get("param_shapes")
     if not isinstance(shapes, list) or not shapes:
         raise SpecError(str(path), "does not say which parameters there are (param_shapes)", _AGAIN)
-    groups = [_shapes(one, path) for one in shapes]
+    groups = [_shapes(shape, path) for shape in shapes]
     if zero.stage == 3:
         return _laid_out(zero, zero.groups, 1, {name: shape for group in groups for name, shape in group.items()})
     if len(groups) != len(zero.groups[0]):
         raise SpecError(str(path), f"names {len(groups)} groups, the partitions are of {len(zero.groups[0])}", _AGAIN)
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for number, group in enumerate(groups):
-        found |= _laid_out(zero, [[flat[number] for flat in zero.groups]], 2 * len(zero.groups), group)
-    return found
+        tensors |= _laid_out(zero, [[flat[number] for flat in zero.groups]], 2 * len(zero.groups), group)
+    return tensors
 
 
 def _laid_out(
@@ -142,11 +144,11 @@ def _laid_out(
         if stored < needed or -(-stored // multiple) != -(-needed // multiple):
             problem = f"holds {stored:,} elements where the parameters make {needed:,}"
             raise SpecError(str(zero.where), problem, "the files are not of one checkpoint")
-    found, at = {}, 0
+    tensors, at = {}, 0
     for name, shape in shapes.items():
-        found[name] = _cut(shape, sources[0][0].dtype, [(parts, at, sizes[name]) for parts in sources])
+        tensors[name] = _cut(shape, sources[0][0].dtype, [(parts, at, sizes[name]) for parts in sources])
         at += sizes[name]
-    return found
+    return tensors
 
 
 def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> LazyTensor:
@@ -160,13 +162,13 @@ def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list
 
 
 def _range(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
-    found, at = [], 0
+    pieces, at = [], 0
     for part in parts:
         low, high = max(first - at, 0), min(first + size - at, part.numel())
         if low < high:
-            found.append(part[low:high])
+            pieces.append(part[low:high])
         at += part.numel()
-    return found or [parts[0][:0]]
+    return pieces or [parts[0][:0]]
 
 
 def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> dict[str, LazyTensor]:
@@ -177,15 +179,15 @@ def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> di
     states = [state]
     if zero.stage == 3:
         states += [_mapping(read_torch_file(path), path) for path in models[1:]]
-    held = [_mapping(one.get("frozen_param_fragments"), models[0]) for one in states]
-    found = {}
+    held = [_mapping(state.get("frozen_param_fragments"), models[0]) for state in states]
+    tensors = {}
     for name, shape in shapes.items():
-        pieces = [one.get(name) for one in held]
-        flat = [one.flatten() for one in pieces if isinstance(one, Tensor)]
-        if len(flat) < len(held) or sum(one.numel() for one in flat) < math.prod(shape):
+        pieces = [fragments.get(name) for fragments in held]
+        flat = [piece.flatten() for piece in pieces if isinstance(piece, Tensor)]
+        if len(flat) < len(held) or sum(piece.numel() for piece in flat) < math.prod(shape):
             raise SpecError(name, f"is not whole in {models[0].parent}", _AGAIN)
-        found[name] = _cut(shape, flat[0].dtype, [(flat, 0, sum(one.numel() for one in flat))])
-    return found
+        tensors[name] = _cut(shape, flat[0].dtype, [(flat, 0, sum(piece.numel() for piece in flat))])
+    return tensors
 
 
 def _buffers(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
@@ -193,7 +195,9 @@ def _buffers(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
     module = _mapping(state.get("module"), path)
     if not isinstance(names, list):
         return {}
-    return {name: lazily(one.float()) for name, one in module.items() if name in names and isinstance(one, Tensor)}
+    return {
+        name: lazily(buffer.float()) for name, buffer in module.items() if name in names and isinstance(buffer, Tensor)
+    }
 
 
 def _shapes(group: Any, path: Path) -> dict[str, tuple[int, ...]]:

@@ -66,31 +66,37 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not isinstance(described, dict) or not isinstance(storage, dict):
         raise SpecError(str(folder / METADATA), "describes no distributed checkpoint", _AGAIN)
     places = _places(storage)
-    found = {}
-    for name, one in described.items():
-        about = fields_of(one)
+    tensors = {}
+    for name, description in described.items():
+        about = fields_of(description)
         if isinstance(name, str) and "chunks" in about:  # what has none is bytes: numbers, settings, random states
-            found[name] = _tensor(folder, name, about, places)
-    return found
+            tensors[name] = _tensor(folder, name, about, places)
+    return tensors
 
 
 def model_tensors(folder: Path) -> dict[str, LazyTensor]:
     """The model's tensors, whatever their prefix, without optimizer and run states."""
     stored = stored_tensors(folder)
-    held = {name: one.whole() for name, one in stored.items() if not _NO_WEIGHTS.match(name) and not _counts(name, one)}
+    held = {
+        name: tensor.whole()
+        for name, tensor in stored.items()
+        if not _NO_WEIGHTS.match(name) and not _counts(name, tensor)
+    }
     return without_prefixes(held, _PREFIXES)
 
 
-def _counts(name: str, one: StoredTensor) -> bool:
+def _counts(name: str, tensor: StoredTensor) -> bool:
     """Whether a tensor is a number of the run beside the model (``step``, ``iteration``), no part of a module."""
-    return "." not in name and math.prod(one.shape) == 1
+    return "." not in name and math.prod(tensor.shape) == 1
 
 
 def without_prefixes(held: Mapping[str, LazyTensor], prefixes: Sequence[str]) -> dict[str, LazyTensor]:
     """Without the prefixes that all names have in common."""
     names = dict(held)
-    while prefix := next((one for one in prefixes if names and all(name.startswith(one) for name in names)), None):
-        names = {name.removeprefix(prefix): one for name, one in names.items()}
+    while prefix := next(
+        (candidate for candidate in prefixes if names and all(name.startswith(candidate) for name in names)), None
+    ):
+        names = {name.removeprefix(prefix): tensor for name, tensor in names.items()}
     return names
 
 
@@ -146,6 +152,6 @@ def _stored_box(folder: Path, name: str, box: Box, dtype: torch.dtype, place: Ma
 
 
 def _sizes(sizes: Any, name: str, folder: Path) -> tuple[int, ...]:
-    if not isinstance(sizes, tuple) or any(type(one) is not int or one < 0 for one in sizes):
+    if not isinstance(sizes, tuple) or any(type(size) is not int or size < 0 for size in sizes):
         raise SpecError(name, f"in {folder / METADATA} has an impossible shape", _AGAIN)
     return tuple(sizes)

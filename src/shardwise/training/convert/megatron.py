@@ -51,7 +51,7 @@ _LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 def is_megatron(folder: Path) -> bool:
     if (folder / LATEST).is_file() or ((folder / _COMMON).is_file() and is_distributed(folder)):
         return True
-    return any(_RANK.fullmatch(one.name) for one in folder.iterdir())
+    return any(_RANK.fullmatch(path.name) for path in folder.iterdir())
 
 
 def megatron_weights(source: Path, given: Model | None) -> Weights:
@@ -82,15 +82,15 @@ def megatron_weights(source: Path, given: Model | None) -> Weights:
 
 def _whole_tensors(folder: Path) -> Stored:
     stored: Stored = {}
-    for name, one in stored_tensors(folder).items():
+    for name, tensor in stored_tensors(folder).items():
         if name.startswith(_NO_WEIGHTS):
             continue
         before, stacked, after = name.partition("decoder.layers.")
         if stacked and not after.partition(".")[0].isdigit():
-            numbers = range(one.shape[0] if one.shape else 0)
-            stored |= {f"{before}{stacked}{number}.{after}": [one.entry(number)] for number in numbers}
+            numbers = range(tensor.shape[0] if tensor.shape else 0)
+            stored |= {f"{before}{stacked}{number}.{after}": [tensor.entry(number)] for number in numbers}
         else:
-            stored[name] = [one.whole()]
+            stored[name] = [tensor.whole()]
     return stored
 
 
@@ -110,18 +110,18 @@ def _iteration_folder(source: Path) -> Path:
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """The file of every (tensor, pipeline) rank; raises SpecError if one is missing."""
-    found = {}
-    for one in folder.iterdir():
-        if match := _RANK.fullmatch(one.name):
-            found[int(match[1]), int(match[2] or 0)] = one / _FILE
-    if not found:
+    files = {}
+    for path in folder.iterdir():
+        if match := _RANK.fullmatch(path.name):
+            files[int(match[1]), int(match[2] or 0)] = path / _FILE
+    if not files:
         raise SpecError(str(folder), f"has no mp_rank_00/{_FILE}", "name the folder that Megatron-LM has saved")
-    tp, pp = (max(rank[axis] for rank in found) + 1 for axis in (0, 1))
+    tp, pp = (max(rank[axis] for rank in files) + 1 for axis in (0, 1))
     for rank in ((t, p) for t in range(tp) for p in range(pp)):
-        if rank not in found or not found[rank].is_file():
+        if rank not in files or not files[rank].is_file():
             problem = f"lacks {_FILE} of tensor rank {rank[0]}, pipeline rank {rank[1]}"
             raise SpecError(str(folder), problem, "copy all ranks' files")
-    return found
+    return files
 
 
 def _state(path: Path) -> dict[Any, Any]:
@@ -147,7 +147,7 @@ def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> l
     tp, pp = (max(rank[axis] for rank in states) + 1 for axis in (0, 1))
     several = [f"model{number}" for number in range(100)]  # with interleaved stages
     chunks = [key for key in (["model"] if "model" in states[0, 0] else several) if key in states[0, 0]]
-    found = []
+    stages = []
     for chunk in chunks:
         for pipeline in range(pp):
             parts = [states[tensor, pipeline].get(chunk) for tensor in range(tp)]
@@ -159,15 +159,15 @@ def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> l
             numbers = {int(match[1]) for name in held[0] if isinstance(name, str) and (match := _LAYER.match(name))}
             if numbers != set(range(len(numbers))):
                 raise SpecError(str(folder), "has layers that are not counted from 0", "copy it again")
-            found.append((len(numbers), held))
-    if not found:
+            stages.append((len(numbers), held))
+    if not stages:
         raise SpecError(str(folder), "holds no model", "name the folder that Megatron-LM has saved")
-    return found
+    return stages
 
 
 def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
     """The tensors of all stages by their names in the whole model, one of each tensor rank."""
-    found: Stored = {}
+    whole_tensors: Stored = {}
     before = 0
     for count, held in stages:
         for name in held[0]:
@@ -176,9 +176,9 @@ def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
                 continue  # Transformer Engine keeps its own notes (_extra_state) beside tensors
             match = _LAYER.fullmatch(name)
             whole = f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name
-            found[whole] = [lazily(part) for part in parts]
+            whole_tensors[whole] = [lazily(part) for part in parts]
         before += count
-    return found
+    return whole_tensors
 
 
 def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
@@ -212,20 +212,20 @@ def merged(model: Model, stored: Mapping[str, Sequence[LazyTensor]], origin: str
     """
     with torch.device("meta"):
         names = [name for name, _ in Decoder(model).named_tensors()]
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     used: set[str] = {"output_layer.weight"} if model.tied_embeddings else set()
     for name in names:
         candidates, merge = _source(name, model)
-        theirs = next((one for one in candidates if one in stored), None)
+        theirs = next((candidate for candidate in candidates if candidate in stored), None)
         if theirs is None:
             raise SpecError(candidates[0], f"is missing in {origin}", "name the model that was trained (--model)")
         used.add(theirs)
-        found[name] = _lazy(theirs, stored[theirs], merge, origin)
+        tensors[name] = _lazy(theirs, stored[theirs], merge, origin)
     for theirs in sorted(stored.keys() - used):
         if not theirs.endswith(_LEFT_OUT):
             problem = f"in {origin} belongs to no part of {model.name}"
             raise SpecError(theirs, problem, "name the model that was trained (--model)")
-    return found
+    return tensors
 
 
 def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -> LazyTensor:

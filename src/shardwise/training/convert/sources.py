@@ -83,8 +83,8 @@ def _from_checkpoint(folder: Place, given: str | None) -> Weights:
     manifest = require_intact(folder)
     model = model_from(given if given is not None else manifest.job.get("model"))
     keys = weight_keys(manifest)
-    found = {key.partition("/")[2]: one for key, one in full_tensors(folder, manifest, keys).items()}
-    return complete(model, found, f"the checkpoint {folder}", manifest.step)
+    tensors = {key.partition("/")[2]: tensor for key, tensor in full_tensors(folder, manifest, keys).items()}
+    return complete(model, tensors, f"the checkpoint {folder}", manifest.step)
 
 
 def _from_huggingface(source: Path, given: str | None) -> Weights:
@@ -94,8 +94,8 @@ def _from_huggingface(source: Path, given: str | None) -> Weights:
     def lazily(name: str, shape: tuple[int, ...]) -> LazyTensor:
         return LazyTensor(shape, folder.dtype(name), lambda: folder.slice(name, ()))
 
-    found = {name: lazily(name, place.shape) for name, place in folder.naming.places.items()}
-    return complete(model, found, f"the Hugging Face folder {source}")
+    tensors = {name: lazily(name, place.shape) for name, place in folder.naming.places.items()}
+    return complete(model, tensors, f"the Hugging Face folder {source}")
 
 
 def _from_file(source: Path, given: str | None) -> Weights:

@@ -69,10 +69,10 @@ def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, o
 
 def torch_files(paths: Sequence[Path]) -> dict[str, LazyTensor]:
     """The tensors of state dicts in files of ``torch.save``, the numbers still on disk."""
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for path in paths:
-        found |= tensors_in(read_torch_file(path), str(path))
-    return found
+        tensors |= tensors_in(read_torch_file(path), str(path))
+    return tensors
 
 
 def tensors_in(content: Any, where: str) -> dict[str, LazyTensor]:
@@ -80,10 +80,10 @@ def tensors_in(content: Any, where: str) -> dict[str, LazyTensor]:
     for _ in range(_MOST_NESTED):
         if not isinstance(content, dict):
             break
-        tensors = {key: one for key, one in content.items() if isinstance(key, str) and isinstance(one, Tensor)}
+        tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
         inner = next((content[key] for key in _WITHIN if isinstance(content.get(key), dict)), None)
         if inner is None and tensors:
-            return {key: lazily(one) for key, one in tensors.items()}
+            return {key: lazily(tensor) for key, tensor in tensors.items()}
         content = inner
     raise SpecError(where, "holds no state dict", f"it should have names of tensors, or have them in {_WITHIN[0]!r}")
 
@@ -104,8 +104,8 @@ def files_of_folder(folder: Path) -> list[Path]:
 
 def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """Weights under Meta's names (``consolidated.00.pth``, TorchTitan), with query and key rows in our rope's order."""
-    found = {}
-    for name, one in stored.items():
+    tensors = {}
+    for name, tensor in stored.items():
         if name in _CONSTANTS:
             continue
         match = _LAYER.fullmatch(name)
@@ -114,18 +114,18 @@ def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step
             problem = f"in {origin} is not part of a Llama in Meta's naming"
             raise SpecError(name, problem, "convert it with its own tools")
         ours = _ENDS[name] if match is None else f"layers.{match[1]}.{inner}.weight"
-        found[ours] = _reordered(one, model, name) if inner in ("attention.query", "attention.key") else one
-    return complete(model, found, origin, step)
+        tensors[ours] = _reordered(tensor, model, name) if inner in ("attention.query", "attention.key") else tensor
+    return complete(model, tensors, origin, step)
 
 
-def _reordered(one: LazyTensor, model: Model, name: str) -> LazyTensor:
+def _reordered(tensor: LazyTensor, model: Model, name: str) -> LazyTensor:
     """The rows 0, 2, 4, ... of each head, then 1, 3, 5, ...: Meta rotates neighbouring pairs, we rotate the halves."""
-    if one.shape[0] % model.head_size or model.head_size % 2:
-        problem = f"has {one.shape[0]} rows, not a whole number of heads of {model.head_size}"
+    if tensor.shape[0] % model.head_size or model.head_size % 2:
+        problem = f"has {tensor.shape[0]} rows, not a whole number of heads of {model.head_size}"
         raise SpecError(name, problem, "name the right --model")
 
     def read() -> Tensor:
-        pairs = torch.unflatten(one.read(), 0, (-1, model.head_size // 2, 2))
+        pairs = torch.unflatten(tensor.read(), 0, (-1, model.head_size // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
 
-    return LazyTensor(one.shape, one.dtype, read)
+    return LazyTensor(tensor.shape, tensor.dtype, read)

@@ -71,9 +71,9 @@ class Inert:
     extend = add = append
 
 
-def fields_of(one: Any) -> dict[str, Any]:
+def fields_of(content: Any) -> dict[str, Any]:
     """The attributes of an object such as an ``argparse.Namespace``; nothing for what has none."""
-    state = one.state if isinstance(one, Inert) else one
+    state = content.state if isinstance(content, Inert) else content
     return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
 
 
@@ -225,7 +225,7 @@ def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, 
     if not isinstance(storage, torch.storage.TypedStorage):
         raise _RefusedError("makes a tensor of something that is not a storage")
     numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(type(one) is not int or one < 0 for one in numbers):
+    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
         raise _RefusedError("makes a tensor of an impossible shape")
     dtype = dtype or storage.dtype
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride))

@@ -38,19 +38,19 @@ class Weights:
     @property
     def size(self) -> int:
         """In bytes."""
-        return sum(one.size for one in self.tensors.values())
+        return sum(tensor.size for tensor in self.tensors.values())
 
     def as_type(self, name: str | None) -> Weights:
         """Parameters in another type; buffers stay as they are. Without a name every type must be one we write."""
         wanted = None if name is None else DTYPES[name]
         changed = {
-            key: one if key in self.buffers and one.dtype in DTYPES.values() else _cast(key, one, wanted)
-            for key, one in self.tensors.items()
+            key: tensor if key in self.buffers and tensor.dtype in DTYPES.values() else _cast(key, tensor, wanted)
+            for key, tensor in self.tensors.items()
         }
         return replace(self, tensors=changed)
 
 
-def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
+def complete(model: Model, tensors: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError.
 
     Prediction modules come along where all of their tensors are there; some tools leave them out of the model.
@@ -58,28 +58,28 @@ def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: i
     with torch.device("meta"):
         decoder = Decoder(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_tensors()}
-    if any(is_of_prediction(name, model) and name not in found for name in shapes):
-        found = {name: one for name, one in found.items() if not is_of_prediction(name, model)}
+    if any(is_of_prediction(name, model) and name not in tensors for name in shapes):
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_of_prediction(name, model)}
         shapes = {name: shape for name, shape in shapes.items() if not is_of_prediction(name, model)}
         model = replace(model, mtp_layers=0)
     tied = {"head.weight"} if model.tied_embeddings else set()
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in tensors:
             raise SpecError(name, f"of {model.name} is missing in {origin}", _OTHER_MODEL)
-        if found[name].shape != shape:
-            problem = f"is {list(found[name].shape)} in {origin}, but {model.name} makes it {list(shape)}"
+        if tensors[name].shape != shape:
+            problem = f"is {list(tensors[name].shape)} in {origin}, but {model.name} makes it {list(shape)}"
             raise SpecError(name, problem, _OTHER_MODEL)
-    for name in sorted(found.keys() - shapes.keys() - tied):
+    for name in sorted(tensors.keys() - shapes.keys() - tied):
         raise SpecError(name, f"in {origin} belongs to no part of {model.name}", _OTHER_MODEL)
     buffers = frozenset(name for name, _ in decoder.named_buffers() if name in shapes)
-    return Weights(model, {name: found[name] for name in shapes}, buffers, origin, step)
+    return Weights(model, {name: tensors[name] for name in shapes}, buffers, origin, step)
 
 
 def from_family(naming: Naming, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """The same of tensors that have the names and the layout of a Hugging Face family."""
     naming.check(stored.keys(), origin)
-    found = {name: _placed(place, naming, stored, origin) for name, place in naming.places.items()}
-    return complete(naming.model, found, origin, step)
+    tensors = {name: _placed(place, naming, stored, origin) for name, place in naming.places.items()}
+    return complete(naming.model, tensors, origin, step)
 
 
 def lazily(tensor: Tensor) -> LazyTensor:
@@ -102,19 +102,19 @@ def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, LazyTensor]
     return LazyTensor(place.shape, parts[0].dtype, read)
 
 
-def _cast(name: str, one: LazyTensor, wanted: torch.dtype | None) -> LazyTensor:
-    if not one.dtype.is_floating_point or one.dtype.itemsize == 1:
-        raise SpecError(name, f"is stored as {one.dtype}", "convert the weights to bf16 first")
-    if wanted is None and one.dtype not in DTYPES.values():
-        raise SpecError(name, f"is stored as {one.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
-    if wanted is None or wanted == one.dtype:
-        return one
+def _cast(name: str, tensor: LazyTensor, wanted: torch.dtype | None) -> LazyTensor:
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+        raise SpecError(name, f"is stored as {tensor.dtype}", "convert the weights to bf16 first")
+    if wanted is None and tensor.dtype not in DTYPES.values():
+        raise SpecError(name, f"is stored as {tensor.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
+    if wanted is None or wanted == tensor.dtype:
+        return tensor
 
     def cast() -> Tensor:
-        before = one.read()
+        before = tensor.read()
         after = before.to(wanted)
         if wanted == torch.float16 and bool(after.isinf().any()) and not bool(before.isinf().any()):
             raise SpecError(name, "holds numbers that are too large for fp16", "use --dtype bf16 or fp32")
         return after
 
-    return LazyTensor(one.shape, wanted, cast)
+    return LazyTensor(tensor.shape, wanted, cast)

@@ -38,12 +38,15 @@ def write_file(weights: Weights, path: Path, progress: Progress, *, family_names
         if family_names:
             naming = Naming.of_model(weights.model, weights.companions)
             # The same on meta tensors gives the names, types and shapes of the header.
-            empty = ((n, torch.empty(one.shape, dtype=one.dtype, device="meta")) for n, one in weights.tensors.items())
-            entries = [Entry(n, one.dtype, tuple(one.shape)) for n, one in stored_tensors(naming, empty)]
-            tensors = (one.contiguous() for _, one in stored_tensors(naming, _in_turn(weights, progress)))
+            empty = (
+                (n, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+                for n, tensor in weights.tensors.items()
+            )
+            entries = [Entry(n, tensor.dtype, tuple(tensor.shape)) for n, tensor in stored_tensors(naming, empty)]
+            tensors = (tensor.contiguous() for _, tensor in stored_tensors(naming, _in_turn(weights, progress)))
             write_shard(part, entries, tensors, metadata)
         else:
-            entries = [Entry(name, one.dtype, one.shape) for name, one in weights.tensors.items()]
+            entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()]
             write_shard(part, entries, read_in_turn(list(weights.tensors.values()), progress), metadata)
     return path
 
@@ -62,7 +65,8 @@ def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
 def write_as_checkpoint(weights: Weights, path: Path, progress: Progress) -> Path:
     """A weights-only checkpoint in the folder ``path``: `run.start_from` takes it in any layout."""
     keyed = {
-        f"{'buffer' if name in weights.buffers else 'weight'}/{name}": one for name, one in weights.tensors.items()
+        f"{'buffer' if name in weights.buffers else 'weight'}/{name}": tensor
+        for name, tensor in weights.tensors.items()
     }
     about = Manifest(weights.step, {"model": presets.shorten(weights.model)}, {}, {})
     shards = max(1, min(len(keyed), -(-weights.size // SHARD_BYTES)))

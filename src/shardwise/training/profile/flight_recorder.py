@@ -52,23 +52,23 @@ class BackendEntry:
 def backend_log() -> Iterator[BackendEntry]:
     """All that the backends still have, oldest first for each, of groups that there still are."""
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
-    for one in flight_entries():
-        name, meaning = one["process_group"]
+    for entry in flight_entries():
+        name, meaning = entry["process_group"]
         if name not in members:
             continue
-        sizes = zip(one["input_sizes"], one["input_dtypes"])
+        sizes = zip(entry["input_sizes"], entry["input_dtypes"])
         yield BackendEntry(
-            one["profiling_name"].partition(":")[0],
+            entry["profiling_name"].partition(":")[0],
             name,
             _UNNAMED.get(meaning, meaning),
             members[name],
-            one["is_p2p"],
+            entry["is_p2p"],
             Collective(
-                number=one["collective_seq_id"],
-                operation=backend_operation(one["profiling_name"]),
+                number=entry["collective_seq_id"],
+                operation=backend_operation(entry["profiling_name"]),
                 bytes=sum(prod(size) * _BYTES.get(kind, 1) for size, kind in sizes),
-                done=one["retired"],
-                at_ns=one["time_created_ns"],
+                done=entry["retired"],
+                at_ns=entry["time_created_ns"],
             ),
         )
 
@@ -77,10 +77,10 @@ def take_record(rank: int) -> FlightRecord:
     """The last collectives of every group of this process."""
     now = time.time()
     kept: dict[tuple[str, str, tuple[int, ...]], deque[Collective]] = defaultdict(lambda: deque(maxlen=KEPT))
-    for one in backend_log():
-        if len(one.members) > 1 and not one.is_message:
+    for entry in backend_log():
+        if len(entry.members) > 1 and not entry.is_message:
             # On GPUs a group has two backends, each of which counts its own collectives.
-            kept[f"{one.backend} {one.group}", one.meaning, one.members].append(one.collective)
+            kept[f"{entry.backend} {entry.group}", entry.meaning, entry.members].append(entry.collective)
     return FlightRecord(rank, now, tuple(GroupRecord(*group, tuple(some)) for group, some in kept.items()))
 
 

@@ -52,7 +52,7 @@ def clock_offset() -> tuple[int, int]:
         return 0, 0
     offsets = [mine - other for mine, other in zip(left, first)]
     middle = int(statistics.median(offsets))
-    return middle, int(statistics.median(abs(one - middle) for one in offsets))
+    return middle, int(statistics.median(abs(offset - middle) for offset in offsets))
 
 
 def _machine() -> str:
@@ -79,13 +79,13 @@ def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]
     config = settings.config(create_trace_id=False)  # type: ignore[no-untyped-call]
     prepare_profiler(config, activities)
     enable_profiler(config, activities, {kinds.RecordScope.USER_SCOPE})
-    found: list[Any] = []
+    events: list[Any] = []
     try:
-        yield lambda zero_ns: _ranges(found, zero_ns)
+        yield lambda zero_ns: _ranges(events, zero_ns)
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found += disable_profiler().events()
+        events += disable_profiler().events()
 
 
 def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
@@ -102,12 +102,12 @@ def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
             return HOST
         return lanes.setdefault((thread, of_backend(event.name())), len(lanes) + 1)
 
-    found = [
-        NamedRange(one.name(), (one.start_ns() - zero_ns) / 1e9, (one.end_ns() - zero_ns) / 1e9, lane(one))
-        for one in events
-        if one.duration_ns() > 0
+    ranges = [
+        NamedRange(event.name(), (event.start_ns() - zero_ns) / 1e9, (event.end_ns() - zero_ns) / 1e9, lane(event))
+        for event in events
+        if event.duration_ns() > 0
     ]
-    return sorted(found, key=lambda one: (one.start, -one.end))
+    return sorted(ranges, key=lambda span: (span.start, -span.end))
 
 
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
@@ -116,9 +116,11 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     gloo logs collectives only, without durations.
     """
     return tuple(
-        Flight(one.collective.operation, one.members, one.collective.bytes, (one.collective.at_ns - zero_ns) / 1e9)
-        for one in backend_log()
-        if begin_ns <= one.collective.at_ns <= end_ns and one.backend != "nccl"  # never compared with a plan yet
+        Flight(
+            entry.collective.operation, entry.members, entry.collective.bytes, (entry.collective.at_ns - zero_ns) / 1e9
+        )
+        for entry in backend_log()
+        if begin_ns <= entry.collective.at_ns <= end_ns and entry.backend != "nccl"  # never compared with a plan yet
     )
 
 
@@ -166,10 +168,10 @@ class Profiler:
         self._open.close()
         self._open = None
         ranges = self._ranges(0)
-        zero: list[Any] = [min((one.start for one in ranges), default=0.0)]
+        zero: list[Any] = [min((span.start for span in ranges), default=0.0)]
         dist.broadcast_object_list(zero, 0)
         zero_ns = int(zero[0] * 1e9) + self._offset_ns
-        begin, end = (int(1e9 * moment) for moment in (ranges[0].start, max(one.end for one in ranges)))
+        begin, end = (int(1e9 * moment) for moment in (ranges[0].start, max(span.end for span in ranges)))
         self._record(self._ranges(zero_ns), flights(begin, end, zero_ns)).write(self.folder)
         dist.barrier()  # the folder is complete when any rank continues
 
@@ -192,15 +194,17 @@ class Profiler:
 
 def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
     """Bytes on this rank's device between two steps: weights and optimizer states."""
-    weights = [local(one.parameter) for one in trainer.parameters]
+    weights = [local(held.parameter) for held in trainer.parameters]
     # Sharded weights are fp32 masters too, and counted once.
-    known = {one.untyped_storage().data_ptr() for one in weights}
+    known = {weight.untyped_storage().data_ptr() for weight in weights}
     states = {
         value.untyped_storage().data_ptr(): value
         for of_parameter in trainer.optimizer.state.values()
-        for value in (local(one) for one in of_parameter.values() if isinstance(one, torch.Tensor))
+        for value in (local(state) for state in of_parameter.values() if isinstance(state, torch.Tensor))
     }
     return {
-        "weights": sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in weights),  # offloaded ones have none
-        "optimizer": sum(one.nbytes for place, one in states.items() if place not in known),
+        "weights": sum(
+            min(weight.nbytes, weight.untyped_storage().nbytes()) for weight in weights
+        ),  # offloaded ones have none
+        "optimizer": sum(state.nbytes for place, state in states.items() if place not in known),
     }
