@@ -16,9 +16,8 @@ from models.families import CASES
 from models.shapes import SHAPES, decoder_of, tokens
 from shardwise.generation import cache as caches
 from shardwise.generation.cache import cached
-from shardwise.generation.decoding import NextToken
+from shardwise.generation.decoding import NextToken, next_tokens, random_numbers
 from shardwise.generation.request import GenerationRequest, Sampling
-from shardwise.generation.sampling import next_tokens, random_numbers
 from shardwise.models import Decoder
 from shardwise.models.dot_product import dot_product_attention
 

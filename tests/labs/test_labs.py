@@ -19,7 +19,7 @@ import pytest
 
 from cli.running import run
 from shardwise.cli.lab import report_on
-from shardwise.labs import parameter_server, slow_links
+from shardwise.labs import parameter_server, ranks
 from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.page import lab_page
 from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
@@ -79,7 +79,7 @@ def check(lab: Lab, report: LabReport) -> None:
 
 
 def test_without_root_a_lab_says_so_and_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_links, "why_not", lambda: "emulate: needs root")
+    monkeypatch.setattr(ranks, "why_not", lambda: "emulate: needs root")
     lab = lab_named("all-reduce")
     report = found(lab)
     assert "emulate: needs root" in printed(lab, report)

@@ -18,7 +18,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
 from shardwise.run.checkpoint.boxes import ContiguousRun, placed, taken
-from shardwise.run.checkpoint.folder import CheckpointFolder, step_of
+from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
 from shardwise.run.checkpoint.manifest import read_manifest
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

@@ -24,8 +24,7 @@ from shardwise.run.metrics.lines import (
     spelled_ranges,
     summarise,
 )
-from shardwise.run.metrics.recorder import Recorder, read_prediction, write_prediction
-from shardwise.run.metrics.tensorboard import EventFile, _checksum
+from shardwise.run.metrics.recorder import EventFile, Recorder, _checksum, read_prediction, write_prediction
 from shardwise.spec.job import Job
 from training.runs import full_disk
 

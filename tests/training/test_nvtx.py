@@ -19,8 +19,7 @@ from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Profile, RecutPolicy, Run, StepWindow
-from shardwise.training.profile.layers import layers_named
-from shardwise.training.profile.profiler import recorded
+from shardwise.training.profile.profiler import layers_named, recorded
 
 SMALL = (
     *("--model", "tiny", "--cluster", "laptop:1", "--seq", "64", "--global-batch", "2", "--precision", "fp32"),

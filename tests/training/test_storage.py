@@ -19,15 +19,13 @@ import torch
 
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
+from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
 from shardwise.run.checkpoint.folder import checkpoint_folder
 from shardwise.run.checkpoint.manifest import Manifest, read_manifest
-from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.run.data.order import Stream
-from shardwise.run.data.remote_tokens import RemoteArray
-from shardwise.run.data.token_files import open_pair
+from shardwise.run.data.token_files import RemoteArray, open_pair
 from shardwise.run.storage import fsspec_store, limits
-from shardwise.run.storage.blocks import BlockCache, BlockReader
-from shardwise.run.storage.place import RemotePlace, place_of
+from shardwise.run.storage.place import BlockCache, BlockReader, RemotePlace, place_of
 from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.draft import draft_of

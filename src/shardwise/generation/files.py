@@ -24,7 +24,7 @@ from shardwise.generation.limits import require_prompt
 from shardwise.generation.ranks import Clock, Emit, run_batch
 from shardwise.generation.request import Generated, GenerationRequest
 from shardwise.generation.text import text_of
-from shardwise.run.checkpoint.folder import sync_folder
+from shardwise.run.checkpoint.checkpoint_folder import sync_folder
 from shardwise.run.data.tokenizer import Tokenizer, tokenizer_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import IN_BULK, bounded_lines, parse_json, read_json

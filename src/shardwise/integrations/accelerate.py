@@ -9,16 +9,20 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_layout
-from shardwise.integrations.module import NotPriced
-from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
-from shardwise.integrations.sharding import (
+from shardwise.integrations.layout import (
+    FSDP,
+    MESH,
     SIZES,
+    Ranks,
+    RunLayout,
+    deepspeed_layout,
     fsdp_precision,
     fsdp_settings,
     loaded_split,
     require_split,
 )
+from shardwise.integrations.module import NotPriced
+from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages

@@ -20,12 +20,18 @@ from shardwise.collectives import CollectiveKind, Schedule, Topology, build_sche
 from shardwise.collectives.pricing import volume_of
 from shardwise.engine.labels import Called
 from shardwise.engine.world import joined
-from shardwise.labs.counting import CountingCommunicator
 from shardwise.labs.findings import LabFinding, LabReport, Relation
-from shardwise.labs.jobs import lab_job
-from shardwise.labs.ranks import EngineRun, Pace, TimedRange, run_engine
+from shardwise.labs.ranks import (
+    CountingCommunicator,
+    EngineRun,
+    Pace,
+    TimedRange,
+    described,
+    lab_job,
+    run_engine,
+    slow_nodes,
+)
 from shardwise.labs.registry import LabSetup
-from shardwise.labs.slow_links import described, slow_nodes
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.network import network
 from shardwise.layout.ranks import node_of

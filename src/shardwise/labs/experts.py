@@ -18,8 +18,7 @@ from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.engine.engine import Engine
 from shardwise.labs.findings import LabFinding, LabReport, Relation
-from shardwise.labs.jobs import lab_job
-from shardwise.labs.ranks import EngineRun, RankResult, run_engine
+from shardwise.labs.ranks import EngineRun, RankResult, lab_job, run_engine
 from shardwise.labs.registry import LabSetup
 from shardwise.measure.dryrun.run import compared_bytes, planned_flops
 from shardwise.report.console import bar, table

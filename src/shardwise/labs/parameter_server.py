@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from shardwise.cost.traffic.parameter_server import server_price
 from shardwise.engine.data.parameter_server import ServerRecord
 from shardwise.labs.findings import LabFinding, LabReport
-from shardwise.labs.jobs import DENSE
+from shardwise.labs.ranks import DENSE
 from shardwise.labs.registry import LabSetup
 from shardwise.launch.ray.cluster import ray_cluster
 from shardwise.layout.servers import ServerPlan

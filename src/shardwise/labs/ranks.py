@@ -17,21 +17,52 @@ from torch import Tensor
 from shardwise.collectives import CollectiveKind
 from shardwise.engine import engine as engine_module
 from shardwise.engine import profiler_ranges
+from shardwise.engine.collectives import Communicator
 from shardwise.engine.data.apply import PREFETCH
 from shardwise.engine.engine import Engine
 from shardwise.engine.labels import Label, PassKind, label_of
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
 from shardwise.engine.world import joined
+from shardwise.labs.registry import PRELOAD
+from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.layout.ranks import node_of
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog, Sent
 from shardwise.measure.dryrun.result import TracedCollective
 from shardwise.measure.dryrun.trace import dimension_of_collectives
 from shardwise.measure.dryrun.world import replaced
 from shardwise.measure.reference import sample_batch, sample_weight
 from shardwise.models.layer import Layer
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.emulation import Emulation, cluster_of
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.training.memory import tensors_counted
+
+DENSE: dict[str, Any] = {
+    "name": "lab", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 256, "max_seq": 8192,
+    "activation": "swiglu", "norm": "rmsnorm",
+}  # fmt: skip
+
+
+def lab_job(strategy: dict[str, Any], *, batch: int, seq: int, cluster: Any = None, **model: Any) -> Job:
+    """A job in fp32 on this machine's processes, or on ``cluster``; ``model`` changes the small Llama."""
+    world = 1
+    for name in ("tp", "cp", "dp", "pp"):
+        world *= strategy.get(name, 1)
+    return Job.from_dict(
+        {
+            "model": {**DENSE, **model},
+            "cluster": f"laptop:{world}" if cluster is None else cluster,
+            "strategy": strategy,
+            "training": {"global_batch": batch, "seq": seq, "precision": "fp32"},
+        }
+    )
+
+
+# -- runs of the engine --------------------------------------------------------------------------------
+
 
 _LIMIT_SECONDS = 300.0
 
@@ -249,3 +280,71 @@ class _Paced(torch.autograd.Function):
         elif ctx.passes:
             _sleep_until(ctx.passes.pop() + ctx.lasts)
         return gradient, None, None
+
+
+# -- nodes with a slow link ----------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_nodes(emulation: Emulation) -> Iterator[EmulatedPool | str]:
+    """A pool on virtual nodes; or, in words, why there is none."""
+    reason = why_not()
+    if reason is not None:
+        yield reason
+        return
+    with EmulatedPool(emulation, PRELOAD) as pool:
+        yield pool
+
+
+def described(emulation: Emulation) -> Cluster:
+    """The same nodes for the planner."""
+    return cluster_of(emulation, cluster_from(f"laptop:{emulation.world}"))
+
+
+# -- messages, counted as they leave a rank ------------------------------------------------------------
+
+
+class CountingGroup:
+    """Stands before a process group: everything goes through, and what is sent is counted."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.sent: list[tuple[int, int]] = []  # to which rank, how many bytes
+
+    def send(self, tensors: list[Any], peer: int, tag: int) -> Any:
+        self.sent.append((peer, sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
+        return self.group.send(tensors, peer, tag)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+
+class CountingCommunicator(Communicator):
+    """Of all ranks; what it has sent so far."""
+
+    def __init__(self) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.counting = CountingGroup(world)
+        super().__init__(world)
+
+    def _step(self, *arguments: Any) -> None:
+        """gloo's messages leave here: through the group that counts."""
+        group, self.group = self.group, self.counting  # type: ignore[assignment]
+        try:
+            super()._step(*arguments)
+        finally:
+            self.group = group
+
+    @property
+    def messages(self) -> int:
+        return len(self.counting.sent)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(size for _, size in self.counting.sent)
+
+    def sent_to_other_nodes(self, ranks_per_node: int) -> int:
+        """Bytes that left the node of this rank."""
+        here = node_of(self.group.rank(), ranks_per_node)
+        return sum(size for peer, size in self.counting.sent if node_of(peer, ranks_per_node) != here)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from shardwise.cost.analysis import analyze
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.labs.findings import LabFinding, LabReport
-from shardwise.labs.jobs import lab_job
-from shardwise.labs.ranks import EngineRun, RankResult, run_engine
+from shardwise.labs.ranks import EngineRun, RankResult, lab_job, run_engine
 from shardwise.labs.registry import LabSetup
 from shardwise.measure.dryrun.run import compared_bytes, planned_flops
 from shardwise.report.console import bar, table

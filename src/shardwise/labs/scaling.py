@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind, build_schedule, simulated_seconds
 from shardwise.labs.findings import LabFinding, LabReport, Relation
-from shardwise.labs.jobs import lab_job
-from shardwise.labs.ranks import EngineRun, Pace, RankResult, run_engine
+from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, run_engine, slow_nodes
 from shardwise.labs.registry import LabSetup
-from shardwise.labs.slow_links import described, slow_nodes
 from shardwise.launch.pool import Pool
 from shardwise.layout.network import network
 from shardwise.report.console import bar, table

@@ -18,8 +18,7 @@ from torch import Tensor
 from shardwise.engine.world import joined
 from shardwise.labs import by_hand
 from shardwise.labs.findings import LabFinding, LabReport, Relation
-from shardwise.labs.jobs import lab_job
-from shardwise.labs.ranks import EngineRun, RankResult, kind_of, lab_engine, run_engine
+from shardwise.labs.ranks import EngineRun, RankResult, kind_of, lab_engine, lab_job, run_engine
 from shardwise.labs.registry import LabSetup
 from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.dryrun.counters import CollectiveLog

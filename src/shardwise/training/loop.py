@@ -18,9 +18,9 @@ from shardwise.engine.labels import StepPhase
 from shardwise.engine.profiler_ranges import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.run.attempt import Reporter
+from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.run.checkpoint.held import HeldFolders
-from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
 from shardwise.run.data.loader import Loader, Rows
 from shardwise.run.data.order import Mixture
 from shardwise.run.metrics.recorder import Recorder

@@ -1,155 +1,28 @@
-"""The folder of a run and of its checkpoints: what is committed, what may go, who may write, which one a path means.
-
-A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has a temporary name, and a single rename
-commits it. Where there is no rename its manifest, written last, does (`remote_folder.py`).
-"""
+"""The folder of a run, and which checkpoint or Hugging Face folder a path means."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
-import os
-import re
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.interop.companions import CONFIG, KEPT_IN, NAMES, has_companions, keep_companions
+from shardwise.interop.companions import CONFIG, KEPT_IN, NAMES, has_companions
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import model_from
+from shardwise.run.checkpoint.checkpoint_folder import INNER, LOCK, RemoteCheckpointFolder
+from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder as CheckpointFolder
 from shardwise.run.checkpoint.manifest import NAME, read_manifest
-from shardwise.run.storage.limits import Limit
 from shardwise.run.storage.place import Place, RemotePlace, place_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run, Timeouts
 
-_COMMITTED = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
-LOCK = ".lock"
 NEWEST = "last"  # in place of a run's name
-INNER = "checkpoints"  # in a run's folder
 _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
-
-
-class CheckpointFolder:
-    """On a disk of this machine, or one that all ranks mount; `RemoteCheckpointFolder` is one in a store."""
-
-    path: Place
-
-    def __init__(self, path: Path) -> None:
-        self.path = self._here = path
-
-    def of_step(self, step: int) -> Place:
-        return self.path / f"step-{step:08d}"
-
-    def within(self, limit: Limit) -> CheckpointFolder:
-        """The same, in which no call to a store takes longer; of calls to a disk none can be given up."""
-        return self
-
-    def _of_step(self, step: int) -> Path:
-        return self._here / self.of_step(step).name
-
-    def unfinished(self, step: int, attempt: str) -> Path:
-        """Where a checkpoint is written; no other save has the name ``attempt``."""
-        return self._here / f"step-{step:08d}.part-{attempt}"
-
-    def present(self) -> list[int]:
-        """Steps that have a folder, intact or damaged, the newest first."""
-        if not self._here.is_dir():
-            return []
-        matches = (_COMMITTED.fullmatch(path.name) for path in self._here.iterdir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    def committed(self) -> list[int]:
-        """Steps that have a checkpoint, the newest first."""
-        return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
-
-    def written_ns(self, step: int) -> int:
-        """When the checkpoint of a step was finished; 0 if it has just been removed."""
-        try:
-            return (self.of_step(step) / NAME).stat().st_mtime_ns
-        except OSError:
-            return 0
-
-    def commit(self, step: int, attempt: str, manifest: bytes, *, replace: bool = True) -> Path:
-        """All shards are on disk: writes the manifest and gives the folder its name.
-
-        Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
-        """
-        part, target = self._sealed(step, attempt, manifest), self._of_step(step)
-        if replace and target.is_symlink():
-            target.unlink()
-        elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
-            shutil.rmtree(target)
-        part.rename(target)
-        sync_folder(self._here)
-        return target
-
-    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
-        """Complete but for its name: tests inject faults between the two."""
-        part = self.unfinished(step, attempt)
-        with (part / NAME).open("wb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(part)
-        return part
-
-    def clear_unfinished(self) -> None:
-        """Removes what earlier starts of the run left behind; the caller must hold the lock."""
-        if self._here.is_dir():
-            for path in self._here.iterdir():
-                if _UNFINISHED.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
-        """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
-
-        Later ones than ``newest_step`` are damaged and were not resumed from: they do not count.
-        """
-        ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
-        for step in ours[newest:]:
-            if every is None or step % every:
-                doomed = self.unfinished(step, "removed")
-                shutil.rmtree(doomed, ignore_errors=True)
-                self._of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
-                shutil.rmtree(doomed, ignore_errors=True)
-
-    def remove_all(self) -> None:
-        shutil.rmtree(self._here, ignore_errors=True)
-
-    def keep_companions(self, source: Path | None) -> None:
-        """Keeps the small Hugging Face files of ``source``, where the weights come from, beside the checkpoints."""
-        keep_companions(source, self._here)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks this folder; raises SpecError if another run uses it. The kernel releases the lock with the process."""
-        try:
-            self._here.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._here / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise SpecError(str(self._here), f"cannot be written ({error.strerror})", "choose another folder") from None
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                other = os.read(handle, 32).decode(errors="replace").strip()
-                problem = f"{f'process {other}' if other else 'another process'} is training in it"
-                raise SpecError(str(self._here), problem, "wait for it, or choose another folder") from None
-            with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, str(os.getpid()).encode(), 0)
-            yield
-        finally:
-            os.close(handle)
 
 
 class RunFolder:
@@ -252,24 +125,7 @@ def checkpoint_folder(where: str | Place, run: Path | None = None) -> Checkpoint
     place = place_of(where) if isinstance(where, str) else where
     if isinstance(place, Path):
         return CheckpointFolder(place)
-    from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
-
     return RemoteCheckpointFolder(place, run)
-
-
-def step_of(folder: Place) -> int | None:
-    """The step that a checkpoint's folder is named after; it may have been given another name."""
-    match = _COMMITTED.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def sync_folder(path: Path) -> None:
-    """Syncs the entries of a folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def checkpoints_at(path: Place) -> list[Place]:

@@ -6,19 +6,22 @@ here: ``file://`` is a `Path` too.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
-from collections import deque
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from shardwise.run.storage.limits import LIMIT_SECONDS, USUAL, Limit
-from shardwise.run.storage.stores import Content, ObjectFacts, ObjectStore, store_of
+from shardwise.run.storage.stores import Content, ObjectFacts, ObjectStore, fresh_bytes, registered_store
 from shardwise.spec.errors import SpecError, shown
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -108,6 +111,19 @@ class RemotePlace:
                 yield waiting.popleft().result()
 
 
+def store_of(uri: str) -> ObjectStore:
+    """The store that holds ``uri``; raises SpecError for an unknown scheme, or one whose package is not installed."""
+    scheme, _, rest = uri.partition("://")
+    return registered_store(scheme) or _fsspec_store(scheme, rest.partition("/")[0])
+
+
+@lru_cache(maxsize=16)
+def _fsspec_store(scheme: str, authority: str) -> ObjectStore:
+    from shardwise.run.storage.fsspec_store import FsspecStore
+
+    return FsspecStore(f"{scheme}://{authority}")
+
+
 class _Stream(io.RawIOBase):
     """Blocks as a file."""
 
@@ -158,3 +174,81 @@ def absolute(text: str) -> str:
     """The same place as seen from any folder."""
     place = place_of(text)
     return str(place.resolve()) if isinstance(place, Path) else str(place)
+
+
+# -- ranges in blocks ----------------------------------------------------------------------------------
+
+
+def block_sum(content: Content) -> str:
+    """The checksum of a block of data; CPUs without instructions for SHA-256 compute this one as fast."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class BlockCache:
+    """Blocks of any objects, by object and number; the one used longest ago goes first."""
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes, self.held_bytes = limit_bytes, 0
+        self._blocks: OrderedDict[tuple[str, int], Content] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, int]) -> Content | None:
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._blocks.move_to_end(key)
+            return block
+
+    def keep(self, key: tuple[str, int], block: Content) -> None:
+        with self._lock:
+            if key in self._blocks or len(block) > self.limit_bytes:
+                return
+            self._blocks[key] = block
+            self.held_bytes += len(block)
+            while self.held_bytes > self.limit_bytes:
+                _, oldest = self._blocks.popitem(last=False)
+                self.held_bytes -= len(oldest)
+
+
+class BlockReader:
+    """``read(first, last)`` of one object of ``size`` bytes; ``sums`` are the checksums of its blocks, if known."""
+
+    def __init__(
+        self, place: RemotePlace, size: int, block_bytes: int, cache: BlockCache, sums: Sequence[str] | None = None
+    ) -> None:
+        self.place, self.size, self.block_bytes, self.cache, self.sums = place, size, block_bytes, cache, sums
+
+    def read(self, first: int, last: int) -> memoryview:
+        """Blocks that are not in the cache are requested at the same time; the answer is the caller's own."""
+        last = min(last, self.size)
+        if first >= last:
+            return memoryview(b"")
+        numbers = range(first // self.block_bytes, (last - 1) // self.block_bytes + 1)
+        if len(numbers) == 1:
+            blocks = [self._block(numbers[0])]
+        else:
+            with ThreadPoolExecutor(min(AHEAD, len(numbers))) as threads:
+                blocks = list(threads.map(self._block, numbers))
+        content, at = fresh_bytes(last - first), 0
+        for number, block in zip(numbers, blocks):
+            part = memoryview(block)[max(0, first - number * self.block_bytes) : last - number * self.block_bytes]
+            content[at : at + len(part)] = part
+            at += len(part)
+        return content
+
+    def _block(self, number: int) -> Content:
+        key = (str(self.place), number)
+        block = self.cache.get(key)
+        if block is None:
+            block = self._checked(number)
+            self.cache.keep(key, block)
+        return block
+
+    def _checked(self, number: int) -> Content:
+        """Asks once more for a block that differs from its checksum: it may have been damaged on the way."""
+        first = number * self.block_bytes
+        for _ in range(2):
+            block = self.place.read_range(first, min(first + self.block_bytes, self.size))
+            if self.sums is None or block_sum(block) == self.sums[number]:
+                return block
+        raise SpecError(str(self.place), f"is damaged near byte {first:,}", "copy or build it again")

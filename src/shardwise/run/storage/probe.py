@@ -6,6 +6,7 @@ import secrets
 
 from shardwise.run.storage.fsspec_store import FsspecStore
 from shardwise.run.storage.place import Place, RemotePlace, place_of
+from shardwise.run.storage.stores import refused
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 
@@ -63,13 +64,3 @@ def require_shared(place: RemotePlace, field: str) -> None:
     if scheme in _IN_ONE_PROCESS:
         problem = f"{place} is in the memory of one process, and every rank is one of its own"
         raise SpecError(field, problem, "name a path, or a store that all ranks reach")
-
-
-def refused(field: str, name: str, what: str, error: OSError) -> SpecError:
-    """A store's error as a user's mistake."""
-    problem = f"{name} {what} ({error.strerror or error})"
-    if isinstance(error, PermissionError):
-        return SpecError(field, problem, "check the credentials, and what they allow")
-    if isinstance(error, FileNotFoundError):
-        return SpecError(field, problem, "create the bucket, or check its name")
-    return SpecError(field, problem, "check the endpoint and the network")

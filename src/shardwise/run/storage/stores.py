@@ -1,7 +1,6 @@
-"""What a store of objects has to do, and which one a URI means.
+"""The interface of an object store, and the stores that this process has registered for a scheme.
 
-An object appears whole or not at all, and has no other name later: there is no rename. Every failure is an `OSError`
-whose text is one line.
+An object appears whole or not at all and is never renamed. Every failure is an `OSError` with a one-line text.
 """
 
 from __future__ import annotations
@@ -9,17 +8,17 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, Self
 
 from shardwise.run.storage.limits import Limit
+from shardwise.spec.errors import SpecError
 
-Blocks = Callable[[], Iterator[memoryview]]  # the content of an object, from its begin each time it is called
+Blocks = Callable[[], Iterator[memoryview]]  # each call yields the whole content of an object again
 Content = bytes | memoryview
 
 
 def fresh_bytes(size: int) -> memoryview:
-    """To be filled. numpy asks for large pages, of which the first use costs a third of that of small ones."""
+    """Uninitialised memory. numpy asks for huge pages: touching them first costs a third of what small pages do."""
     import numpy as np
 
     return np.empty(size, np.uint8).data
@@ -27,58 +26,59 @@ def fresh_bytes(size: int) -> memoryview:
 
 @dataclass(frozen=True)
 class ObjectFacts:
-    """Of one object; named as in `os.stat_result`."""
+    """Size and time of an object; the fields are named as in `os.stat_result`."""
 
     st_size: int
     st_mtime_ns: int = 0
 
 
 class StoreError(OSError):
-    """A store did not do what it was asked to, though it was asked several times."""
+    """A store failed to do what was asked, after all retries."""
 
     def __init__(self, uri: str, problem: str) -> None:
         super().__init__(errno.EIO, " ".join(problem.split()), uri)
 
 
+def refused(field: str, name: str, what: str, error: OSError) -> SpecError:
+    """A store's error as an error of the user's ``field``, with what to check."""
+    problem = f"{name} {what} ({error.strerror or error})"
+    if isinstance(error, PermissionError):
+        return SpecError(field, problem, "check the credentials, and what they allow")
+    if isinstance(error, FileNotFoundError):
+        return SpecError(field, problem, "create the bucket, or check its name")
+    return SpecError(field, problem, "check the endpoint and the network")
+
+
 class ObjectStore(Protocol):
-    """Objects by their URIs. What is absent raises FileNotFoundError; what takes too long, StoreError."""
+    """Objects by URI. A missing object raises FileNotFoundError, a call that takes too long StoreError."""
 
     def within(self, limit: Limit) -> Self:
-        """The same store, in which no call takes longer, tries included."""
+        """The same store with a limit on every call, retries included."""
 
     def put(self, uri: str, content: bytes) -> None: ...
 
     def upload(self, uri: str, content: Blocks) -> None:
-        """A large object; ``content`` is asked for again if the store fails."""
+        """Stores a large object; ``content`` is called again for every retry."""
 
     def read(self, uri: str, first: int = 0, last: int | None = None) -> Content:
-        """All of the bytes from ``first`` up to ``last``."""
+        """The bytes from ``first`` up to ``last``, all of them."""
 
     def facts(self, uri: str) -> ObjectFacts: ...
 
     def listed(self, uri: str) -> dict[str, ObjectFacts]:
-        """All objects below a prefix, by their names from there on."""
+        """All objects below a prefix, by their names relative to it."""
 
     def delete(self, uris: Iterable[str]) -> None:
-        """What is absent already is passed over."""
+        """Deletes objects; missing ones are ignored."""
 
 
-_OF_PROCESS: dict[str, ObjectStore] = {}
-
-
-def store_of(uri: str) -> ObjectStore:
-    """Raises SpecError for an unknown scheme, or one whose package is not installed."""
-    scheme, _, rest = uri.partition("://")
-    return _OF_PROCESS.get(scheme) or _store(scheme, rest.partition("/")[0])
+_REGISTERED: dict[str, ObjectStore] = {}
 
 
 def register_store(scheme: str, store: ObjectStore) -> None:
-    """From now on every URI of a scheme means ``store`` in this process."""
-    _OF_PROCESS[scheme] = store
+    """From now on every URI of ``scheme`` means ``store`` in this process."""
+    _REGISTERED[scheme] = store
 
 
-@lru_cache(maxsize=16)
-def _store(scheme: str, authority: str) -> ObjectStore:
-    from shardwise.run.storage.fsspec_store import FsspecStore
-
-    return FsspecStore(f"{scheme}://{authority}")
+def registered_store(scheme: str) -> ObjectStore | None:
+    return _REGISTERED.get(scheme)

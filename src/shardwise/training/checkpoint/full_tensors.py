@@ -22,9 +22,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.draft import Draft, draft_of
 from shardwise.training.checkpoint.load import require_intact
-from shardwise.training.checkpoint.shards import NAMES, AnyShardReader, Entry, entry_name, open_shards
-
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+from shardwise.training.checkpoint.shards import DTYPES, NAMES, AnyShardReader, Entry, entry_name, open_shards
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ def full_tensors(folder: Place, manifest: Manifest, keys: Sequence[str]) -> dict
     reader = open_shards(folder)
 
     def lazily(full: FullTensor) -> LazyTensor:
-        return LazyTensor(full.shape, _DTYPES[full.dtype], lambda: _assembled(full, reader))
+        return LazyTensor(full.shape, DTYPES[full.dtype], lambda: _assembled(full, reader))
 
     return {key: lazily(manifest.tensors[key]) for key in keys}
 
 
 def _assembled(full: FullTensor, reader: AnyShardReader) -> Tensor:
     """From all its pieces, which fill it: `read_manifest` has checked that."""
-    tensor = torch.empty(full.shape, dtype=_DTYPES[full.dtype])
+    tensor = torch.empty(full.shape, dtype=DTYPES[full.dtype])
     for piece in full.pieces:
         everything = tuple(slice(0, size) for size in piece.box.shape)
         part = reader.slice_of(piece.file, piece.entry, piece.box.shape, everything)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.trainer import Trainer
-from shardwise.run.checkpoint.folder import CheckpointFolder, step_of
+from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
 from shardwise.run.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.engine.trainer import Trainer
-from shardwise.run.checkpoint.remote_folder import RemoteCheckpointFolder
+from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
 from shardwise.run.storage.keeper_store import KEEPER, KeeperStore
 from shardwise.run.storage.place import RemotePlace
 from shardwise.run.storage.stores import register_store

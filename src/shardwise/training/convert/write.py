@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.interop.companions import keep_companions, require_companions
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.models.huggingface.writer import stored_tensors, write_folder
-from shardwise.run.checkpoint.folder import CheckpointFolder, sync_folder
+from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, sync_folder
 from shardwise.run.checkpoint.manifest import Manifest
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown

@@ -13,7 +13,7 @@ from shardwise.engine.labels import step_name
 from shardwise.engine.profiler_ranges import named, nvtx_ranges
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.run import StepWindow
-from shardwise.training.profile.layers import layers_named
+from shardwise.training.profile.profiler import layers_named
 
 
 class NvtxSteps:

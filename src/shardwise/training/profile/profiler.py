@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import profiler as autograd_profiler
 
-from shardwise.engine.labels import of_backend, step_name
+from shardwise.engine.labels import layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
@@ -22,6 +24,7 @@ from shardwise.engine.torch_private import (
     DeviceType,
     disable_profiler,
     enable_profiler,
+    inside_every_call,
     prepare_profiler,
     profiler_kinds,
 )
@@ -31,7 +34,25 @@ from shardwise.layout.stages import built_layers
 from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
 from shardwise.spec.run import Profile
 from shardwise.training.profile.flight_recorder import backend_log
-from shardwise.training.profile.layers import layers_named
+
+
+@contextmanager
+def layers_named(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """The forward pass of every layer carries its number while the block runs.
+
+    Data parallelism gathers before a layer begins and frees after it has ended; of a compiled one both are inside.
+    """
+    undo = []
+    for stage in stages:
+        layers: Any = getattr(stage, "layers", None)
+        for index, layer in layers.items() if isinstance(layers, nn.ModuleDict) else ():
+            undo.append(inside_every_call(layer, partial(named, layer_name(index))))
+    try:
+        yield
+    finally:
+        for end in undo:
+            end()
+
 
 _BARRIERS = 11
 
