@@ -1,7 +1,7 @@
 """Keys and values of earlier tokens, kept between calls of a decoder.
 
 The decoder is the one that is trained: a cache replaces ``attend`` of its attention modules, and ``expand`` of latent
-ones, and puts both back at the end. Training never sees it.
+ones, and restores both at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.models.dot_product import attention_from, dot_product_attention
 from shardwise.models.layer import window_of
 from shardwise.models.rope import Rotation, rotate
 
-ROOM = 256  # tokens between two allocations: what they copy is less than attention reads in as many steps
+ROOM = 256  # tokens between two allocations, which copy less than attention reads in as many steps
 
 
 class Columns:
-    """What one layer keeps of every token, [batch, tokens, heads, features]; of a window, its last tokens only.
+    """What a layer keeps of every token, [batch, tokens, heads, features]; with a window, of its last tokens only.
 
-    Heads come before tokens in memory, so that matmuls read it where it lies.
+    Heads come before tokens in memory, so that matmuls read it without a copy.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -34,7 +34,7 @@ class Columns:
         self._number = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """All that the queries of ``new`` tokens may see, themselves last."""
+        """Adds ``new`` tokens; all that their queries may see, themselves last."""
         number = new.shape[1]
         if self._kept is None or self._number + number > self._kept.shape[2] or self._is_wasteful():
             self._kept = self._moved(new)
@@ -53,7 +53,7 @@ class Columns:
         return self._window is not None and self._number > self._window + ROOM
 
     def _moved(self, new: Tensor) -> Tensor:
-        """A larger tensor with what later queries may see of this one."""
+        """A larger tensor with what later queries may still see."""
         batch, number, heads, features = new.shape
         kept = self._number if self._window is None else min(self._number, self._window - 1)
         moved = new.new_empty((batch, heads, kept + number + ROOM, features))
@@ -64,7 +64,7 @@ class Columns:
 
 
 class CachedAttention:
-    """``attend`` of an attention module, with the keys and values of the tokens before."""
+    """``attend`` of an attention module, with the keys and values of earlier tokens."""
 
     def __init__(self, window: int | None) -> None:
         self.keys, self.values = Columns(window), Columns(window)
@@ -81,10 +81,10 @@ class CachedAttention:
 
 
 class CachedLatentAttention:
-    """The same of latent attention: the latent vector and the rotated key, which all heads share, are what is kept.
+    """The same for latent attention, which keeps the latent vector and the rotated key that all heads share.
 
-    Later queries are carried into the space of the latent vectors, and what they gather is carried back, instead of
-    every kept vector to keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    Later queries are projected into the latent space, and the results back, instead of expanding every kept vector to
+    the keys and values of all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
     """
 
     def __init__(self, module: MultiHeadLatentAttention, window: int | None) -> None:
@@ -126,7 +126,7 @@ class CachedLatentAttention:
 
 
 def attention_to(keys: Tensor, values: Tensor, query: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Attention of the last tokens to those kept; ``documents`` are of all tokens so far."""
+    """Attention of the last tokens to those kept; ``documents`` covers all tokens so far."""
     kept = keys.shape[1]
     if arguments.documents is not None:
         arguments = replace(arguments, documents=arguments.documents[:, -kept:])
@@ -134,7 +134,7 @@ def attention_to(keys: Tensor, values: Tensor, query: Tensor, arguments: Attenti
 
 
 class KeyValueCache:
-    """The caches of all layers, by their modules."""
+    """The caches of all layers, by module."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.layers: dict[Attention | MultiHeadLatentAttention, CachedAttention | CachedLatentAttention] = {}
@@ -154,7 +154,7 @@ class KeyValueCache:
 
 @contextmanager
 def cached(decoder: Decoder) -> Iterator[KeyValueCache]:
-    """The decoder with an empty cache: each call then reads the tokens that follow those of the call before."""
+    """Gives the decoder an empty cache: each call then reads the tokens that follow those of the previous call."""
     cache = KeyValueCache(decoder)
     before = [(module, module.attend) for module in cache.layers]
     try:

@@ -1,4 +1,4 @@
-"""One batch of prompts, token by token."""
+"""Generates a batch of prompts, token by token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd, so that neighbouring prompts have seeds far
 
 
 def random_numbers(sampling: Sampling, number: int) -> torch.Generator:
-    """Those of one prompt, by its place among all prompts."""
+    """The random numbers of a prompt, by its place among all prompts."""
     return torch.Generator().manual_seed((sampling.seed + _STRIDE * (number + 1)) % _SEEDS)
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """[rows] of ``logits`` [rows, vocabulary]."""
+    """The next token of every row, [rows], from ``logits`` [rows, vocabulary]."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     drawn = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
@@ -35,9 +35,9 @@ def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.G
     probabilities = likely.softmax(-1)
     sums = probabilities.cumsum(-1)
     if sampling.top_p is not None:
-        inside = sums - probabilities < sampling.top_p  # the first that reaches it stays
+        inside = sums - probabilities < sampling.top_p  # the token that reaches it stays
         sums = torch.where(inside, sums, (probabilities * inside).sum(-1, keepdim=True))
-    # The first whose sum exceeds the number drawn, out of all that stays; rounding never leads beyond the last.
+    # The first token whose cumulative sum exceeds the number drawn; rounding never leads beyond the last.
     wanted = drawn.to(sums.device)[:, None] * sums[:, -1:]
     place = (sums <= wanted).sum(-1, keepdim=True).clamp(max=sums.shape[1] - 1)
     chosen: Tensor = order.gather(1, place)[:, 0]
@@ -55,9 +55,9 @@ def _alone(chosen: Tensor) -> Tensor:
 
 
 class NextToken:
-    """A decoder whose head reads the last token only: the logits of a long prompt would take more than its weights.
+    """A decoder whose head reads only the last token: the logits of a long prompt would exceed the weights.
 
-    ``agree`` makes of the tokens that this rank chose those of all ranks.
+    ``agree`` replaces the tokens that this rank chose by those on which all ranks agree.
     """
 
     def __init__(self, decoder: Decoder, agree: Agree = _alone) -> None:
@@ -68,11 +68,11 @@ class NextToken:
         self.device = self.head.weight.device
 
     def same_number(self, number: int) -> int:
-        """The first rank's, on all of them."""
+        """The first rank's number, on all ranks."""
         return int(self.agree(torch.tensor([number]))[0])
 
     def logits(self, tokens: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
-        """Of the token after the last, [rows, vocabulary]."""
+        """Logits of the next token, [rows, vocabulary]."""
         hidden = self.decoder(tokens, positions=positions, documents=real)
         logits: Tensor = self.head(hidden[:, -1])
         return softly_capped(logits, self.decoder.model.numerics.logit_softcap).float()
@@ -80,17 +80,21 @@ class NextToken:
 
 @dataclass
 class _Rows:
-    """The rows still being generated: which prompt each is, its tokens behind its padding, and its random numbers."""
+    """The rows that are still being generated."""
 
     numbers: list[int]
+    """The prompt that each row belongs to."""
     tokens: Tensor
+    """Behind padding."""
     positions: Tensor
     real: Tensor
+    """1 for tokens, 0 for padding."""
     generators: list[torch.Generator]
+    """Random numbers of each row."""
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], generators: list[torch.Generator], device: torch.device) -> _Rows:
-        """Prompts end in the same column: what is before the shorter ones is padding, which no token sees."""
+        """Aligns prompts at their ends; padding before the shorter ones is seen by no token."""
         longest = max(map(len, prompts))
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -118,9 +122,9 @@ class _Rows:
 def generated_tokens(
     model: NextToken, prompts: Sequence[Sequence[int]], request: GenerationRequest, first_number: int = 0
 ) -> Iterator[dict[int, int]]:
-    """The next token of each prompt that has not ended, by its place in ``prompts``, step by step.
+    """Step by step, the next token of each prompt that has not ended, by its place in ``prompts``.
 
-    ``first_number`` is the place of the first among all prompts.
+    ``first_number`` is the place of the first prompt among all.
     """
     generators = [random_numbers(request.sampling, first_number + number) for number in range(len(prompts))]
     rows = _Rows.of(prompts, generators, model.device)
@@ -129,7 +133,7 @@ def generated_tokens(
     with cached(model.decoder) if request.cache else nullcontext() as cache:
         new = rows.tokens.shape[1]
         for _ in range(request.max_new_tokens):
-            with torch.inference_mode():  # not while a caller has the step
+            with torch.inference_mode():  # not across the yield
                 logits = model.logits(rows.tokens[:, -new:], rows.positions[:, -new:], rows.real if padded else None)
                 chosen = model.agree(next_tokens(logits, request.sampling, rows.generators))
             step = {number: token for number, token in zip(rows.numbers, chosen.tolist()) if number not in ended}
@@ -139,7 +143,7 @@ def generated_tokens(
                 return
             rows.append(chosen)
             going = [place for place, number in enumerate(rows.numbers) if number not in ended]
-            if 2 * len(going) <= len(rows.numbers):  # the others are computed for nothing
+            if 2 * len(going) <= len(rows.numbers):  # most rows would be computed in vain
                 kept = rows.keep(going)
                 if cache is not None:
                     cache.keep_rows(kept)

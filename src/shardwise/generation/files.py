@@ -1,8 +1,8 @@
-"""Files of prompts, one JSON object a line, and the file of their texts: one line for each, in the same order.
+"""Files of prompts, one JSON object per line, and the file of generated texts: a line for each, in the same order.
 
-While it is written it lies in ``OUT.part`` beside what was asked for; a run that was killed goes on there, and a single
-rename completes it. A batch that was not written whole is generated again, so that the file is the same as that of a
-run which nothing disturbed.
+While it is written, the file lies in ``OUT.part`` together with the request; a run that was killed continues there, and
+a single rename completes it. A batch that was not written completely is generated again, so that the result is the same
+as without the interruption.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ _WRITE = f'write {{"{PROMPT}": "..."}} or {{"{PROMPT_TOKENS}": [1, 2, 3]}}'
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A line of the file: its fields, which come back with the text, and the prompt as tokens."""
+    """A line of the file of prompts."""
 
     fields: Mapping[str, Any]
+    """All fields of the line, which are returned with the text."""
     tokens: tuple[int, ...]
+    """The prompt."""
 
     def line(self, generated: Generated, tokenizer: Tokenizer | None) -> bytes:
         text = text_of(generated, tokenizer)
@@ -50,14 +52,14 @@ class PromptRecord:
             "tokens": list(generated.tokens),
             "reason": generated.reason,
         }
-        # Half of a surrogate pair, which JSON may hold and UTF-8 may not, stays an escape.
+        # A lone surrogate, which JSON may hold and UTF-8 may not, stays an escape.
         return (json.dumps({**self.fields, GENERATED: made}, ensure_ascii=False) + "\n").encode(
             "utf-8", "backslashreplace"
         )
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, offset: int = 0) -> Iterator[tuple[str, PromptRecord]]:
-    """Every prompt with its place (file and line, from ``offset`` on), skipping empty lines.
+    """Every prompt with its place (file, and line counted from ``offset``), skipping empty lines.
 
     Raises SpecError naming the place.
     """
@@ -75,7 +77,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, offset: int = 0) -> It
 
 
 def batch_offsets(path: Path, size: int) -> list[int]:
-    """Where in the file each batch of prompts begins."""
+    """The byte at which each batch of prompts begins."""
     offsets, count, at = [], 0, 0
     with path.open("rb") as file:
         for line in file:
@@ -116,12 +118,13 @@ def prompt_tokens(text: str, tokenizer: Tokenizer, where: str) -> list[int]:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Reads ``data`` and writes ``out``; tells how many are done. ``about`` is what a run that goes on must share."""
+    """The work of reading prompts from ``data`` and writing texts to ``out``; emits how many are done."""
 
     data: str
     out: str
     tokenizer: str | None
     about: Mapping[str, Any]
+    """What a later run must have in common to continue this one."""
 
     def run(
         self, model: NextToken, request: GenerationRequest, clock: Clock, emit: Emit, leads: bool
@@ -145,7 +148,7 @@ class PromptFile:
 
 
 def surveyed(path: Path, tokenizer: Tokenizer | None, model: Model, request: GenerationRequest) -> tuple[int, str]:
-    """How many prompts a file has, and its checksum; raises SpecError for the first that cannot be generated from."""
+    """How many prompts a file has, and its checksum; raises SpecError for the first unusable prompt."""
     number = 0
     for where, record in read_prompts(path, tokenizer):
         require_prompt(model, record.tokens, request, where)
@@ -165,7 +168,7 @@ class PartialFile:
         self._file: int | None = None
 
     def check(self) -> None:
-        """Raises SpecError if the file is there already, or another request's or process's lines are."""
+        """Raises SpecError if the file exists, or its folder holds another request's lines or is in use."""
         if self.out.exists() or self.out.is_symlink():
             raise SpecError("--out", f"{self.out} is already there", "name another file, or remove it")
         if not self.out.absolute().parent.is_dir():
@@ -188,7 +191,7 @@ class PartialFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Open for writing, by no other process."""
+        """Opens the lines for writing and locks them."""
         try:
             if not self.folder.exists():
                 self._begin()
@@ -206,7 +209,7 @@ class PartialFile:
             self._file = None
 
     def whole_batches(self, size: int) -> int:
-        """How many lines stay: those of whole batches. What follows, such as half of a line, is cut off."""
+        """How many lines are kept: those of whole batches. What follows, such as half a line, is cut off."""
         assert self._file is not None
         ends, end = [0], 0
         with (self.folder / _LINES).open("rb") as file:
@@ -239,7 +242,7 @@ class PartialFile:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _begin(self) -> None:
-        """A folder that exists says what it is for."""
+        """Makes the folder, which contains its request from the moment it exists."""
         new = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()

@@ -1,4 +1,4 @@
-"""What does not run, by name, before anything starts."""
+"""Checks before anything starts: layouts and prompts that cannot be run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardwise.spec.training import Training
 
 
 def layout_of(model: Model, tp: int, dtype: str) -> Job:
-    """The layout of training in which the ranks hold the model; raises SpecError if it does not run.
+    """The training layout in which ranks hold the model; raises SpecError if it does not run.
 
-    Without sequence parallelism: a single new token cannot be divided.
+    It has no sequence parallelism, since a single new token cannot be divided.
     """
     if not model.causal:
         raise SpecError("model", f"{model.name} is not causal: it predicts no next token", "generate with a decoder")
@@ -34,19 +34,19 @@ def layout_of(model: Model, tp: int, dtype: str) -> Job:
 
 
 def require_prompt(model: Model, prompt: Sequence[int], request: GenerationRequest, where: str) -> None:
-    """Raises SpecError for a prompt that the model cannot read, or cannot go on from for as long as is asked."""
+    """Raises SpecError for a prompt that the model cannot read, or cannot continue for as long as requested."""
     if not prompt:
         raise SpecError(where, "is empty", "give at least one token")
     wrong = next((token for token in prompt if not 0 <= token < model.vocab), None)
     if wrong is not None:
         problem = f"holds the token {wrong}, and {model.name} has {model.vocab:,}"
         raise SpecError(where, problem, "use the model's own tokenizer")
-    read = len(prompt) + request.max_new_tokens - 1  # the last one is not read
+    read = len(prompt) + request.max_new_tokens - 1  # the last token is not read
     scaling = model.numerics.rope_scaling
     if model.positions == "learned" and read > model.max_seq:
         problem = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
         raise SpecError(where, f"{problem}, but {model.name} has {model.max_seq:,} positions", "lower --max-new-tokens")
-    # Its factors change for all tokens once one is beyond: what is kept of earlier ones would be wrong.
+    # Beyond this its factors change for all tokens, which would invalidate the cache.
     if model.positions == "rope" and scaling is not None and scaling.kind == "longrope":
         assert scaling.original_seq
         if read > scaling.original_seq:

@@ -1,4 +1,4 @@
-"""A model's weights, from any layout that they were saved in, on this rank."""
+"""Loads a model's weights, saved under any layout, on this rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.training.convert.weights import DTYPES, Weights
 
 
 def opened_weights(request: GenerationRequest) -> Weights:
-    """In one type: the one that is asked for, or that of the embedding."""
+    """The weights in a single type: the requested one, or that of the embedding."""
     weights = open_weights(Path(request.source), request.model)
     return weights.as_type(request.dtype or stored_dtype(weights))
 
@@ -32,9 +32,9 @@ def stored_dtype(weights: Weights) -> str:
 
 @torch.no_grad()
 def loaded(weights: Weights, tp: int, device: str) -> NextToken:
-    """This rank's part of the model; of ``tp`` ranks all call this, in the default process group.
+    """This rank's part of the model; all ``tp`` ranks of the default process group call this.
 
-    Each tensor is read whole, one at a time, and the rank's part of it is kept.
+    Tensors are read one at a time, in full; only the rank's part is kept.
     """
     name = stored_dtype(weights)
     if tp == 1:
@@ -58,7 +58,7 @@ def loaded(weights: Weights, tp: int, device: str) -> NextToken:
 
 
 def _as_the_first(chosen: Tensor) -> Tensor:
-    """The first rank's choice: logits of two ranks need not be equal to the last bit on every backend."""
+    """The first rank's choice; on some backends the ranks' logits differ in the last bit."""
     agreed = chosen.cpu()
     dist.broadcast(agreed, 0)
     return agreed.to(chosen.device)

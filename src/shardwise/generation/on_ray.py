@@ -2,8 +2,8 @@
 
 CPU actors tokenise, model actors generate, CPU actors make lines of text; this process writes them.
 
-A row is one batch: the same one as without Ray, so that the file is the same. Rows come back in their order. Ray starts
-an actor that was lost again, and gives it the rows that it had; a row is written when it arrives here, once.
+A row is a batch, the same as without Ray, so that the file is the same too. Rows come back in order. Ray restarts a
+lost actor and gives it its rows again; each row is written once, when it arrives here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.spec.units import counted
 
 CPU_STAGE_CORES = 0.5  # they wait for the model most of the time
 WORKERS_PER_CPU_ACTOR = 8
-ROWS_AHEAD = 4  # for every worker: what may wait for a stage, however long the file is
+ROWS_AHEAD = 4  # per worker, that may wait for a stage, however long the file is
 _ROWS, _POLICIES = "shardwise.rows_ahead", "backpressure_policies.enabled"
 _AHEAD = 2  # rows that wait at an actor while it works
 _LOOK_SECONDS = 0.5
@@ -41,18 +41,18 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RayPrompts:
-    """Reads ``data`` and writes ``out`` as `PromptFile` does, by ``workers`` models (None: one for every GPU).
-
-    They are on the cluster at ``address``, which has ``wait_seconds`` to make room for them.
-    """
+    """Reads ``data`` and writes ``out`` as `PromptFile` does, by models on a Ray cluster."""
 
     data: str
     out: str
     tokenizer: str | None
     about: Mapping[str, Any]
     address: str | None
+    """Of the cluster."""
     wait_seconds: float
+    """How long the cluster may take to make room."""
     workers: int | None
+    """Models; None for one on every GPU."""
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
@@ -60,7 +60,7 @@ class RayPrompts:
         return [], run_driver(partial(self.times, request), emit)
 
     def times(self, request: GenerationRequest, emit: Emit) -> GenerationTimes:
-        """As the driver of Ray."""
+        """The work, in the driver of Ray."""
         address = self.address or os.environ.get(ADDRESS)
         wanted = _Wanted(self.workers or 1, request.device, request.tp)
         cores = len(os.sched_getaffinity(0))
@@ -77,7 +77,7 @@ class RayPrompts:
         return times
 
     def _streamed(self, request: GenerationRequest, wanted: _Wanted, done: int) -> Iterator[Mapping[str, Any]]:
-        """Rows with the lines of a batch, in their order."""
+        """Rows with the lines of each batch, in order."""
         import ray.data
 
         offsets = batch_offsets(Path(self.data), request.batch)[done // request.batch :]
@@ -101,7 +101,7 @@ class RayPrompts:
 
 
 def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
-    """Raises SpecError for what a stage has refused or broken on; a lost actor is no error."""
+    """The rows of the last stage; raises SpecError if a stage refused its work or failed. A lost actor is no error."""
     import ray
 
     try:
@@ -117,11 +117,11 @@ def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _configure(context: Any, rows_ahead: int) -> None:
-    """In order, with a bound on the rows that wait between stages; its progress is ours to show."""
+    """Keeps rows in order and bounds those that wait between stages; Ray's own progress bars are off."""
     from ray.data._internal.execution import backpressure_policy as of_ray
 
     class FewRowsAhead(of_ray.BackpressurePolicy):  # type: ignore[misc]
-        """Ray's own policies count bytes, and our rows have few: it would tokenise a whole file ahead."""
+        """Ray's own policies count bytes, of which our rows have few: it would tokenise the whole file ahead."""
 
         def can_add_input(self, op: Any) -> bool:
             waiting = [self._topology[after].total_enqueued_input_blocks() for after in op.output_dependencies]
@@ -135,7 +135,7 @@ def _configure(context: Any, rows_ahead: int) -> None:
 
 
 def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, emit: Emit) -> GenerationTimes:
-    """Writes what arrives; every batch must be the next one."""
+    """Writes the batches, which must arrive in order."""
     began, tokens, load, first = time.perf_counter(), 0, 0.0, None
     for row in rows:
         if first is None:
@@ -155,11 +155,12 @@ def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, em
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The actors of all stages on a kind of device; a model is on ``tp`` of them, all of one node."""
+    """The resources that the actors of all stages need."""
 
     workers: int
     device: str
     tp: int = 1
+    """Devices of a model, all on one node."""
 
     @property
     def cpu_actors(self) -> int:
@@ -178,7 +179,7 @@ class _Wanted:
         return replace(self, workers=max(1, self._places() if self.device == "cuda" else 1))
 
     def _places(self) -> int:
-        """How many models all nodes have room for, each on one node, busy or not."""
+        """How many models fit on the nodes, busy or not, each on one node."""
         import ray
 
         device = "GPU" if self.device == "cuda" else "CPU"
@@ -211,7 +212,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What all nodes must share: code, versions and the file of prompts."""
+    """What all nodes must have in common: code, versions and the file of prompts."""
 
     expected: Mapping[str, str]
 
@@ -235,7 +236,7 @@ def _facts(data: Path) -> dict[str, str]:
 
 
 class Tokenise:
-    """The prompts of a batch, as tokens."""
+    """Stage that reads the prompts of a batch as tokens."""
 
     def __init__(self, facts: _Facts, data: str, tokenizer: str | None) -> None:
         self._data = Path(data)
@@ -249,7 +250,7 @@ class Tokenise:
 
 
 class OneRank:
-    """A whole model in this process."""
+    """A whole model in this process, as `ServedModel` has it on several ranks."""
 
     def __init__(self, request: GenerationRequest) -> None:
         from shardwise.generation.load import loaded, opened_weights
@@ -265,7 +266,7 @@ class OneRank:
 
 
 class Generate:
-    """A model, on one rank or several, and the tokens that follow the prompts of a batch."""
+    """Stage that generates the tokens after the prompts of a batch, by a model on one or several ranks."""
 
     def __init__(self, facts: _Facts, request: GenerationRequest) -> None:
         self._model = OneRank(request) if request.tp == 1 else ServedModel(request)
@@ -275,7 +276,7 @@ class Generate:
         try:
             generated, times = self._model.run_batch([record.tokens for record in records], int(row["first"]))
         except RankGone:
-            os._exit(1)  # Ray starts a lost actor again, and gives it its rows again; an error would end the whole
+            os._exit(1)  # Ray restarts a lost actor and its rows; an error would end everything
         return {
             **row,
             "generated": pickle.dumps(generated),
@@ -287,7 +288,7 @@ class Generate:
 
 
 class WriteText:
-    """The lines of a batch, as the file has them."""
+    """Stage that makes a batch's lines of the file."""
 
     def __init__(self, facts: _Facts, tokenizer: str | None) -> None:
         self._tokenizer = None if tokenizer is None else tokenizer_from(tokenizer)

@@ -24,15 +24,15 @@ from shardwise.run.environment.reader import Started
 from shardwise.training.meeting import store_of
 
 PRELOAD = ("torch", "shardwise.generation.ranks", "shardwise.generation.files")
-LONGEST_SECONDS = 10.0**6  # of a whole file; a rank that is lost ends the others at once
-EXCHANGE_SECONDS = 600.0  # in which ranks that load must have met
+LONGEST_SECONDS = 10.0**6  # for a whole file; a lost rank ends the others at once
+EXCHANGE_SECONDS = 600.0  # in which loading ranks must meet
 _LOOK_SECONDS = 0.03
 
 Emit = Callable[[Any], None]  # plain data
 
 
 class Clock:
-    """Counts tokens from the moment that the first prompt is read."""
+    """Counts tokens and time from the moment that the first prompt is read."""
 
     def __init__(self, load_seconds: float) -> None:
         self._load_seconds, self._began = load_seconds, time.perf_counter()
@@ -50,7 +50,7 @@ class Clock:
 
 
 class RankWork(Protocol):
-    """What every rank does with the model; the one that ``leads`` tells of it and writes."""
+    """What every rank does with the model; the rank that ``leads`` emits events and writes."""
 
     def run(
         self, model: NextToken, request: GenerationRequest, clock: Clock, emit: Emit, leads: bool
@@ -59,7 +59,7 @@ class RankWork(Protocol):
 
 @dataclass(frozen=True)
 class PromptList:
-    """Prompts as tokens; tells of every step: [[number of the prompt, token], ...]."""
+    """Prompts as tokens; emits every step as [[number of the prompt, token], ...]."""
 
     prompts: tuple[tuple[int, ...], ...]
 
@@ -92,7 +92,7 @@ Done = tuple[list[Generated], GenerationTimes]
 
 
 def run_ranks(request: GenerationRequest, work: RankWork, here: Started | None, on_event: Emit) -> Done:
-    """Does the work on ``tp`` ranks; ``here`` is this process as one of them. Raises WorkerError if one is lost."""
+    """Does the work on ``tp`` ranks, of which ``here`` may be this process; raises WorkerError if one is lost."""
     if here is not None:
         with joined(here.rank, here.world, store_of(here), device=request.device, seconds=EXCHANGE_SECONDS):
             return on_rank(request, work, on_event if here.rank == 0 else _to_nobody, leads=here.rank == 0)
@@ -113,7 +113,7 @@ def _worker(place: WorkerPlace, request: GenerationRequest, work: RankWork, even
 
         def emit(event: Any) -> None:
             if not is_owned(Path(events).parent):
-                os._exit(1)  # nobody waits for the rest; the other ranks fail with this one
+                os._exit(1)  # nobody waits any more; the other ranks fail with this one
             file.write(json.dumps(event) + "\n")
             file.flush()
 
@@ -135,7 +135,7 @@ def _to_nobody(event: Any) -> None:
 
 @contextmanager
 def _followed(path: Path, on_event: Emit) -> Iterator[None]:
-    """Calls ``on_event``, from a thread, with what another process appends to a file, until the end of the block."""
+    """Calls ``on_event`` in a thread with the events that another process appends to a file during the block."""
     path.touch()
     over = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Work on Ray in a process of its own.
+"""Runs the driver of Ray in a process of its own.
 
-Ray writes errors of its own to standard error, also where nothing is wrong, and ends the process that has lost its
-cluster with status 1, at any line. Here both happen to a child: its last words are kept for one line of ours.
+Ray writes errors to standard error even if nothing is wrong, and exits with status 1, at any line, when it loses its
+cluster. Here both happen in a child process, whose last words become one line of ours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_driver(work: Callable[[Callable[[int], None]], Any], emit: Callable[[int
                 start_new_session=True,  # Ctrl-C is for this process
             )  # fmt: skip
         try:
-            with suppress(ConnectionError):  # it has ended, which the first message shows
+            with suppress(ConnectionError):  # the child has ended, as the first message shows
                 connection.send(work)
             while (message := _received(connection)) is not None and message[0] == _EMITTED:
                 emit(message[1])
@@ -66,7 +66,7 @@ def _received(connection: Connection) -> Any:
 
 
 def _left(process: subprocess.Popen[bytes]) -> int:
-    """The status of a child that has nothing more to say."""
+    """The exit status of the child, which is given some time to end."""
     try:
         return process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What is asked for: sampling, lengths, ranks; and what comes back."""
+"""A request to generate (sampling, lengths, ranks), and its results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ LARGEST_SEED = 2**62
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which token follows: the most likely one (``temperature`` 0), or one drawn from the most likely.
+    """How the next token is chosen: the most likely one, or one drawn from the most likely.
 
-    Of logits over the temperature, the ``top_k`` largest stay (None: all), and of these the fewest whose probabilities
-    add up to ``top_p``. A prompt has its own random numbers, by ``seed`` and its place among the prompts, so that its
-    text does not depend on the batch that it is in.
+    Every prompt has its own random numbers, so that its text does not depend on its batch.
     """
 
     temperature: float = 0.0
+    """Divides the logits; 0 takes the most likely token."""
     top_p: float | None = None
+    """Draws from the fewest tokens whose probabilities add up to this."""
     top_k: int | None = None
+    """Draws from this many tokens; None: from all."""
     seed: int = 0
+    """With a prompt's place among the prompts, determines its random numbers."""
 
     def check(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -43,25 +45,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """``tp`` ranks on ``device`` read the weights at ``source``; ``stop`` are the tokens that end a text.
-
-    ``model`` names the model if the source does not, ``dtype`` the format of the weights (None: as they are stored).
-    ``batch`` prompts are generated together. Without ``cache`` every token reads the whole text again.
-    """
+    """What to generate with, and how."""
 
     source: str
+    """Path of the weights."""
     model: str | None = None
+    """Names the model if the source does not."""
     dtype: str | None = None
+    """Format of the weights; None: as stored."""
     device: str = "cpu"
     tp: int = 1
+    """Ranks that split the model."""
     sampling: Sampling = Sampling()
     max_new_tokens: int = 64
     stop: tuple[int, ...] = ()
+    """Tokens that end a text."""
     batch: int = 8
+    """Prompts generated together."""
     cache: bool = True
+    """Without it, every token reads the whole text again."""
 
     def about(self) -> dict[str, Any]:
-        """What decides the text, as plain data; neither the device nor the ranks do."""
+        """What determines the text, as plain data; device and ranks do not."""
         data = asdict(self)
         data |= data.pop("sampling")
         return {name: value for name, value in data.items() if name not in ("device", "tp", "cache")}
@@ -69,11 +74,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generated:
-    """The tokens that follow one prompt; the last one is the token that ``stopped`` it, if one did."""
+    """The tokens generated after a prompt."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     stopped: bool
+    """The last token is one that ends a text."""
 
     @property
     def reason(self) -> str:
@@ -82,10 +88,11 @@ class Generated:
 
 @dataclass(frozen=True)
 class GenerationTimes:
-    """``first_token_seconds``: from the first prompt to its first token; loading comes before."""
+    """How long generating took."""
 
     load_seconds: float
     first_token_seconds: float
+    """From reading the first prompt to its first token, without loading."""
     seconds: float
     tokens: int
 
@@ -96,15 +103,15 @@ class GenerationTimes:
 
 @dataclass(frozen=True)
 class Generation:
-    """What followed each prompt, in their order, as tokens and as text; of a file, ``out`` has it.
-
-    ``prompts`` counts them.
-    """
+    """What was generated after each prompt, in the order of the prompts."""
 
     model: str
     tp: int
     prompts: int
+    """How many there were."""
     times: GenerationTimes
     results: tuple[Generated, ...] = ()
+    """As tokens; empty for a file of prompts."""
     texts: tuple[str | None, ...] = ()
     out: Path | None = None
+    """Where the texts of a file of prompts are."""

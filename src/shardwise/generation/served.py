@@ -1,7 +1,7 @@
-"""One model on several ranks of a node, which stay: they load it once, and generate batch after batch.
+"""A model on several ranks of a node that load it once and generate batch after batch.
 
-The ranks are processes of this one, which gives every batch to all of them. They end when it does, at the latest after
-the batch that they are at.
+The ranks are child processes of this one, which gives every batch to all of them. They end when it does, at the latest
+after their current batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _VICTIM_SECONDS = 2.0
 
 
 class RankGone(Exception):
-    """A rank has ended: the others wait for it in vain."""
+    """A rank has ended, and the others wait for it in vain."""
 
 
 class ServedModel:
-    """``request.tp`` ranks with a part of the model each; ``load_seconds`` is how long the slowest took."""
+    """``request.tp`` ranks with a part of the model each; ``load_seconds`` is how long the slowest took to load."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._folder = OwnedFolder("served")
@@ -45,11 +45,11 @@ class ServedModel:
             raise
 
     def _start(self, rank: int) -> None:
-        """By a socket that no other rank inherits: when this process ends, all of them notice."""
+        """Starts a rank with a socket that no other inherits, so that all notice when this process ends."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            python_path = os.pathsep.join(filter(None, sys.path))  # Ray's own processes find our code there
+            python_path = os.pathsep.join(filter(None, sys.path))  # where Ray's processes find our code
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": python_path},
@@ -60,7 +60,7 @@ class ServedModel:
         self._connections.append(Connection(ours.detach()))
 
     def run_batch(self, prompts: Sequence[Sequence[int]], first: int) -> tuple[list[Generated], GenerationTimes]:
-        """What follows the prompts; raises RankGone if a rank was lost, which leaves the others useless."""
+        """What is generated after the prompts; raises RankGone if a rank was lost, which makes the others useless."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # `_answers` finds out
                 connection.send((prompts, first))
@@ -68,7 +68,7 @@ class ServedModel:
         return answer
 
     def _answers(self) -> list[Any]:
-        """Of every rank; raises what one has raised."""
+        """The answer of every rank; raises what one has raised."""
         answers: dict[int, Any] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting:
@@ -83,7 +83,7 @@ class ServedModel:
         return [answers[rank] for rank in range(len(self._processes))]
 
     def _raise(self, error: Exception) -> NoReturn:
-        """What a rank has raised, unless it is the victim of one that has ended, which may show a moment later."""
+        """Raises a rank's error, or RankGone if it is due to a rank that has ended, which may show a moment later."""
         deadline = time.monotonic() + _VICTIM_SECONDS
         while not isinstance(error, SpecError) and time.monotonic() < deadline:
             if any(process.poll() is not None for process in self._processes):
@@ -101,7 +101,7 @@ class ServedModel:
 
 
 def _serve(connection: Connection) -> None:
-    """As a rank, until the other end closes."""
+    """The life of a rank, until the other end closes."""
     import torch
 
     from shardwise.engine.world import joined
@@ -132,8 +132,8 @@ def main(handle: int) -> NoReturn:
             raise
         except Exception as error:
             connection.send(error if isinstance(error, SpecError) else RuntimeError(f"{type(error).__name__}: {error}"))
-            connection.recv()  # until the other end has taken it
-    os._exit(0)  # without a barrier: the others end likewise
+            connection.recv()  # until the other end has received it
+    os._exit(0)  # without a barrier: the others do the same
 
 
 if __name__ == "__main__":

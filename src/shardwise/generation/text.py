@@ -11,10 +11,10 @@ _UNFINISHED = "\ufffd"  # what a tokenizer shows for the first bytes of a charac
 
 
 class GrowingText:
-    """``add`` returns what a token adds to the text: nothing while a character is incomplete.
+    """``add`` returns what a token adds to the text after ``prompt``: nothing while a character is incomplete.
 
-    It follows the text of ``prompt``: a token may be shown otherwise behind another, with a space or without, hence the
-    last tokens before it are decoded with it. Without a tokenizer the text is the numbers of the tokens.
+    A token may be decoded differently after others, such as with a space, so the tokens before it are decoded with it.
+    Without a tokenizer the text is the tokens' numbers.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class GrowingText:
         return now[len(before) :]
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """What was held back until the end."""
         if self._tokenizer is None:
             return ""
         return self._decoded(len(self._tokens))[len(self._decoded(self._shown)) :]
@@ -45,7 +45,7 @@ class GrowingText:
 
 
 def text_of(generated: Generated, tokenizer: Tokenizer | None) -> str | None:
-    """The text behind a prompt; None without a tokenizer."""
+    """The text generated after a prompt; None without a tokenizer."""
     if tokenizer is None:
         return None
     growing = GrowingText(tokenizer, generated.prompt)

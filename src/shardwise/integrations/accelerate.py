@@ -33,7 +33,7 @@ LOGGED_EVERY = 10  # steps
 class ShardwiseWatch:
     """Prices the run of an `Accelerator` before its first step, and measures it beside the prediction.
 
-    Made after `prepare`, by every process; used as a context, with a `step()` after every batch::
+    Every process makes one after `prepare`, and uses it as a context, with a `step()` after every batch::
 
         with ShardwiseWatch(accelerator, model, optimizer, loader, seq=1024, cluster="dgx-h100:1") as watch:
             for batch in loader:
@@ -41,8 +41,8 @@ class ShardwiseWatch:
                     ...
                 watch.step()
 
-    ``steps`` is the number of optimizer steps, if it is known; ``first_step`` those done before, when a run is resumed.
-    The rest is as in `WatchOptions`; figures go to the accelerator's trackers.
+    ``steps`` is the number of optimizer steps, if known; ``first_step`` is how many a resumed run has done. The rest is
+    as in `WatchOptions`; figures go to the accelerator's trackers.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ShardwiseWatch:
         self.watch.step_begins()
 
     def step(self, loss: float | None = None) -> None:
-        """After a batch; it counts where the gradients were synchronised and the optimizer has made its step."""
+        """Call after every batch; it counts if gradients were synchronised, that is, if the optimizer made a step."""
         if not self.accelerator.sync_gradients:
             return
         self._step += 1
@@ -100,7 +100,7 @@ class ShardwiseWatch:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what is no part of a step: ``with watch.aside(): evaluate()``."""
+        """Wraps what is not part of a step: ``with watch.aside(): evaluate()``."""
         self.watch.interrupted()
         try:
             yield
@@ -122,9 +122,9 @@ class ShardwiseWatch:
 
 
 def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulation: int) -> RunLayout:
-    """What the state of an `Accelerator` says, in the words of Accelerate's configuration file, or of DeepSpeed's.
+    """The state of an `Accelerator` in the words of Accelerate's configuration file, or of DeepSpeed's.
 
-    ``rows`` of a rank's batch, where the loader does not say them.
+    ``rows`` are those of a rank's batch, for loaders that do not say.
     """
     kind = str(getattr(state.distributed_type, "value", state.distributed_type))
     mesh, split = _mesh(getattr(state, "parallelism_config", None)), loaded_split(module)
@@ -162,20 +162,23 @@ _NOT_SHARDED = "FSDP is asked for, but Accelerate does not shard here (it does n
 
 
 def asks_for_fsdp() -> bool:
-    """Accelerate itself sets this where it is given a plugin, and its launcher where the file says so."""
+    """Whether FSDP is requested: Accelerate sets this if given a plugin, its launcher if the file says so."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def sums_each_batch() -> bool:
-    """Whether gradients are reduced after every microbatch: else FSDP keeps whole ones until the last, since
-    `Accelerator.accumulate` and the Trainer forbid it to reduce them before (`Accelerator.no_sync`)."""
+    """Whether gradients are reduced after every microbatch.
+
+    Otherwise FSDP keeps whole gradients until the last one, since `Accelerator.accumulate` and the Trainer forbid it to
+    reduce them earlier (`Accelerator.no_sync`).
+    """
     from accelerate.state import GradientState
 
     return bool(GradientState().plugin_kwargs.get("sync_each_batch", False))
 
 
 def is_compiled(state: Any) -> bool:
-    """Whether `prepare` hands the network to `torch.compile`; the trainer still has the plain one."""
+    """Whether `prepare` compiles the network; the trainer keeps the uncompiled one."""
     backend = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
     return str(getattr(backend, "value", backend) or "NO").upper() != "NO"
 
@@ -190,7 +193,7 @@ def _rotation(config: Any, size: int) -> dict[str, Any]:
 
 
 def rows_of_a_rank(loader: Any, data_ranks: int) -> int | None:
-    """Rows of a batch that one data-parallel rank gets from a loader that Accelerate has prepared; None if unknown."""
+    """Rows of a batch that a data-parallel rank gets from a loader prepared by Accelerate; None if unknown."""
     try:
         total = int(loader.total_batch_size)
     except (AttributeError, TypeError):

@@ -26,10 +26,10 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
     `attach` puts it before the trainer's loggers, which then record the figures too. Given as ``callbacks=[...]`` it
     comes after them: figures go to ``trainer_state.json``, the console and the run's own folder.
 
-    ``seq`` are the tokens of a padded example (default: ``max_length`` of the arguments, or the examples where all have
-    one length); ``cluster`` the machine (default: the GPUs that are here); ``model`` a description of a network that
-    has no Hugging Face config; ``folder`` where the run is recorded (default: ``shardwise`` in the output folder).
-    ``on_misfit="stop"`` begins no run that is not known to fit.
+    ``seq`` is the length of a padded example in tokens (default: ``max_length`` of the arguments, or that of the
+    examples if all are equally long); ``cluster`` the machine (default: the GPUs of this one); ``model`` describes a
+    network without a Hugging Face config; ``folder`` is where the run is recorded (default: ``shardwise`` in the output
+    folder). ``on_misfit="stop"`` refuses a run that is not known to fit.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
         self.watch: RunWatch | None = None
 
     def attach(self, trainer: Any) -> Self:
-        """Adds it to a trainer, before those callbacks that write logs."""
+        """Adds it to a trainer, before the callbacks that write logs."""
         handler = trainer.callback_handler
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self.watch is not None:  # a run that began again, with a smaller batch
+        if self.watch is not None:  # the trainer started over with a smaller batch
             self.watch.finish(failed="it began again")
             self.watch = None
         loader = objects.get("train_dataloader")

@@ -1,6 +1,6 @@
-"""The layout that a framework will run, in the words of its own configuration file, and the job that this makes.
+"""The layout that a framework will run, in the words of its own configuration file, and the job that it makes.
 
-The settings are read by the same table that reads the file (`interop/frameworks`): there is no second parser.
+The settings are read by the same tables as such a file (`interop/frameworks`): there is no second parser.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _CLUSTER = "give cluster=, a preset such as dgx-h100:1 or what `shardwise calibr
 
 @dataclass(frozen=True)
 class RunLayout:
-    """Who splits the work, and how: ``settings`` are those of a configuration file of ``framework``, flat.
-
-    ``stack`` are fields in which the software differs from what that framework usually is. ``microbatch`` are the rows
-    of a batch that one rank computes at once, ``accumulation`` how many of those make a step.
-    ``keeps_whole_gradients``: ZeRO-2 and 3 reduce them once, after the last of those.
-    """
+    """Who splits the work, and how."""
 
     framework: str
     settings: Mapping[str, Any]
+    """Of a configuration file of the framework, flat."""
     microbatch: int | None
+    """Rows of a batch that a rank computes at once."""
     accumulation: int
+    """Microbatches of a step."""
     stack: Mapping[str, Any]
+    """Fields in which the software differs from the framework's usual stack."""
     notes: tuple[str, ...] = ()
     keeps_whole_gradients: bool = False
+    """ZeRO-2 and 3 reduce gradients once, after the last microbatch."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of the run: how many there are, how many on each host, and on what they compute."""
+    """The processes of the run: how many, how many per host, and on which device they compute."""
 
     world: int
     per_host: int
@@ -61,7 +61,7 @@ class Ranks:
 
     @classmethod
     def here(cls, world: int, device: torch.device) -> Ranks:
-        """As torchrun and its like tell it; without them all ranks are on this host."""
+        """By torchrun's variables; without them all ranks are on this host."""
         per_host = os.environ.get("LOCAL_WORLD_SIZE", "")
         return cls(world, int(per_host) if per_host.isdigit() and int(per_host) else world, device)
 
@@ -77,7 +77,7 @@ _BUCKET = _ZERO + "reduce_bucket_size"
 def deepspeed_layout(
     config: Mapping[str, Any], microbatch: int | None, accumulation: int, stack: Mapping[str, Any]
 ) -> RunLayout:
-    """DeepSpeed's configuration with the batch of this run; what the trainer still leaves open is left out."""
+    """DeepSpeed's configuration with the batch of this run, without what the trainer leaves open ("auto")."""
     settings = {name: value for name, value in flatten(config, "DeepSpeed configuration").items() if value != "auto"}
     settings.pop("train_batch_size", None)  # follows from the two below, and from the ranks
     settings["gradient_accumulation_steps"] = accumulation
@@ -90,7 +90,7 @@ def deepspeed_layout(
 
 
 def _bucket_note(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The memory in which ZeRO collects gradients to reduce them (`setup_buckets` and `stage3.py` of DeepSpeed)."""
+    """A note on the buffers in which ZeRO collects gradients (DeepSpeed's `setup_buckets` and `stage3.py`)."""
     stage = settings.get(_ZERO + "stage", 0)
     if stage not in (1, 2, 3) or settings.get(_ZERO + "contiguous_gradients") is False:
         return ()
@@ -105,7 +105,7 @@ def _bucket_note(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
-    """The devices of the run: as many of the cluster that is given, or of this machine's kind, as there are ranks."""
+    """As many devices of the given cluster, or of this machine's kind, as there are ranks; and notes."""
     if given is None:
         if ranks.device.type != "cuda":
             raise SpecError("cluster", "is not given, and PyTorch trains on a CPU here", _CLUSTER)
@@ -130,9 +130,9 @@ def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
 def job_of(
     layout: RunLayout, facts: ModuleFacts, sequences: Sequences, optimizer: Any, cluster: Cluster
 ) -> tuple[Job, list[str]]:
-    """The job that a framework will run, and notes on what of it is not used or had to be assumed.
+    """The job that a framework will run, and notes on settings that are ignored or had to be assumed.
 
-    Raises NotPriced where the framework runs what a job does not describe.
+    Raises NotPriced if the framework runs something that a job cannot describe.
     """
     try:
         imported = _imported(layout, facts, cluster)
@@ -157,7 +157,7 @@ def job_of(
 def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Imported:
     framework = target(layout.framework)
     text = framework.format.render(dict(layout.settings), framework.names)
-    # The first reading finds the degrees, which with the devices give the data-parallel one.
+    # A first reading finds the other degrees; with the devices they determine the data-parallel one.
     degrees = framework.read(text, facts.model).fields
     others = _other_degrees(degrees)
     if cluster.devices % others:
@@ -167,12 +167,12 @@ def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Import
 
 
 def _other_degrees(fields: Mapping[str, Any]) -> int:
-    """Ranks that compute on the same sequences."""
+    """Number of ranks that compute on the same sequences."""
     return math.prod(int(fields.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
 
 
 def _accumulated(layout: RunLayout, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Which gradients microbatches add to, and a note where those of the run have no price."""
+    """How gradients are accumulated, and a note if the run's way has no price."""
     if not layout.keeps_whole_gradients or layout.accumulation == 1 or fields["strategy.zero"] < 2:
         return {}, []
     if fields.get("strategy.offload.gradients"):
@@ -181,19 +181,15 @@ def _accumulated(layout: RunLayout, fields: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _of_module(facts: ModuleFacts, sequences: Sequences) -> dict[str, Any]:
-    fields = {
-        "training.seq": sequences.seq,
-        "training.attention": facts.attention,
-        "training.dropout": facts.dropout,
-    }
+    fields = {"training.seq": sequences.seq, "training.attention": facts.attention, "training.dropout": facts.dropout}
     return {**fields, **({"strategy.recompute": "full"} if facts.recomputed else {})}
 
 
 def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dict[str, Any]:
-    """The stack, and the precision where the weights themselves decide it.
+    """The stack, and the precision if the weights themselves determine it.
 
     DeepSpeed keeps fp32 masters of what it trains in 16 bits. Elsewhere mixed precision computes in 16 bits with fp32
-    weights, and 16-bit weights are updated as they are: they have no masters.
+    weights, while 16-bit weights are updated without masters.
     """
     stack: Stack = stack_from(imported.fields["stack"])
     changes: dict[str, Any] = dict(layout.stack)
@@ -223,11 +219,11 @@ _WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def fsdp_settings(plugin: Any, module: nn.Module | None = None) -> dict[str, Any]:
-    """Accelerate's FSDP plugin, of either version; of FSDP1 the ``module`` as it is wrapped says what it does."""
+    """Settings of Accelerate's FSDP plugin, of either version; for FSDP1 a wrapped ``module`` takes precedence."""
     offload, recomputes = plugin.cpu_offload, bool(plugin.activation_checkpointing)
     settings: dict[str, Any] = {
         FSDP + "version": int(plugin.fsdp_version),
-        # FSDP1 has a class whose field says it, FSDP2 a policy whose class does.
+        # FSDP1 has a field for it, FSDP2 a policy of that class.
         FSDP + "offload_params": bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")),
         FSDP + "activation_checkpointing": recomputes,
     }
@@ -235,7 +231,7 @@ def fsdp_settings(plugin: Any, module: nn.Module | None = None) -> dict[str, Any
         offloaded = bool(getattr(plugin, "activation_checkpointing_offload", False))
         settings[FSDP + "activation_checkpointing_offload"] = offloaded
     if plugin.fsdp_version == 1:
-        # A network that its user has wrapped stays as it is (`Accelerator.prepare_model`), whatever the plugin says.
+        # A network that the user has wrapped stays as it is (`Accelerator.prepare_model`), whatever the plugin says.
         wrapped = getattr(_first_fsdp(module), "sharding_strategy", None)
         chosen = wrapped or plugin.sharding_strategy or plugin.reshard_after_forward
         settings[FSDP + "sharding_strategy"] = (getattr(chosen, "name", None) or str(chosen)).lstrip("_")
@@ -245,8 +241,10 @@ def fsdp_settings(plugin: Any, module: nn.Module | None = None) -> dict[str, Any
 
 
 def fsdp_precision(plugin: Any, mixed: str, module: nn.Module | None = None) -> tuple[str, dict[str, Any]]:
-    """What FSDP gathers and computes in, as ``mixed_precision`` of a file, and how the stack differs: it reduces in
-    the format that the policy has, which is the same unless its user gave another (`set_mixed_precision`)."""
+    """What FSDP gathers and computes in, as ``mixed_precision`` of a file, and how the stack differs.
+
+    FSDP reduces in the policy's format, which is the same unless the user gave another (`set_mixed_precision`).
+    """
     own = getattr(_first_fsdp(module), "mixed_precision", None)
     policy = own or plugin.mixed_precision_policy
     if policy is None:
@@ -260,7 +258,7 @@ def fsdp_precision(plugin: Any, mixed: str, module: nn.Module | None = None) -> 
 
 
 def _first_fsdp(module: nn.Module | None) -> nn.Module | None:
-    """The outermost module that FSDP1 is around; None where there is none."""
+    """The outermost module that FSDP1 wraps; None if there is none."""
     inside = () if module is None else module.modules()
     return next((part for part in inside if type(part).__name__ == "FullyShardedDataParallel"), None)
 
@@ -270,15 +268,16 @@ def _first_fsdp(module: nn.Module | None) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class LoadedSplit:
-    """What `from_pretrained(distributed_config=...)` has split: over ``tp`` ranks, and those over ``fsdp`` ones."""
+    """How `from_pretrained(distributed_config=...)` has split a network."""
 
     tp: int
     fsdp: int
     offload: bool
-    mixed: bool  # gathers bf16 weights, reduces fp32 gradients
+    mixed: bool
+    """Gathers bf16 weights, reduces fp32 gradients."""
 
     def settings(self, mixed: str, processes: int) -> dict[str, Any]:
-        """As Accelerate's file says it: transformers calls `fully_shard` itself, on a mesh of its own."""
+        """In the words of Accelerate's file; transformers calls `fully_shard` itself, on its own mesh."""
         if self.tp * self.fsdp != processes:
             problem = f"{processes:,} processes, but the network is split over {self.tp} · {self.fsdp}"
             raise NotPriced("model", problem, "split it over all processes: tp_size · fsdp_size")
@@ -294,7 +293,7 @@ class LoadedSplit:
 
 
 def loaded_split(module: nn.Module | None) -> LoadedSplit | None:
-    """What transformers has split when it loaded the network; None where it has not."""
+    """How transformers split the network when it loaded it; None if it did not."""
     network: Any = None if module is None else language_model(module)
     if not getattr(network, "is_distributed_loading_by_transformers", False):
         return None
@@ -314,7 +313,7 @@ def loaded_split(module: nn.Module | None) -> LoadedSplit | None:
 
 
 def require_split(module: nn.Module, ranks: int, dimension: str, remedy: str) -> None:
-    """A mesh splits no weights: a framework passes a whole network on, and every rank computes all of it."""
+    """Raises NotPriced if no weight is split over the mesh: a mesh alone leaves every rank with the whole network."""
     if ranks > 1 and not any(_is_split(parameter, ranks, dimension) for parameter in module.parameters()):
         problem = f"the mesh has {ranks} tensor-parallel ranks, but no weight of the network is split over them"
         raise NotPriced("model", problem, remedy)

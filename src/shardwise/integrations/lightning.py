@@ -16,9 +16,9 @@ from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.installation import is_installed, require_packages
 
-# The same framework under two names: that one is used which the program has imported.
+# Two names of the same framework; the one that the program has imported is used.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-# What Lightning calls a precision: what is computed in, beside fp32 weights; those that are "true" the weights say.
+# Lightning's precisions, as what fp32 weights are computed in; for the "true" ones the weights themselves decide.
 _MIXED = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "bf16-true": "no", "16-true": "no"}
 _PLAIN = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -36,10 +36,10 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
 
         Trainer(callbacks=[ShardwiseMonitor(seq=1024, cluster="dgx-h100:1")], ...)
 
-    ``seq`` are the tokens of a padded example (default: the examples, where all have one length); ``cluster`` the
-    machine (default: the GPUs that are here); ``model`` a description of a network that has no Hugging Face config;
-    ``folder`` where the run is recorded (default: ``shardwise`` in the log folder of the trainer).
-    ``on_misfit="stop"`` begins no run that is not known to fit. Figures go to the trainer's loggers.
+    ``seq`` is the length of a padded example in tokens (default: that of the examples, if all are equally long);
+    ``cluster`` the machine (default: the GPUs of this one); ``model`` describes a network without a Hugging Face
+    config; ``folder`` is where the run is recorded (default: ``shardwise`` in the trainer's log folder).
+    ``on_misfit="stop"`` refuses a run that is not known to fit. Figures go to the trainer's loggers.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
             return
         self._step, self._between = trainer.global_step, True
         self.watch.step_ends(self._step)
-        # `log_dict` would make tensors of the figures on the device, at every step, and wait for them.
+        # `log_dict` would copy the figures to the device at every step, and wait for them.
         if self._step % trainer.log_every_n_steps == 0 and (figures := self.watch.figures()):
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=self._step)
@@ -109,7 +109,7 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._finish(f"{type(exception).__name__}: {exception}")
 
-    _between = True  # steps: the next batch is the first of one
+    _between = True  # the next batch begins a step
 
     def _interrupted(self) -> None:
         if self.watch is not None:
@@ -135,7 +135,7 @@ def strategy_layout(trainer: Any, module: nn.Module, loader: Any) -> RunLayout:
     if "DeepSpeedStrategy" in names:
         return deepspeed_layout(strategy.config, rows, accumulation, {})
     settings = {"mixed_precision": _mixed(str(trainer.precision)), "num_processes": int(trainer.world_size)}
-    # Its closure frees the gradients of the last step after the forward pass (loops/optimization/automatic.py).
+    # Lightning frees the last step's gradients after the forward pass (loops/optimization/automatic.py).
     stack: dict[str, Any] = {"gradients": "replaced"} if getattr(module, "automatic_optimization", True) else {}
     if "FSDPStrategy" in names:
         # Lightning reduces gradients in the format that it computes in (FSDPPrecision.mixed_precision_config).
@@ -166,7 +166,7 @@ def _first_fsdp(strategy: Any) -> dict[str, Any]:
         FSDP + "offload_params": bool(getattr(strategy.cpu_offload, "offload_params", strategy.cpu_offload)),
     }
     mesh = strategy.kwargs.get("device_mesh")
-    if mesh is not None:  # replicas × shards, in place of whole nodes
+    if mesh is not None:  # replicas × shards, instead of whole nodes
         replicas, shards = mesh if isinstance(mesh, tuple) else tuple(mesh.mesh.shape)
         settings |= {MESH + "dp_replicate_size": int(replicas), MESH + "dp_shard_size": int(shards)}
         word = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}.get(word, word)
@@ -174,7 +174,7 @@ def _first_fsdp(strategy: Any) -> dict[str, Any]:
 
 
 def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
-    """Of a `ModelParallelStrategy` the module says what was sharded: its user wrote that."""
+    """Settings of a `ModelParallelStrategy`; what is sharded depends on the module, since the user shards it."""
     mesh = strategy.device_mesh
     data, tensor = int(mesh["data_parallel"].size()), int(mesh["tensor_parallel"].size())
     sharded = any("FSDPModule" in [base.__name__ for base in type(module).__mro__] for module in module.modules())
@@ -189,7 +189,7 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
 
 
 def _rows(loader: Any) -> int:
-    """Rows of the batch of one rank."""
+    """Rows of a rank's batch."""
     for source in (loader, getattr(loader, "batch_sampler", None)):
         rows = getattr(source, "batch_size", None)
         if isinstance(rows, int):

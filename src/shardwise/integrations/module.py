@@ -1,4 +1,4 @@
-"""What a framework's own module and optimizer are, as fields of a job; what has no price is refused with the reason."""
+"""A framework's module and optimizer as fields of a job; what has no price is refused, with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_count
 
-# What frameworks put around a module, and the attribute that holds it.
+# Attributes in which frameworks' wrappers keep the module.
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod")
 _TRAINED_HEADS = ("ForCausalLM", "LMHeadModel")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
@@ -25,29 +25,32 @@ _OPTIMIZERS = {
     "adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "adamw8bit": "adam8bit",
     "adam8bit": "adam8bit", "pagedadamw8bit": "adam8bit", "pagedadam8bit": "adam8bit", "muon": "muon",
 }  # fmt: skip
-_UNLIKE = 0.02  # of the parameters: position rows and scales that a description leaves out are less
+_UNLIKE = 0.02  # of the parameters: more than the position rows and scales that a description may leave out
 
 
 class NotPriced(SpecError):
-    """What the framework runs is valid, but this project has no price for it."""
+    """The framework's run is valid, but this project cannot price it."""
 
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """A module as it is trained: its shape, the format of its weights, and what of a job it decides."""
+    """What a module determines of a job."""
 
     model: Model
-    weights: str  # float32, bfloat16 or float16
+    weights: str
+    """Format: float32, bfloat16 or float16."""
     recomputed: bool
-    attention: str  # as in a job: flash or unfused
+    attention: str
+    """As in a job: flash or unfused."""
     dropout: bool
     compiled: bool
-    returns_keys: bool  # and values of all layers, with the loss
+    returns_keys: bool
+    """Returns the keys and values of all layers together with the loss."""
     notes: tuple[str, ...] = ()
 
 
 def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
-    """``given`` describes the model where no Hugging Face config does: a preset, a file, a mapping or a `Model`."""
+    """``given`` (a preset, file, mapping or `Model`) describes a model that has no Hugging Face config."""
     network = language_model(module)
     config = getattr(network, "config", None)
     model = _described(module) if given is None else model_from(given)
@@ -65,13 +68,14 @@ def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
         attention="unfused" if attention == "eager" else "flash",
         dropout=any(_is_positive(getattr(config, name, 0)) for name in _DROPOUTS),
         compiled=any(hasattr(layer, "_orig_mod") for layer in layers),
-        returns_keys=bool(getattr(config, "use_cache", False)) and not recomputed,  # transformers does not do both
+        returns_keys=bool(getattr(config, "use_cache", False))
+        and not recomputed,  # transformers does not combine the two
         notes=tuple(notes),
     )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside what DDP, FSDP, DeepSpeed and `torch.compile` put around it."""
+    """The module inside the wrappers of DDP, FSDP, DeepSpeed and `torch.compile`."""
     for name in _WRAPPERS:
         inner = getattr(module, name, None)
         if isinstance(inner, nn.Module) and (name != "module" or _is_wrapper(module)):
@@ -80,7 +84,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def language_model(module: nn.Module) -> nn.Module:
-    """The one network with a Hugging Face config in a module; the module itself where there is none, or several."""
+    """The only network with a Hugging Face config in a module; the module itself if there is none, or several."""
     own = unwrapped(module)
     networks = list(_configured(own))
     return networks[0] if len(networks) == 1 else own
@@ -96,7 +100,7 @@ def _configured(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """A network may call a part of its own ``module`` too."""
+    """Whether ``module`` is a wrapper's attribute: a network may use that name for a part of its own."""
     return type(module).__name__ in ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 
 
@@ -120,7 +124,7 @@ def _described(module: nn.Module) -> Model:
 
 
 def _refuse_what_is_not_priced(network: nn.Module, config: Any, model: Model) -> list[str]:
-    """Raises NotPriced for weights that are frozen, quantised or split by the model itself; notes on what differs."""
+    """Raises NotPriced for weights that are frozen, quantised or on several devices; notes on what differs."""
     if getattr(config, "quantization_config", None) is not None or getattr(network, "is_quantized", False):
         raise NotPriced("model", "quantised weights are not priced", "train 16-bit or fp32 weights")
     if len(set(map(str, (getattr(network, "hf_device_map", None) or {}).values()))) > 1:
@@ -138,17 +142,17 @@ def _refuse_what_is_not_priced(network: nn.Module, config: Any, model: Model) ->
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: ZeRO-3 of DeepSpeed leaves an empty one."""
+    """Elements of the whole parameter, of which DeepSpeed's ZeRO-3 leaves an empty one."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _is_flat(network: nn.Module) -> bool:
-    """Whether FSDP has replaced the parameters by shards of joined ones, whose sizes say nothing."""
+    """Whether FSDP1 has replaced the parameters by shards of flat ones, whose sizes say nothing."""
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules())
 
 
 def _weights(network: nn.Module) -> str:
-    """The format of most weights that are trained."""
+    """The format of most weights."""
     counted: dict[str, int] = {}
     for parameter in network.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -167,7 +171,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def optimizer_of(optimizer: Any, *, narrow: bool = False) -> str:
-    """An optimizer as a job calls it; ``narrow``: it updates 16-bit weights, and its states have their format."""
+    """A job's name for an optimizer; ``narrow``: it updates 16-bit weights, and its states are 16-bit too."""
     inner, name = optimizer, ""
     while inner is not None:
         name = type(inner).__name__
@@ -196,14 +200,15 @@ _LOOKED_AT = 64  # examples
 
 @dataclass(frozen=True)
 class Sequences:
-    """The tokens of an example as they are priced, and who says so."""
+    """The length of an example, as it is priced."""
 
     seq: int
     said_by: str = field(compare=False)
+    """Where the length comes from, in words."""
 
 
 def sequences_of(given: int | None, loader: Any, *settings: Any) -> Sequences:
-    """As given; else as a setting of the trainer has it (``max_length``); else as long as all examples are."""
+    """The given length, or a trainer's setting (``max_length``), or that of the examples if all are equally long."""
     if given is not None:
         return Sequences(given, "given")
     for setting in settings:
@@ -221,7 +226,7 @@ def sequences_of(given: int | None, loader: Any, *settings: Any) -> Sequences:
 
 
 def _lengths(dataset: Any) -> Iterator[int]:
-    """Of examples spread over a data set that has a length and can be asked for any of them."""
+    """The lengths of examples spread over a data set; none if it cannot be indexed."""
     try:
         count = len(dataset)
         places = range(0, count, max(1, count // _LOOKED_AT))

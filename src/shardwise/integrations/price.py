@@ -1,4 +1,4 @@
-"""A framework's run, priced before its first step: the verdict that is printed, and what stops a run."""
+"""Prices a framework's run before its first step: the verdict to print, and whether the run may start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.spec.run import LearningRateSchedule
 from shardwise.spec.units import readable_seconds
 
 FOLDER = "shardwise"  # in the folder of a framework's run
-WORTH_SAYING = 0.05  # of the step: what a faster layout saves
+WORTH_SAYING = 0.05  # share of the step that a faster layout saves
 _SEARCH_SECONDS = 10.0
 
 OnMisfit = Literal["warn", "stop"]
@@ -31,18 +31,18 @@ OnMisfit = Literal["warn", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What a user gives: the rest is read from the framework.
-
-    ``seq`` are the tokens of a padded example; ``cluster`` the machine (default: the GPUs that are here); ``model`` a
-    description of a network that has no Hugging Face config; ``folder`` where the run is recorded. ``on_misfit``: a run
-    that does not fit, or of which that cannot be said, is warned of, or stopped before its first step.
-    """
+    """What a user gives; the rest is read from the framework."""
 
     seq: int | None = None
+    """Tokens of a padded example."""
     cluster: Any = None
+    """The machine; None: the GPUs of this one."""
     model: Any = None
+    """Describes a network without a Hugging Face config."""
     folder: str | PathLike[str] | None = None
+    """Where the run is recorded."""
     on_misfit: OnMisfit = "warn"
+    """What to do about a run that is not known to fit: print a warning, or stop it before its first step."""
 
     def __post_init__(self) -> None:
         if self.on_misfit not in ("warn", "stop"):
@@ -56,13 +56,15 @@ class WatchOptions:
 
 @dataclass(frozen=True)
 class FrameworkRun:
-    """A run as its framework has it ready: what is trained, by whom, from which step to which."""
+    """A run that its framework is about to start."""
 
-    framework: str  # in words
+    framework: str
+    """In words."""
     module: Any
     optimizer: Any
     loader: Any
-    settings: tuple[Any, ...]  # objects that may know the length of a sequence
+    settings: tuple[Any, ...]
+    """Objects that may know the length of a sequence."""
     layout: Callable[[], RunLayout]
     ranks: Ranks
     is_main: bool
@@ -112,7 +114,7 @@ class PricedRun:
 
 
 def priced(run: FrameworkRun, options: WatchOptions) -> PricedRun:
-    """Raises NotPriced for what has no price, DoesNotFit where the options stop such a run, SpecError for a mistake."""
+    """Raises NotPriced for what has no price, DoesNotFit if the options stop such a run, SpecError for a mistake."""
     facts = module_facts(run.module, options.model)
     sequences = sequences_of(options.seq, run.loader, *run.settings)
     cluster, notes = cluster_for(options.cluster, run.ranks)
@@ -128,7 +130,7 @@ def priced(run: FrameworkRun, options: WatchOptions) -> PricedRun:
 
 
 def priced_or_why_not(run: FrameworkRun, options: WatchOptions) -> tuple[PricedRun | None, str]:
-    """The price, or the reason that there is none; that raises NotPriced where only a run that fits may begin."""
+    """The price, or why there is none; raises NotPriced instead if only a run that fits may start."""
     try:
         return priced(run, options), ""
     except NotPriced as error:

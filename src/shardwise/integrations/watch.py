@@ -1,7 +1,7 @@
-"""A framework's run while it trains: its steps timed and recorded beside the prediction, by rank 0 alone.
+"""Watches a framework's run: rank 0 times its steps and records them beside the prediction.
 
-The folder is that of a run, so that `status`, `report` and `validate` read it. No rank waits for another, and no step
-for its measurement: times are taken by events on the device, and read a step later.
+The folder is that of a run, so that `status`, `report` and `validate` can read it. No rank waits for another, and no
+step for its measurement: times come from events on the device that are read a step later.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from shardwise.training.memory import device_memory, tensors_counted
 
 RECORD = "shardwise.json"
 RECENT = 20  # steps whose median is logged
-_UNLIKE = 0.01  # of the tokens of a step
+_UNLIKE = 0.01  # share of a step's tokens
 
 
 class RunWatch:
-    """`step_begins` and `step_ends` around every step, `interrupted` before what is none, `finish` at the end.
+    """Call `step_begins` and `step_ends` around every step, `interrupted` before anything else, `finish` at the end.
 
-    Nothing is measured on other ranks than the first; they only price the run, so that all stop where one does.
+    Only rank 0 measures; the others price the run too, so that all stop if one does.
     """
 
     def __init__(self, run: FrameworkRun, options: WatchOptions) -> None:
@@ -92,7 +92,7 @@ class RunWatch:
     # -- while it trains ------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """On a CPU the tensors of one step are counted, which slows it down: its time is not used."""
+        """Starts the clock; on a CPU the tensors of one step are counted, which is too slow to use its time."""
         if not self.run.is_main:
             return
         if self._start is None:
@@ -111,23 +111,23 @@ class RunWatch:
         self._start, self._ended = end, ended
 
     def interrupted(self) -> None:
-        """What follows is no part of a step: an evaluation, a checkpoint."""
+        """What follows is not part of a step, such as an evaluation or a checkpoint."""
         self._start = None
         self._stop_counting()
 
     def note_loss(self, loss: float) -> None:
-        """Of the newest step."""
+        """The loss of the newest step."""
         if self._ended is not None:
             self._ended.loss = loss
 
     def resumed(self) -> None:
-        """After `interrupted`, where nothing tells when the next step begins: now."""
+        """Ends what `interrupted` began, if nothing tells when the next step begins."""
         if self.run.is_main and self._start is None:
             self._start = Timestamp(self.run.ranks.device)
             self._count_if_due()
 
     def figures(self) -> dict[str, float]:
-        """For the framework's own loggers: what was measured, beside what was predicted; empty in the first steps."""
+        """Measured and predicted figures for the framework's own loggers; empty in the first steps."""
         if not self._times.usual:
             return {}
         seconds, tokens, memory = self._measured(RECENT)
@@ -147,16 +147,16 @@ class RunWatch:
             self._counter = self._counting.enter_context(tensors_counted())
 
     def _stop_counting(self) -> bool:
-        """Whether it was counted."""
+        """Ends counting; whether it was on."""
         if self._counting is None:
             return False
         self._counting.close()
         self._counting = None
-        gc.unfreeze()  # what counting has frozen is the user's
+        gc.unfreeze()  # counting froze the user's objects
         return True
 
     def _memory(self) -> dict[str, Any]:
-        """Peaks of this rank that are known by the end of a step."""
+        """This rank's peaks, as far as they are known at the end of a step."""
         if self._stop_counting():
             self._memory_bytes = peak = self._counter.peak
             return {"memory_bytes": peak, "memory_bytes_of_ranks": [peak]}
@@ -167,7 +167,7 @@ class RunWatch:
         return dict(peaks)
 
     def _read_ended(self) -> None:
-        """Writes the step before the newest: it is done, so that nobody waits for it."""
+        """Records the step before the newest, which is done, so that nobody waits for it."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -184,7 +184,7 @@ class RunWatch:
     # -- at its end -----------------------------------------------------------------------------------------------
 
     def finish(self, *, failed: str = "") -> None:
-        """Writes what is left, and prints predicted beside measured; ``failed`` says why the run ended early."""
+        """Writes what is left and prints predicted beside measured; ``failed`` is why the run ended early."""
         self._tokens.close()
         self._stop_counting()
         if not self.run.is_main:
@@ -234,7 +234,7 @@ class RunWatch:
         yield f"shardwise report {self.run.folder}, shardwise validate {self.run.folder}"
 
     def _write_record(self) -> None:
-        """What was predicted, beside what was measured so far, as one JSON file."""
+        """Writes what was predicted and measured so far as a JSON file."""
         seconds, tokens, memory = self._measured()
         record: dict[str, Any] = {
             "framework": self.run.framework,
@@ -277,7 +277,7 @@ def _row(name: str, predicted: float | None, measured: float | None, show: Any) 
 
 
 class _EndedStep:
-    """A step whose work is launched; its time is read once the device has done it."""
+    """A step whose work is launched, and whose time is known once the device is done."""
 
     def __init__(
         self, step: int, start: Timestamp, end: Timestamp, tokens: int, memory: dict[str, Any], loss: float | None
@@ -291,9 +291,9 @@ class _EndedStep:
 
 
 class _StepTimes:
-    """How long steps took: those after the first few, which take longer than others, or the first as long as no other.
+    """How long steps took, without the first few, which take longer, unless there are no others.
 
-    A number for each, so that a million of them take little room.
+    Stored in arrays, since there may be a million.
     """
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class _StepTimes:
 
 
 class _TokenCount:
-    """Tokens that all ranks together take a step for, by the batches that this rank's network gets."""
+    """Tokens of a step on all ranks, extrapolated from the batches of this rank."""
 
     def __init__(self, run: FrameworkRun, priced: PricedRun | None) -> None:
         self._tokens = 0
@@ -330,7 +330,9 @@ class _TokenCount:
             self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, network: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():  # an evaluation; what from_pretrained loads learns without train(), too
+        if (
+            not torch.is_grad_enabled()
+        ):  # an evaluation; `training` is no sign: from_pretrained loads models in eval mode
             return
         named = keywords.get("input_ids")
         tokens = (
@@ -342,7 +344,7 @@ class _TokenCount:
             self._tokens += tokens.numel()
 
     def taken(self) -> int:
-        """Since it was last asked."""
+        """Tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens * self._ranks
 

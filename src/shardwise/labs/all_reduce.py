@@ -54,7 +54,7 @@ BLOCKING, OVERLAPPED = "1GB", "100kB"  # buckets: one of all gradients, or about
 
 @dataclass(frozen=True)
 class RankCount:
-    """What one rank sent in one all-reduce, and how long several took."""
+    """What a rank sent in an all-reduce, and how long several took."""
 
     messages: int
     sent_bytes: int
@@ -90,7 +90,7 @@ def run(setup: LabSetup) -> LabReport:
 
 
 def _schedule(name: str, topology: Topology) -> Schedule:
-    """A tree knows no levels: it is built as if all ranks were on one switch, and sends where its edges lead."""
+    """A tree has no levels: it is built as if all ranks were on one switch."""
     if name != "tree":
         return build_schedule(CollectiveKind.ALL_REDUCE, topology, ALGORITHMS[name], SIZE)
     flat = network(described(Emulation(nodes=RANKS, ranks_per_node=1, rate=SLOW.rate, delay=SLOW.delay)))
@@ -155,14 +155,14 @@ def _crossing(schedule: Schedule) -> float:
 
 
 def _median(ranks: Sequence[RankCount]) -> float:
-    """Of all repeats, the slowest rank's time."""
+    """Median over the repeats of the slowest rank's time."""
     return float(statistics.median(max(each) for each in zip(*(rank.seconds for rank in ranks))))
 
 
 def _times(
     schedules: Mapping[str, Schedule], topology: Topology, slow: Mapping[str, Sequence[RankCount]]
 ) -> Iterator[LabFinding]:
-    """Ratios, not seconds: what the machine adds, it adds to all."""
+    """Compares ratios, not seconds, since the machine adds its own time to all."""
     reference = "hierarchical"
     for name in schedules:
         if name == reference:
@@ -203,7 +203,7 @@ def _table(
 
 
 def _step(pool: Pool, bucket: str, short: bool) -> TracedStep:
-    """Rank 0 of a data-parallel step over the slow link: the shortest, as what else the machine does only adds."""
+    """The shortest data-parallel step of rank 0 over the slow link: other load on the machine only adds time."""
     strategy = {"dp": RANKS, "microbatch": 1, "bucket": bucket, "collective": "hierarchical"}
     job = lab_job(strategy, batch=RANKS, seq=16, cluster=described(SLOW), **MODEL)
     rank = run_engine(pool, EngineRun(job, steps=3 if short else 6, counts=False, pace=PACE))[0]
@@ -211,7 +211,7 @@ def _step(pool: Pool, bucket: str, short: bool) -> TracedStep:
 
 
 def _begun_beside(step: TracedStep) -> int:
-    """Sums that begin while a layer below still has its backward pass to do, which takes its time."""
+    """How many sums begin while the backward pass of a lower layer is still to come."""
     begun = [span.start for span in step if span.label.kind == "begin" and span.label.what == Called.GRADIENTS]
     return sum(start < max(begun) - PACE.layer_backward / 2 for start in begun)
 

@@ -1,7 +1,7 @@
 """Lab: routing tokens to experts on 4 processes, balanced and skewed: who computes, who waits, what is sent.
 
 The router is replaced by one that sends tokens where the lab wants them; exchange, experts and gradients are the
-engine's own. What is counted does not depend on the machine: tokens, bytes, FLOPs, memory.
+engine's own. Tokens, bytes, FLOPs and memory are counted, which do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.spec.units import readable_bytes, readable_seconds
 
 RANKS, EXPERTS, TOP_K = 4, 8, 2
 LAYERS, SEQ = 2, 64
-# To which rank's experts the tokens of a sequence go, in turn; the busiest rank then has 1, 2 or 4 times the mean.
+# The rank whose experts each token of a sequence goes to, in turn, by the busiest rank's load over the mean.
 PATTERNS = {1: (0, 1, 2, 3), 2: (0, 0, 1, 2), 4: (0, 0, 0, 0)}
 
 
@@ -39,7 +39,7 @@ _WHY_BYTES = (
 
 
 class ChosenRouter(nn.Module):
-    """Picks experts by a pattern of ranks; scores and weights are the router's that it replaces."""
+    """Picks experts by a pattern of ranks; scores and weights are those of the router that it replaces."""
 
     bias: Tensor | None = None
 
@@ -63,9 +63,10 @@ def route(engine: Engine, pattern: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Routed:
-    """One pattern on all ranks; ``skew`` is how much busier the busiest rank is than the mean."""
+    """One pattern on all ranks."""
 
     skew: int
+    """Load of the busiest rank over the mean."""
     ranks: Sequence[RankResult]
 
     @property
@@ -112,7 +113,7 @@ def _findings(job: Job, routed: Routed) -> Iterator[LabFinding]:
 
 
 def _expert_flops(job: Job) -> float:
-    """Of a rank's routed experts in a step, with a balanced load."""
+    """FLOPs of a rank's routed experts in a step with a balanced load."""
     each = (
         operator
         for operator in layer_operators(job.model, layer_shape(job), moe=True)
@@ -122,7 +123,7 @@ def _expert_flops(job: Job) -> float:
 
 
 def _memory(runs: Sequence[Routed]) -> LabFinding:
-    """More tokens are more activations, on that rank alone."""
+    """More tokens mean more activations, on that rank alone."""
     balanced, skewed = (max(rank.peak_bytes for rank in each.ranks) for each in (runs[0], runs[-1]))
     return LabFinding(
         "skew 4: peak of the busiest rank over the balanced one", 1.05, skewed / balanced, 0,

@@ -1,4 +1,4 @@
-"""What a lab has found: theory beside measurement, and whether the one contradicts the other."""
+"""What a lab has found: theory beside measurement, and whether they agree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardwise.report.page import Piece
 from shardwise.spec.units import readable_bytes, readable_seconds, readable_share
 
 Unit = Literal["", "bytes", "seconds", "share"]
-WRONG = 10.0  # by how much a planted theory is wrong
+WRONG = 10.0  # factor by which a planted theory is wrong
 
 
 class Relation(Enum):
-    """How a measurement has to stand to the theory; the sign is for tables."""
+    """How a measurement must relate to the theory; the sign is for tables."""
 
     EQUAL = "="
     AT_LEAST = "≥"
@@ -23,19 +23,19 @@ class Relation(Enum):
 
 @dataclass(frozen=True)
 class LabFinding:
-    """One number of the theory and what was measured; ``tolerance`` is relative to the expected, 0 is to the byte.
-
-    ``timed`` says that it depends on the machine's clock, ``why`` where the theory comes from.
-    """
+    """A number that theory predicts, and what was measured."""
 
     what: str
     expected: float
     measured: float
     tolerance: float
+    """Relative to the expected number; 0 is exact."""
     why: str
+    """Where the theory comes from."""
     relation: Relation = Relation.EQUAL
     unit: Unit = ""
     timed: bool = False
+    """It depends on the machine's speed."""
 
     @property
     def holds(self) -> bool:
@@ -47,7 +47,7 @@ class LabFinding:
         return below if self.relation is Relation.AT_MOST else above and below
 
     def planted(self) -> LabFinding:
-        """The same under a theory that is wrong by a factor of ten: no lab may believe it."""
+        """The same under a theory that is wrong by a factor of ten, which every lab must notice."""
         at_most = self.relation is Relation.AT_MOST
         return replace(self, expected=self.expected / WRONG if at_most else WRONG * self.expected + 1)
 
@@ -78,11 +78,13 @@ class LabFinding:
 
 @dataclass(frozen=True)
 class LabReport:
-    """A lab that has run: ``pieces`` teach, ``findings`` judge, ``files`` are pictures and traces by their names."""
+    """What a lab shows and finds."""
 
     pieces: tuple[Piece, ...]
+    """What teaches: drawings and tables."""
     findings: tuple[LabFinding, ...]
     files: dict[str, str] = field(default_factory=dict)
+    """Pictures and traces, by name."""
 
     @property
     def contradictions(self) -> tuple[LabFinding, ...]:

@@ -14,7 +14,7 @@ from shardwise.spec.units import counted, readable_share
 
 @paged
 def lab_page(lab: Lab, report: LabReport) -> Iterator[Piece | str]:
-    """What was drawn, then theory beside measurement: first what is counted, then what a clock has said."""
+    """Drawings, then theory beside measurement: first what was counted, then what was timed."""
     yield Line(f"{lab.title}: {lab.asks}\n", "bold")
     yield from report.pieces
     for title, timed in (("Theory beside what was counted", False), ("Theory beside what was timed", True)):

@@ -1,8 +1,8 @@
 """Lab: a parameter server on Ray (server actors and worker actors) against the engine's all-reduce.
 
-Workers push gradients and pull weights through Ray; the same model, batches and optimizer are trained by an all-reduce.
-Weights have to be the same in the end, and what crosses a server's link has to be what the formula says. Without Ray
-the servers are processes of `torch.distributed`.
+Workers push gradients and pull weights through Ray; an all-reduce trains the same model with the same batches and
+optimizer. In the end the weights must be the same, and a server's link must have carried what the formula says. Without
+Ray the servers are processes of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ one server: every worker's bytes cross its link        all-reduce: every link ca
 
 
 class ServerActor:
-    """Keeps one part of the weights; updates them once the gradients of all workers are there."""
+    """Keeps a part of the weights, and updates it once the gradients of all workers have arrived."""
 
     def __init__(self, request: ServerRequest, number: int) -> None:
         torch.set_num_threads(1)
@@ -70,7 +70,7 @@ class ServerActor:
         self.gradients[worker] = torch.from_numpy(gradient.copy())
         if len(self.gradients) == self.plan.workers:
             total = torch.zeros_like(self.weights)
-            for number in sorted(self.gradients):  # in one order, so that every run has the same bits
+            for number in sorted(self.gradients):  # in a fixed order, so that every run has the same bits
                 total += self.gradients[number]
             self.gradients.clear()
             self.weights.grad = total
@@ -107,7 +107,7 @@ class WorkerActor:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """One number of servers: what they counted, and how it ended beside the all-reduce."""
+    """A run with some number of servers: what they counted, and how it ended."""
 
     plan: ServerPlan
     steps: int
@@ -115,7 +115,7 @@ class ServedRun:
 
     @property
     def busiest_bytes(self) -> int:
-        """In and out of one server, in a step."""
+        """Bytes in and out of the busiest server in a step."""
         return max(
             server.received_bytes // self.steps + server.sent_bytes // (self.steps + 1) for server in self.way.servers
         )

@@ -1,7 +1,7 @@
 """Lab: bubbles of pipeline schedules, simulated and run by the engine on 4 processes.
 
-A pass sleeps until its planned time is over, so that four ranks share two cores without slowing each other down: order,
-messages and waiting are the engine's own. The simulator is told the times that the passes really took.
+A pass sleeps until its planned time is over, so that four ranks share two cores without slowing each other down. Order,
+messages and waiting are the engine's own. The simulator gets the times that the passes really took.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.spec.schedules import ScheduleRecord, own_schedules
 from shardwise.spec.units import readable_seconds, readable_share
 
 RANKS, MICROBATCHES = 4, 8
-# Of a rank's whole share of the layers: forward, input gradient and weight gradient alike.
+# For all layers of a rank; the same for forward, input gradient and weight gradient.
 PASS_SECONDS, SHORT_PASS_SECONDS = 0.03, 0.016
 STEP_TOLERANCE = 0.2  # sleeping ends late, and messages take their time
 _WIDTH = 92
@@ -79,7 +79,7 @@ def run(setup: LabSetup) -> LabReport:
 
 
 def _schedules(*, every: bool) -> Iterator[ScheduleRecord]:
-    """All that the engine runs and the planner searches; or the first of every idea."""
+    """All schedules that the engine runs and the planner searches, or the first of every kind."""
     seen = set()
     for record in own_schedules():
         idea = (
@@ -110,12 +110,12 @@ def _run(setup: LabSetup, record: ScheduleRecord) -> RunSchedule:
     pace = Pace(dict.fromkeys(_KINDS, each), full)
     ranks = run_engine(setup.pool, EngineRun(job, steps=3 if setup.short else 6, counts=False, pace=pace))
     steps = [_timeline(schedule, [rank.ranges[step] for rank in ranks]) for step in range(1, len(ranks[0].ranges))]
-    measured = min(steps, key=lambda timeline: timeline.makespan_seconds)  # what else the machine does only adds
+    measured = min(steps, key=lambda timeline: timeline.makespan_seconds)  # other load on the machine only adds time
     return RunSchedule(record, schedule, simulate(schedule, _times(measured)), measured, ranks[0].losses)
 
 
 def _timeline(schedule: PipelineSchedule, ranks: Sequence[Sequence[TimedRange]]) -> Timeline:
-    """What the ranks did in a step, in the form that the simulator has; its schedule are the actions that ran."""
+    """What the ranks did in a step, in the simulator's form; its schedule has the actions that ran."""
     passes = [[span for span in own if span.label.pass_kind is not None] for own in ranks]
     begun = min(span.start for own in passes for span in own)
     actions = tuple(tuple(_actions(own)) for own in passes)
@@ -127,7 +127,7 @@ def _timeline(schedule: PipelineSchedule, ranks: Sequence[Sequence[TimedRange]])
 
 
 def _actions(passes: Sequence[TimedRange]) -> Iterator[Action]:
-    """A backward pass is whole where no weight gradients of its own follow."""
+    """The actions of passes; a backward pass is whole if no pass for its weight gradients follows."""
     labels = [span.label for span in passes]
     split = {(label.stage, label.number) for label in labels if label.pass_kind == "weight gradients"}
     for label in labels:

@@ -1,7 +1,7 @@
 """Lab: the nine collectives on 4 processes, what each rank holds before and after, and what crosses the network.
 
-Every element says where it comes from: which ranks' contributions are summed in it, and of which chunk. So what a rank
-holds afterwards is read from real tensors, and compared with what the verifier says that the collective promises.
+Every element encodes its chunk and the ranks whose contributions are summed in it. So what a rank holds afterwards is
+read from real tensors, and compared with what the collective promises according to the verifier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.report.page import Line, Piece
 from shardwise.spec.clusters import cluster_from
 
 RANKS = 4
-ELEMENTS = 3  # of a chunk: more than one, so that a chunk that is cut in half shows
+ELEMENTS = 3  # of a chunk: several, so that a chunk that is cut in half shows
 _CHUNK = 1 << RANKS  # an element is its chunk's number times this, plus one bit for each rank that contributed
 _NOTHING = -1.0
 _MEANING = {
@@ -42,7 +42,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class HeldState:
-    """What one rank held of a schedule's chunks, before and after, and what it sent."""
+    """The chunks that a rank held before and after, and what it sent."""
 
     before: dict[int, int]
     after: dict[int, int]
@@ -96,7 +96,7 @@ def _tensor(chunks: dict[int, int]) -> Tensor | None:
 
 
 def _read(tensor: Tensor | None, places: list[int]) -> dict[int, int]:
-    """By the chunk that each place is for: who contributed to it; 0 where another chunk, or a mixture, lies there."""
+    """Who contributed to the chunk at each place; 0 if another chunk, or a mixture, lies there."""
     assert tensor is not None
     contributors = {}
     for place, values in zip(sorted(places), tensor.view(-1, ELEMENTS).long().tolist()):
@@ -106,7 +106,7 @@ def _read(tensor: Tensor | None, places: list[int]) -> dict[int, int]:
 
 
 def _contributed(value: int, chunk: int) -> int:
-    """The ranks in a sum of n elements of one chunk, each of which is chunk · 2^ranks + its own bit."""
+    """The ranks in a sum of elements of a chunk, each of which is chunk · 2^ranks + the bit of its rank."""
     mask = value % _CHUNK
     return mask if value == mask.bit_count() * chunk * _CHUNK + mask else 0
 
@@ -151,7 +151,7 @@ def _drawn(schedule: Schedule, held: list[HeldState]) -> str:
 
 
 def _cells(schedule: Schedule, held: dict[int, int]) -> str:
-    """All-to-all's chunks are numbered by sender and receiver: only those of a rank are drawn."""
+    """A rank's chunks; all-to-all numbers chunks by sender and receiver, and only the rank's own are drawn."""
     shown = sorted(held) if schedule.chunk_count > RANKS else range(schedule.chunk_count)
     return " ".join(_cell(schedule, chunk, held.get(chunk)) for chunk in shown) or "·"
 

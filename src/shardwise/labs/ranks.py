@@ -1,4 +1,4 @@
-"""Runs of the engine on a lab's processes, and what was counted and timed in them."""
+"""What labs share: small jobs, runs of the engine that are counted and timed, slow links, counted messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DENSE: dict[str, Any] = {
 
 
 def lab_job(strategy: dict[str, Any], *, batch: int, seq: int, cluster: Any = None, **model: Any) -> Job:
-    """A job in fp32 on this machine's processes, or on ``cluster``; ``model`` changes the small Llama."""
+    """A job in fp32 for this machine's processes, or for ``cluster``; ``model`` changes fields of the small Llama."""
     world = 1
     for name in ("tp", "cp", "dp", "pp"):
         world *= strategy.get(name, 1)
@@ -69,7 +69,7 @@ _LIMIT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimedRange:
-    """One range of the engine on one rank, in seconds of the machine's clock, which all processes share."""
+    """A range of the engine on a rank, in seconds of the machine's clock, which all processes share."""
 
     label: Label
     start: float
@@ -78,14 +78,14 @@ class TimedRange:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take, whatever the processor does: a pass or a layer that is done sooner sleeps until then.
+    """How long passes and layers take: one that is done sooner sleeps until then.
 
-    Ranks that share cores would slow each other down; ranks that sleep do not. Messages are never paced. ``full`` are
-    the backward passes, by stage and microbatch, that compute weight gradients too.
+    Ranks that share cores would slow each other down; ranks that sleep do not. Messages are never paced.
     """
 
     passes: Mapping[PassKind, float] = field(default_factory=dict)
     full: frozenset[tuple[int | None, int]] = frozenset()
+    """Backward passes, by stage and microbatch, that compute weight gradients too."""
     layer_forward: float = 0.0
     layer_backward: float = 0.0
 
@@ -98,38 +98,38 @@ class Pace:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """``steps`` of a job, timed by their ranges; then one more, if ``counts``, counted but not timed.
-
-    ``prepare`` changes the engine of a rank before the first step; it is pickled. ``prefetch`` is how many units ZeRO-3
-    gathers ahead.
-    """
+    """Some steps of a job on the engine."""
 
     job: Job
     steps: int = 2
+    """Timed."""
     counts: bool = True
+    """Runs another step, which is counted and not timed."""
     pace: Pace = field(default_factory=Pace)
     prepare: Callable[[Engine], None] | None = None
+    """Changes a rank's engine before the first step; it is pickled."""
     prefetch: int = PREFETCH
+    """Units that ZeRO-3 gathers ahead."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank found; ``ranges`` are those of each step.
-
-    ``held`` are the bytes of its own weights, gradients and optimizer states before the update; ``sent`` is in bytes as
-    the cost model counts them; ``loads`` are those of experts, by layer.
-    """
+    """What a rank measured and counted."""
 
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     ranges: tuple[tuple[TimedRange, ...], ...]
+    """Of each step."""
     peak_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of its own weights, gradients and optimizer states before the update."""
     sent: Mapping[TracedCollective, int] = field(default_factory=dict)
+    """Bytes, as the cost model counts them."""
     calls: Mapping[TracedCollective, int] = field(default_factory=dict)
     flops: Mapping[str, float] = field(default_factory=dict)
     loads: tuple[tuple[float, ...], ...] = ()
+    """Of experts, by layer."""
 
 
 def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
@@ -162,7 +162,7 @@ def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:
 
 
 def lab_engine(request: EngineRun) -> Engine:
-    """With weights that are the same in every layout."""
+    """An engine whose weights are the same in every layout."""
     job = request.job
     engine = Engine(job, seed=request.seed)
     for held in engine.parameters:
@@ -175,7 +175,7 @@ def lab_engine(request: EngineRun) -> Engine:
 
 
 def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
-    """One more step, with every tensor, collective and matmul counted."""
+    """Runs another step and counts every tensor, collective and matmul."""
     collectives, flops = CollectiveLog(), FlopLog()
     gc.collect()
     batch = sample_batch(engine.job, request.steps, request.seed).rows(engine.rows)
@@ -186,7 +186,7 @@ def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
             loads = tuple(tuple(mixture.load.tolist()) for mixture in engine.mixtures)
             held = _held(engine)
             engine.update()
-    gc.unfreeze()  # counting froze what there is: this engine could never be freed
+    gc.unfreeze()  # counting froze all objects: this engine could never be freed
     dimension_of = dimension_of_collectives(engine)
     sent: Counter[TracedCollective] = Counter()
     calls: Counter[TracedCollective] = Counter()
@@ -205,13 +205,13 @@ def _counted(engine: Engine, request: EngineRun) -> dict[str, Any]:
 
 
 def kind_of(call: Sent) -> str:
-    """What the engine calls it: on gloo our reduce-scatter is made of an all-to-all."""
+    """The engine's name for a collective: on gloo our reduce-scatter is an all-to-all."""
     exchanged = call.kind == CollectiveKind.ALL_TO_ALL and call.label.collective is not None
     return str(call.label.collective) if exchanged else call.kind
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Bytes of this rank's own states before the update: what ZeRO divides."""
+    """Bytes of this rank's states before the update, which ZeRO divides."""
     tensors: dict[str, list[Any]] = {
         "weights": [held.parameter for held in engine.parameters],
         "gradients": [held.gradient for held in engine.parameters if held.gradient is not None],
@@ -225,7 +225,7 @@ def _held(engine: Engine) -> dict[str, int]:
 
 @contextmanager
 def _recorded(ranges: list[TimedRange], pace: Pace) -> Iterator[None]:
-    """Notes when every named range of the engine begins and ends; a pass lasts as long as the ``pace`` says."""
+    """Records when each named range of the engine begins and ends; a pass lasts as long as ``pace`` says."""
 
     @contextmanager
     def marked(name: str) -> Iterator[None]:
@@ -249,7 +249,7 @@ def _prefetching(units: int) -> Any:
 
 @contextmanager
 def _paced_layers(pace: Pace) -> Iterator[None]:
-    """Every layer takes at least as long as the pace says, in its forward pass and in its backward pass."""
+    """Makes every layer take at least as long as ``pace`` says, in both passes."""
     forward = Layer.forward
 
     def paced(self: Layer, hidden: Tensor, *arguments: Any) -> Tensor:
@@ -266,7 +266,7 @@ def _paced_layers(pace: Pace) -> Iterator[None]:
 
 
 class _Paced(torch.autograd.Function):
-    """Behind a layer it notes when the backward pass comes; before it, it waits until that has lasted long enough."""
+    """After a layer it notes when the backward pass begins; before the layer it waits until the pass is long enough."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, passes: list[float], lasts: float | None) -> Tensor:
@@ -287,7 +287,7 @@ class _Paced(torch.autograd.Function):
 
 @contextmanager
 def slow_nodes(emulation: Emulation) -> Iterator[EmulatedPool | str]:
-    """A pool on virtual nodes; or, in words, why there is none."""
+    """A pool on virtual nodes with a slow link between them; or, in words, why this machine has none."""
     reason = why_not()
     if reason is not None:
         yield reason
@@ -297,7 +297,7 @@ def slow_nodes(emulation: Emulation) -> Iterator[EmulatedPool | str]:
 
 
 def described(emulation: Emulation) -> Cluster:
-    """The same nodes for the planner."""
+    """The same nodes as a cluster, for the planner."""
     return cluster_of(emulation, cluster_from(f"laptop:{emulation.world}"))
 
 
@@ -305,7 +305,7 @@ def described(emulation: Emulation) -> Cluster:
 
 
 class CountingGroup:
-    """Stands before a process group: everything goes through, and what is sent is counted."""
+    """Passes everything on to a process group, and counts what is sent."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -320,7 +320,7 @@ class CountingGroup:
 
 
 class CountingCommunicator(Communicator):
-    """Of all ranks; what it has sent so far."""
+    """A communicator of all ranks that counts what it has sent."""
 
     def __init__(self) -> None:
         world = dist.group.WORLD
@@ -329,7 +329,7 @@ class CountingCommunicator(Communicator):
         super().__init__(world)
 
     def _step(self, *arguments: Any) -> None:
-        """gloo's messages leave here: through the group that counts."""
+        """Sends gloo's messages through the counting group."""
         group, self.group = self.group, self.counting  # type: ignore[assignment]
         try:
             super()._step(*arguments)

@@ -1,4 +1,4 @@
-"""The labs: what each asks, what it is given, and how one is run. Imports no torch before one runs."""
+"""The labs: what each asks, what it is given, and how it is run. Imports torch only when one runs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from shardwise.spec.errors import SpecError, nearest_name, shown
 if TYPE_CHECKING:
     from shardwise.labs.findings import LabReport
 
-# All that a worker needs, so that each starts in no time.
+# What workers import, loaded once so that each starts quickly.
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.labs.ranks")
 
 
 @dataclass(frozen=True)
 class LabSetup:
-    """``pool`` runs functions on processes; a ``short`` lab measures less of the same, for tests."""
+    """What a lab is given."""
 
     pool: Pool
+    """Runs functions on processes."""
     short: bool = False
+    """Measures less of the same, for tests."""
     on_progress: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
 class Lab:
-    """``asks`` is what one learns; its module of the same name has ``run(setup)``."""
+    """A lab; the module of its name has ``run(setup)``."""
 
     name: str
     title: str
     asks: str
+    """What one learns."""
     processes: int
 
     def run(self, setup: LabSetup) -> LabReport:
@@ -64,6 +67,6 @@ def lab_named(name: str) -> Lab:
 
 @contextmanager
 def own_setup(*, short: bool, on_progress: Callable[[str], None]) -> Iterator[LabSetup]:
-    """With processes of its own."""
+    """A setup with processes of its own."""
     with Pool(PRELOAD) as pool:
         yield LabSetup(pool, short, on_progress)

@@ -40,7 +40,7 @@ class RingRun:
 
     @property
     def scores_bytes(self) -> float:
-        """A matrix of scores that one device would keep without a fused kernel: heads · seq² · 4."""
+        """The matrix of scores that a device would store without a fused kernel: heads · seq² · 4."""
         return 4.0 * HEADS * self.seq**2 * LAYERS
 
     @property
@@ -100,7 +100,7 @@ def _findings(ring: RingRun) -> Iterator[LabFinding]:
 
 
 def _growth(runs: Sequence[RingRun]) -> Iterator[LabFinding]:
-    """From the shortest to the longest: sent bytes grow as the length does."""
+    """Sent bytes grow like the length, from the shortest sequence to the longest."""
     first, last = runs[0], runs[-1]
 
     def passed(ring: RingRun) -> float:
@@ -135,7 +135,7 @@ def _pieces(runs: Sequence[RingRun]) -> Iterator[Piece]:
 
 
 def _cut_drawing() -> str:
-    """Which pieces of the sequence each rank has, read off the engine's own cut."""
+    """Which pieces of the sequence each rank has, according to the engine."""
     import torch
 
     pieces = torch.arange(2 * RANKS)[None]

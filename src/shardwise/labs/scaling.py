@@ -1,8 +1,8 @@
 """Lab: strong and weak scaling of data parallelism on 1, 2 and 4 processes, over a slow link where there is one.
 
 Layers take a fixed time (they sleep until it is over), so that ranks on shared cores do not slow each other down. What
-is left of ideal scaling is then Amdahl's serial part: the sum of the gradients, and what else a step does once. It is
-measured by a step of one sequence a rank whose layers do not sleep, and is at least the price of the sum.
+is missing from ideal scaling is then Amdahl's serial part: summing the gradients, and what else a step does once. It is
+measured in a step of one sequence per rank whose layers do not sleep, and is at least the price of the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_seconds, readable_share
 
 SIZES = (1, 2, 4)
-BATCH = 4  # sequences of a strong step; of one rank in a weak one
+BATCH = 4  # sequences: of all ranks in strong scaling, of each in weak scaling
 MODEL = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 384, "vocab": 256}
 PACE = Pace(layer_forward=0.02, layer_backward=0.04)
 RATE, DELAY = 25e6, 1e-3
@@ -34,13 +34,16 @@ TOLERANCE = 0.25
 
 @dataclass(frozen=True)
 class ScaledRun:
-    """A step on some ranks, whole and beside its layers; ``summed_seconds`` is the price of the gradients' sum."""
+    """A step on some ranks."""
 
     ranks: int
     layers_seconds: float
     measured_seconds: float
+    """The whole step."""
     beside_seconds: float
+    """What a step takes beside its layers."""
     summed_seconds: float
+    """Price of summing the gradients."""
     loss: float
 
     @property
@@ -65,7 +68,7 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
         sequences = BATCH if kind == "strong" else BATCH * ranks
         cluster = _cluster(ranks) if slow and ranks > 1 else None
         whole = _steps(setup, pool, ranks, sequences, cluster, PACE)
-        beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # a sequence each: little of it is the layers'
+        beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # one sequence each: layers take little of it
         layers = MODEL["layers"] * (PACE.layer_forward + PACE.layer_backward) * sequences / ranks
         summed = _sum_seconds(cluster) if cluster is not None else 0.0
         runs.append(ScaledRun(ranks, layers, _least_step(whole), _least_step(beside), summed, whole[0].losses[-1]))
@@ -85,7 +88,7 @@ def _cluster(ranks: int) -> Cluster:
 
 
 def _sum_seconds(cluster: Cluster) -> float:
-    """An all-reduce of all gradients by the ring that the engine is told to use."""
+    """An all-reduce of all gradients by a ring, as the engine is told to do it."""
     topology, size = network(cluster), 4.0 * parameter_count(_model())
     schedule = build_schedule(CollectiveKind.ALL_REDUCE, topology, "ring", size)
     return simulated_seconds(schedule, topology, size)
@@ -101,7 +104,7 @@ def _least_step(ranks: Sequence[RankResult]) -> float:
 
 
 def efficiency(kind: str, first: float, ranks: int, seconds: float) -> float:
-    """T1/(N·TN) at a fixed batch (Amdahl 1967), T1/TN at one that grows with N (Gustafson 1988)."""
+    """T1/(N·TN) for a fixed batch (Amdahl 1967), T1/TN for one that grows with N (Gustafson 1988)."""
     return first / seconds / (ranks if kind == "strong" else 1)
 
 

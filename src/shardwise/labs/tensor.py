@@ -1,6 +1,6 @@
 """Lab: tensor and sequence parallelism of an MLP by hand, in 50 lines (`by_hand.py`), against the engine's.
 
-Both get the same weights and the same hidden states; outputs, gradients and what is sent have to be the same.
+Both get the same weights and hidden states; outputs, gradients and what is sent must be the same.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ tensor parallelism: every rank has all tokens            sequence parallelism: e
 
 @dataclass(frozen=True)
 class ComputedMlp:
-    """What one way to compute an MLP gave on one rank."""
+    """The results of one way to compute an MLP, on a rank."""
 
     output: Tensor
     of_hidden: Tensor
     of_weights: Mapping[str, Tensor]
-    sent: Mapping[str, int]  # bytes by kind of collective
+    sent: Mapping[str, int]
+    """Bytes by kind of collective."""
 
 
 @dataclass(frozen=True)
 class ComparedMlp:
-    """The largest differences over all tensors, relative to the largest element; and what was sent."""
+    """The largest differences, relative to the largest element, and what was sent."""
 
     output: float
     of_hidden: float

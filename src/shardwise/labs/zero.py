@@ -1,7 +1,7 @@
 """Lab: data parallelism with whole copies (DDP) against ZeRO-1, 2 and 3: memory and bytes beside the formulas.
 
 Memory is what tensors hold, bytes are what the engine's collectives carry; neither depends on the machine. Prefetch is
-shown on two virtual nodes with a slow link, where layers take a fixed time: there a gather is worth hiding.
+shown on two virtual nodes with a slow link and layers that take a fixed time, where a gather is worth hiding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACE = Pace(layer_forward=0.03, layer_backward=0.06)
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """One way to keep states: as planned, and on every rank."""
+    """One way to keep states, as planned and as measured on every rank."""
 
     zero: int
     job: Job
@@ -52,7 +52,7 @@ class ZeroStage:
 
     @property
     def planned_bytes(self) -> float:
-        """Of tensors: without the allowance for the framework."""
+        """Of tensors, without the allowance for the framework."""
         return self.planned.total - self.planned.allowance
 
     @property
@@ -134,14 +134,14 @@ def _step_seconds(stage: ZeroStage) -> float:
 
 
 def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
-    """ZeRO-3 over a slow link, with and without gathering the next layer while one computes."""
+    """ZeRO-3 over a slow link, with and without gathering the next layer while the current one computes."""
     with slow_nodes(SLOW) as pool:
         if isinstance(pool, str):
             return [], [Line(f"Prefetch needs virtual nodes with a slow link, left out: {pool}")]
         setup.on_progress("ZeRO-3 over a slow link, with and without prefetch")
         job = lab_job({"dp": 2, "zero": 3, "microbatch": 1}, batch=2, seq=32, cluster=described(SLOW), **MODEL)
         request = EngineRun(job, steps=2 if setup.short else 6, counts=False, pace=PACE)
-        rounds = 1 if setup.short else 3  # in turns: what else the machine does meets both
+        rounds = 1 if setup.short else 3  # alternating, so that other load on the machine affects both
         tried = [(units, run_engine(pool, replace(request, prefetch=units))) for _ in range(rounds) for units in (0, 1)]
         seconds = [min(_least_step(ranks) for units, ranks in tried if units == ahead) for ahead in (0, 1)]
     gathers = [

@@ -1,7 +1,7 @@
-"""A worker's place among the others, and the files in which it reports its progress and why it failed.
+"""A worker's place in its world, and the files in which it reports its progress and why it failed.
 
-Progress is one small record that is overwritten in place, with one system call per step; a failure is a JSON file that
-appears complete. Times are of the machine's monotonic clock, which all its processes share.
+Progress is a small record that is overwritten in place, by one system call per step. A failure is a JSON file that
+appears complete. Times are those of the machine's monotonic clock, which all its processes share.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwise.spec.files import read_json
 Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
 BEAT_SECONDS = 0.5
-STOPPED = 76  # of a rank that a signal stopped before the last step, with a checkpoint; no crash ends with it
+STOPPED = 76  # exit status of a rank that a signal stopped early, with a checkpoint; no crash has it
 
-# A counter stands at both ends: a reader of a half-written record sees two different numbers.
+# A counter at both ends: in a half-written record the two differ.
 _PROGRESS = struct.Struct("=QqqddQ")
 _BEAT = struct.Struct("=d")
 _BEAT_OFFSET = 64
@@ -43,33 +43,38 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is: a phase of a step since a time; ``limit_seconds`` is what it requested, 0 the default."""
+    """Which phase of which step a rank is in."""
 
     phase: Phase
     step: int
     since: float
+    """When the phase began."""
     limit_seconds: float
-    beat: float  # its last heartbeat
+    """How long the rank asked to be given for this phase; 0 is the default."""
+    beat: float
+    """Its last heartbeat."""
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Why a rank failed, as it reported; ``mistake``: the user can fix it, a restart cannot."""
+    """Why a rank failed, in its own words."""
 
     rank: int
     at: float
     phase: Phase
     step: int
-    kind: str  # the name of the exception's class
+    kind: str
+    """Name of the exception's class."""
     message: str
     traceback: str
     mistake: bool
+    """The user can fix it; a restart cannot."""
 
 
 def rank_file(
     folder: Path, rank: int, kind: Literal["log", "progress", "failed.json", "stacks", "flight.json"]
 ) -> Path:
-    """A file of a rank; on `STACKS_SIGNAL` it writes the stacks of its threads, and its last collectives."""
+    """A file of a rank; `STACKS_SIGNAL` makes the rank write ``stacks`` and ``flight.json``."""
     return folder / f"rank-{rank}.{kind}"
 
 
@@ -82,7 +87,7 @@ def write_beat(file: int, at: float) -> None:
 
 
 def read_progress(file: int) -> RankProgress | None:
-    """The record in an open file; None if there is none yet, or only half of one."""
+    """The record in an open file; None if there is none yet, or it is half-written."""
     data = os.pread(file, _BEAT_OFFSET + _BEAT.size, 0)
     if len(data) < _BEAT_OFFSET + _BEAT.size:
         return None
@@ -94,7 +99,7 @@ def read_progress(file: int) -> RankProgress | None:
 
 
 def reserve_failure(folder: Path, rank: int) -> None:
-    """Reserves space for a failure record: the failure may be a full disk."""
+    """Reserves space for a failure record, since the failure may be a full disk."""
     rank_file(folder, rank, "failed.json").with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
 
 
@@ -111,28 +116,28 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
 def read_failure(folder: Path, rank: int) -> FailureRecord | None:
     try:
         return FailureRecord(**read_json(rank_file(folder, rank, "failed.json"), "record of a failure"))
-    except (OSError, ValueError, TypeError):  # none, or invalid: then only the exit status is known
+    except (OSError, ValueError, TypeError):  # missing or invalid: only the exit status is known
         return None
 
 
 @dataclass(frozen=True)
 class WorldPlace:
-    """One process of an attempt to train.
-
-    The processes rendezvous through a file, new for each attempt, or, across machines, at ``address`` and ``port``.
-    ``folder`` is where this attempt's records go and ``launcher`` the process that reads them; both are absent where
-    another program started the workers.
-    """
+    """One process of an attempt to train, and where it meets the others."""
 
     rank: int
     world: int
     local_rank: int
     rendezvous: Path | None = None
+    """File through which the ranks of one machine meet, new for each attempt."""
     address: str | None = None
+    """With ``port``, where ranks of several machines meet."""
     port: int | None = None
     folder: Path | None = None
+    """Where this attempt's records go; None if another program started the workers."""
     launcher: int | None = None
-    attempt: str = "1"  # identifies this attempt of the run; equal on all ranks
+    """Process that reads the records; None if another program started the workers."""
+    attempt: str = "1"
+    """Identifies this attempt of the run; equal on all ranks."""
     ranks_here: int = 1
     by_mpi: bool = False
 
@@ -147,6 +152,8 @@ class WorldPlace:
     def of(cls, process: Started, environment: Mapping[str, str] = os.environ) -> WorldPlace:
         folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get(OWN_LAUNCHER)
         rendezvous = environment.get("SHARDWISE_RENDEZVOUS")
+        counters = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        restarts = (environment[name] for name in counters if name in environment)
         return cls(
             rank=process.rank,
             world=process.world,
@@ -156,22 +163,17 @@ class WorldPlace:
             port=process.port,
             folder=Path(folder) if folder else None,
             launcher=int(launcher) if launcher else None,
-            attempt=Path(folder).name if folder else f"restart-{_restarts(environment)}",
+            attempt=Path(folder).name if folder else f"restart-{next(restarts, '0')}",
             ranks_here=process.ranks_per_host,
             by_mpi=process.is_mpi,
         )
 
 
-def _restarts(environment: Mapping[str, str]) -> str:
-    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return next((environment[name] for name in names if name in environment), "0")
-
-
 class Reporter:
     """A rank's reports to the launcher: its progress, its heartbeat, and why it failed.
 
-    Without a launcher every call is a no-op. With one, the process ends when the launcher does, and ``requests`` is a
-    file from which a thread can read the signals that came.
+    Without a launcher every call is a no-op. With one, the process ends when the launcher does, and a thread can read
+    the signals that arrived from the file ``requests``.
     """
 
     def __init__(self, place: WorldPlace) -> None:
@@ -197,7 +199,7 @@ class Reporter:
         threading.Thread(target=self._beat, args=(self._file,), name="beat", daemon=True).start()
 
     def phase(self, name: Phase, step: int, limit_seconds: float | None = None) -> None:
-        """This rank now begins ``name`` of ``step``; it may take the phase's limit, or ``limit_seconds`` if more."""
+        """This rank begins a phase, which may take as long as its limit, or ``limit_seconds`` if that is longer."""
         self._phase, self._step = name, step
         if self._file is None:
             return
@@ -205,7 +207,7 @@ class Reporter:
         write_progress(self._file, self._count, name, step, time.monotonic(), limit_seconds or 0.0)
 
     def failed(self, error: BaseException) -> None:
-        """Records why this rank failed. After that the process may take its time to end."""
+        """Records why this rank failed; the process may then take its time to end."""
         if self._place.folder is None:
             return
         record = FailureRecord(
@@ -226,13 +228,13 @@ class Reporter:
         self._closed.set()
 
     def _beat(self, file: int) -> None:
-        """The heartbeat: runs as long as the process does; it stops if the process is stopped or holds the GIL."""
+        """The heartbeat; it stops when the process is stopped or a thread never releases the GIL."""
         while not self._closed.wait(BEAT_SECONDS):
             write_beat(file, time.monotonic())
 
 
 def _signals_as_bytes() -> int | None:
-    """A pipe with a byte for every signal, written even while the main thread waits in a call; None in a thread."""
+    """A pipe that gets a byte for every signal, even while the main thread is blocked; None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
     reads, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
@@ -243,7 +245,7 @@ def _signals_as_bytes() -> int | None:
 
 
 def die_with(launcher: int) -> None:
-    """Has the kernel kill this process when the launcher dies; elsewhere the guard does."""
+    """Has the Linux kernel kill this process when the launcher dies; on other systems the launcher's guard does."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

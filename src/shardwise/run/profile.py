@@ -18,12 +18,13 @@ _PLAIN = ("rank", "node", "device", "clock_error", "groups", "stages", "memory")
 
 @dataclass(frozen=True)
 class NamedRange:
-    """``lane`` is a thread or a GPU stream; on one lane ranges are nested or disjoint."""
+    """A named stretch of time on one rank, in seconds since the first rank's record began."""
 
     name: str
-    start: float  # seconds since the first rank's record began
+    start: float
     end: float
     lane: int = HOST
+    """Thread or GPU stream; ranges of a lane are nested or disjoint."""
 
     @property
     def seconds(self) -> float:
@@ -32,28 +33,30 @@ class NamedRange:
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective as the backend recorded it: ``bytes`` are this rank's input."""
+    """A collective as the backend recorded it."""
 
     name: str
     members: tuple[int, ...]
     bytes: int
+    """This rank's input."""
     start: float
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """``groups``: the ranks with which this one communicates, by the name of the group (`engine.mesh.Mesh`).
-
-    Its clock agrees with rank 0's to about ``clock_error`` seconds. ``memory`` has the bytes of this rank's states.
-    """
+    """What a rank recorded of the profiled steps."""
 
     rank: int
     node: int
     device: str
     clock_error: float
+    """Seconds by which its clock may differ from rank 0's."""
     groups: Mapping[str, tuple[int, ...]]
-    stages: Mapping[int, tuple[int, ...]]  # the layers of every stage that this rank holds
+    """Ranks that it communicates with, by the name of the group (`engine.mesh.Mesh`)."""
+    stages: Mapping[int, tuple[int, ...]]
+    """Layers of every stage that it holds."""
     memory: Mapping[str, int]
+    """Bytes of its states."""
     ranges: tuple[NamedRange, ...]
     flights: tuple[Flight, ...] = ()
 

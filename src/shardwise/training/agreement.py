@@ -1,4 +1,4 @@
-"""What all ranks agree to do at the same step though only one of them knows why: a signal came, time has passed."""
+"""How ranks agree to act at the same step when only some know why: a signal came, or it is time for a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PERIOD_SECONDS = 0.2  # between two agreements: responsive enough for a waiting user, rare enough to cost nothing
+PERIOD_SECONDS = 0.2  # between two agreements: soon enough for a waiting user, rare enough to cost nothing
 MOST_STEPS = 256
 
 
 class StopSignal:
-    """``requested`` becomes true with SIGTERM or SIGUSR1 (as Slurm warns of a limit), once `listen` was called."""
+    """``requested`` turns true on SIGTERM or SIGUSR1, Slurm's warning of a time limit, after `listen`."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -25,7 +25,7 @@ class StopSignal:
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
-        # Ctrl-C goes to all processes of a terminal; the launcher decides what follows.
+        # Ctrl-C reaches all processes of a terminal; the launcher decides what happens.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _note(self, *_: Any) -> None:
@@ -34,18 +34,22 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class RankRequests:
-    """What a rank asks for; all ranks get the largest of each."""
+    """What a rank asks for; all ranks get the maximum of each field."""
 
-    stop: int = 0  # a signal asked this process to end
-    save: int = 0  # rank 0: it is time for a checkpoint
-    saving: int = 0  # a checkpoint is still being written here
-    steps: int = 0  # rank 0: after how many steps to agree again
+    stop: int = 0
+    """A signal asked this process to end."""
+    save: int = 0
+    """It is time for a checkpoint (rank 0)."""
+    saving: int = 0
+    """A checkpoint is still being written here."""
+    steps: int = 0
+    """Steps until the next agreement (rank 0)."""
 
 
 class Agreement:
-    """`at_step`, called before each step, returns all ranks' requests of an earlier step, ``requested_at``, or None.
+    """`at_step`, called before each step, returns what ranks requested at an earlier step (``requested_at``), or None.
 
-    They are exchanged in the background, in a separate group, so that no rank waits for them.
+    Requests are exchanged in the background, in a group of their own, so that no rank waits for them.
     """
 
     def __init__(self, first_step: int) -> None:
@@ -56,7 +60,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def at_step(self, step: int, own: RankRequests) -> RankRequests | None:
-        """``own`` is what this rank requests now; all ranks learn of it at the next agreement."""
+        """``own`` is what this rank requests now; all ranks learn it at the next agreement."""
         if step < self._next:
             return None
         agreed, self.requested_at = self.finish(), self._begun[0]
@@ -65,12 +69,12 @@ class Agreement:
         return agreed
 
     def restart_from(self, step: int) -> None:
-        """Restarts after a roll-back to an earlier step, which all ranks do at once."""
+        """Starts over at an earlier step, after a roll-back of all ranks."""
         self.finish()
         self._next, self._begun = step, (step, time.monotonic())
 
     def _begin(self, own: RankRequests, step: int) -> None:
-        steps = self._steps_of_a_period(step)  # on all ranks: it also sets the period's begin
+        steps = self._steps_of_a_period(step)  # called on all ranks: it also starts the period
         steps = steps if self.rank == 0 else 0
         self._numbers = torch.tensor((*astuple(own)[:-1], steps), dtype=torch.int64)
         if self._group is not None:

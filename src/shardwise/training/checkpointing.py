@@ -1,7 +1,7 @@
 """Checkpoints of a run: begun at the same step on all ranks, written during training, settled later.
 
-The outcome is exchanged in a separate group with the time limit of a checkpoint: a slow disk of one rank must not break
-the others' communication. The rendezvous store would grow with every save.
+Ranks exchange the outcome in a group of its own, whose time limit is that of a checkpoint: a slow disk on one rank must
+not break the others' communication. (The rendezvous store would grow with every save.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _logger = logging.getLogger("shardwise.training")
 
 
 class CheckpointManager:
-    """``on_settled(step, problem)`` is called on rank 0 for each committed or failed checkpoint."""
+    """Saves checkpoints when due; rank 0 calls ``on_settled(step, problem)`` for each committed or failed one."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class CheckpointManager:
         self._last_at = time.monotonic()
         self.last_begun: int | None = None  # the step of the newest, unless it failed
         self._unsettled: int | None = None
-        # Others may still write when this rank has given up, and a store that is gone is told so, and cleared.
+        # Other ranks may still write when this one has given up, and then a store that is gone is cleaned up.
         self.limit_seconds = run.timeouts.checkpoint + 3 * CLEANUP_SECONDS
         self._group = None
         if self.saver.world > 1:
@@ -54,7 +54,7 @@ class CheckpointManager:
 
     @property
     def due_by_time(self) -> bool:
-        """Whether a checkpoint is due by the clock; clocks differ between ranks, so rank 0 decides."""
+        """Whether a checkpoint is due by the clock; since clocks differ, rank 0 decides."""
         seconds = self.run.checkpoints.seconds
         return seconds is not None and self._unsettled is None and time.monotonic() - self._last_at > seconds
 
@@ -102,7 +102,7 @@ class CheckpointManager:
         except SaveError as error:
             problem = str(error)
             _logger.warning("the checkpoint of step %d was not written: %s", step, problem)
-        if self._group is not None:  # a file that a rank still writes could not be cleared
+        if self._group is not None:  # a file that a rank still writes cannot be removed
             dist.barrier(self._group)
         if self.saver.rank == 0:
             self._clear_up(step, failed=bool(problem))
@@ -113,7 +113,7 @@ class CheckpointManager:
         return str(of_rank_0[0])
 
     def _clear_up(self, step: int, *, failed: bool) -> None:
-        """What cannot be removed now goes later: after the next save, or when the run starts again."""
+        """Removes old or unfinished checkpoints; what fails is removed after the next save, or at the next start."""
         folder, kept = self.folder.within(CLEANUP), self.run.checkpoints
         try:
             if failed:

@@ -1,7 +1,7 @@
 """One trial step of a job: `python -m shardwise.training.dry_step FOLDER`, started as the workers of a run.
 
-It is a real step of the engine, on random tokens, in separate processes: its effects end with them, and a GPU that ran
-out of memory is clean again for the next try. A traced step would not show what the allocator needs.
+It is a real step on random tokens, in separate processes: a GPU that ran out of memory is clean for the next try. A
+traced step would not show what the allocator needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.training.worker import engine_of, leave, main
 
 
 def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> int:
-    """Writes the peak bytes over all ranks."""
+    """Writes the highest peak of all ranks, in bytes."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     with engine_of(job, place) as engine:
         reporter.phase("step", 0, job.run.timeouts.start)

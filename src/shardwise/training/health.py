@@ -1,6 +1,6 @@
 """Bad steps and memory pressure, and what the run's policy does about them.
 
-All decisions use numbers that are equal on all ranks, so that all ranks decide the same.
+Decisions depend only on numbers that are equal on all ranks, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import NonFinite, Run, Spikes
 
-LEAST_LOSSES = 8  # before a median is meaningful
+LEAST_LOSSES = 8  # needed for a meaningful median
 STEP = 1 / 8
-SHORT, AMPLE = 0.95, 0.85  # of the memory that a device has for tensors
+SHORT, AMPLE = 0.95, 0.85  # shares of a device's memory for tensors
 
 
 class StepVerdict(Enum):
@@ -31,7 +31,7 @@ class StepVerdict(Enum):
 
 
 class Health:
-    """Judges every step in turn; ``losses`` are those of the last good steps before the run was resumed."""
+    """Judges every step in turn; ``losses`` are those of the last good steps before the run resumed."""
 
     def __init__(self, run: Run, *, scaled: bool, losses: Iterable[float] = ()) -> None:
         self.run, self.scaled = run, scaled
@@ -41,14 +41,14 @@ class Health:
 
     @property
     def loss_limit(self) -> float | None:
-        """Above this a step is skipped; None: nothing counts as a spike (yet)."""
+        """Steps with a higher loss are skipped; None while nothing counts as a spike."""
         factor = self.run.spikes.factor
         if factor is None or len(self.losses) < LEAST_LOSSES:
             return None
         return factor * statistics.median(self.losses)
 
     def judge(self, step: int, loss: float, gradient_norm: float) -> StepVerdict:
-        """What to do about the step number ``step``; raises SpecError if the run has to stop."""
+        """What to do about a step; raises SpecError if the run has to stop."""
         if math.isfinite(gradient_norm):
             if step > self._rolled_back_at:
                 self.in_a_row = 0
@@ -79,8 +79,8 @@ class Health:
 class MemoryPressure:
     """Offloads more optimizer states when measured memory is short, and brings them back later.
 
-    One per rank; all ranks get the same peak and so make the same decision. The share moves by eighths, and back only
-    where the next counted step would still be well below the limit, so that it does not oscillate.
+    Every rank has one; all get the same peak and so decide the same. The share moves by eighths, and back only if the
+    next counted step would stay well below the limit, so that it does not oscillate.
     """
 
     def __init__(self, trainer: Trainer[Any]) -> None:
@@ -90,7 +90,7 @@ class MemoryPressure:
         self.limit_bytes = device.usable_memory - device.framework_memory
 
     def after(self, peak_bytes: int) -> float | None:
-        """The new share, if the fullest rank's ``peak_bytes`` of the last step change it."""
+        """The new share, if ``peak_bytes``, those of the fullest rank in the last step, change it."""
         share = self._wanted(peak_bytes)
         if share == self.share:
             return None

@@ -35,12 +35,14 @@ from shardwise.training.profile.nvtx import NvtxSteps
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers
 
-COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks so that none waits for another's
-COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is allocated
+COLLECTED_STEPS = (
+    200  # between two garbage collections, at the same step on all ranks, so that no rank waits for another's
+)
+COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is allocated yet
 
 
 class Timestamp:
-    """When the work launched so far is done; on a CPU, now."""
+    """The moment at which the work launched so far is done; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_seconds = time.perf_counter()
@@ -54,16 +56,16 @@ class Timestamp:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Timestamp) -> float:
-        """After `wait`."""
+        """Valid after `wait`."""
         if self._event is None or earlier._event is None:
             return self._host_seconds - earlier._host_seconds
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class PendingStep:
-    """A step that is running, with what was known when it began.
+    """A running step, with what was known when it began.
 
-    Loss and norm are copied to the host meanwhile: `read` waits for this step, not for later ones.
+    Loss and norm are copied to the host as it runs: `read` waits for this step, not for later ones.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class MemoryFolder:
-    """Where copies in the memory of nodes go; ``on_commit`` gets the step of each, in a thread of rank 0."""
+    """Where copies in the memory of nodes go."""
 
     folder: RemoteCheckpointFolder
     on_commit: Callable[[int], None] = lambda step: None
+    """Called with the step of each copy, in a thread of rank 0."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,17 @@ class LoopParts:
     validation: Mixture | None
     folder: CheckpointFolder
     reporter: Reporter
-    recorder: Recorder | None = None  # of rank 0
+    recorder: Recorder | None = None
+    """On rank 0."""
     profiler: Profiler | NvtxSteps | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     memory: MemoryFolder | None = None
-    held: HeldFolders = field(default_factory=HeldFolders)  # what it writes into
+    held: HeldFolders = field(default_factory=HeldFolders)
+    """The folders that it writes into."""
 
 
 class Loop:
-    """`run` trains from ``state`` to the last step, or until a signal, and then saves a checkpoint."""
+    """`run` trains from ``state`` to the last step, or until a signal, and ends with a checkpoint."""
 
     def __init__(self, parts: LoopParts, state: State) -> None:
         job = parts.job
@@ -134,7 +139,7 @@ class Loop:
         self._highest_rate = optimization.learning_rate * factor
 
     def run(self) -> Position:
-        """Where the run ended: at its last step, or where a signal stopped it."""
+        """Trains; returns where the run ended: at its last step, or where a signal stopped it."""
         gc.disable()
         try:
             self.begin()
@@ -149,7 +154,7 @@ class Loop:
         return self.position
 
     def advance(self) -> bool:
-        """One step; at the end of the run, or once ranks agree to stop, reads the last figures and returns False."""
+        """Runs a step; at the end of the run, or once ranks agree to stop, reads the last figures and returns False."""
         if not self._agreed_to_stop() and self.position.step < self.run_spec.last_step:
             profiler = self.parts.profiler
             with nullcontext() if profiler is None else profiler.step(self.position.step + 1):
@@ -171,7 +176,7 @@ class Loop:
         rate = self._highest_rate * self.run_spec.schedule.share(position.step, self.run_spec.steps)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = rate
-        # Random numbers in a step depend on seed and step alone, as the data does.
+        # Like the data, random numbers depend on seed and step alone.
         torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
         result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
@@ -185,7 +190,7 @@ class Loop:
         self._between_steps()
 
     def _between_steps(self) -> None:
-        """Evaluation and a checkpoint if due; both need the last step's figures first."""
+        """Evaluates and saves if due; both need the last step's figures first."""
         step, last = self.position.step, self.run_spec.last_step
         evaluates = self.held_out is not None and (
             step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
@@ -208,7 +213,7 @@ class Loop:
     # -- figures and what follows from them ----------------------------------------------------------
 
     def _read_last(self) -> StepVerdict:
-        """Waits for the step that was begun last."""
+        """Judges the step begun last, once it is done."""
         late, self._late = self._late, None
         return StepVerdict.GOOD if late is None else self._judge(late.read())
 
@@ -268,13 +273,13 @@ class Loop:
     # -- memory --------------------------------------------------------------------------------------
 
     def _counts_memory(self, step: int) -> bool:
-        """Not in a profiled step, which it would slow down."""
+        """Whether to count the memory of a step; never of a profiled one, which counting would slow down."""
         if self.parts.profiler is not None and self.parts.profiler.covers(step + 1):
             return False
         return (step - self.first_step) % self.run_spec.logging.memory == COUNTED_STEP % self.run_spec.logging.memory
 
     def _counted_step(self, batch: Any) -> tuple[StepResult, dict[str, Any]]:
-        """A step, and the memory of every rank: from its allocator, or on a CPU by counting its tensors."""
+        """A step, and the memory of every rank: from its allocator, or on a CPU the bytes of its tensors."""
         result, peak = peak_during(self.trainer.device, lambda: self._step(batch))
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -288,7 +293,7 @@ class Loop:
     def begin(self) -> None:
         """A first checkpoint and evaluation, if needed, before the first step."""
         gc.collect()
-        gc.freeze()  # what exists now stays: no need to scan it again
+        gc.freeze()  # what exists now stays, and need not be scanned again
         if self.run_spec.rolls_back and self.checkpoints.last_begun is None:
             self._save(wait=True)
         if self.position.step == 0 and self.held_out is not None:
@@ -314,7 +319,7 @@ class Loop:
         self._record_event({"validation_loss": loss})
 
     def _settle(self) -> None:
-        """A save that is given up in time is no failure of the run."""
+        """Waits for the save in flight; a save that was given up in time does not fail the run."""
         if self.checkpoints.unsettled:
             self.parts.reporter.phase("checkpoint", self.position.step, self.checkpoints.limit_seconds)
             with named(StepPhase.CHECKPOINT):
@@ -339,7 +344,7 @@ class Loop:
         return None if self.copies is None else self.copies.folder
 
     def _copy(self) -> None:
-        """A copy of the state into the memory of two nodes."""
+        """Copies the state into the memory of two nodes."""
         assert self.copies is not None
         self.parts.reporter.phase("checkpoint", self.position.step)
         with named(StepPhase.CHECKPOINT):
@@ -350,13 +355,13 @@ class Loop:
         return state_numbers(State(self.position, tuple(self.health.losses)), self.job)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
-        failed = {"checkpoint_failed": problem, "checkpoint_failed_step": step}  # steps have been done meanwhile
+        failed = {"checkpoint_failed": problem, "checkpoint_failed_step": step}  # later steps have been done since
         self._record_event(failed if problem else {"checkpoint": step})
 
     # -- what ranks agree on -------------------------------------------------------------------------
 
     def _agreed_to_stop(self) -> bool:
-        """Acts on what all ranks have agreed on; returns whether to stop."""
+        """Does what all ranks have agreed on; returns whether to stop."""
         own = RankRequests(
             int(self.parts.stop.requested), int(self.checkpoints.due_by_time), int(self.checkpoints.saver.busy)
         )
@@ -374,19 +379,19 @@ class Loop:
 
 
 def batch_of(rows: Rows, device: torch.device) -> Batch:
-    """A rank's rows on its device. Rows of one document each need no mask, which makes attention faster."""
+    """A rank's rows on its device; rows of a single document need no mask, which makes attention faster."""
     packed, documents_of_row = bool(rows.documents.any()), 1 + np.count_nonzero(np.diff(rows.documents), axis=1)
     tensors = [torch.from_numpy(array) for array in (rows.tokens, rows.labels, rows.positions, rows.documents)]
     if device.type == "cuda":
         tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     tokens, labels, positions, documents = tensors
-    # A power of two, so that few sizes occur.
+    # Rounded up to a power of two, so that few sizes occur.
     most = 1 << int(documents_of_row.max() - 1).bit_length()
     return Batch(tokens, labels, positions, documents, most) if packed else Batch(tokens, labels, positions)
 
 
 def evaluate(trainer: Trainer[Any], loader: Loader, batches: int) -> float:
-    """The mean over the first ``batches`` of the loader, equal on all ranks."""
+    """The mean loss over the first ``batches`` of the loader, equal on all ranks."""
     losses = [trainer.evaluate(batch_of(loader.take(number), trainer.device)) for number in range(batches)]
     trainer.data.after_evaluation()
     return float(torch.stack(losses).mean())

@@ -1,4 +1,4 @@
-"""The store in which ranks that a launcher has started find each other."""
+"""The store through which ranks that another launcher started find each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
     bind_gloo(here.address, several_hosts=here.hosts > 1)
     try:
         return store_at(here.address, here.port, here.rank, here.world, seconds)
-    except RuntimeError as error:  # torch's own are of this kind
+    except RuntimeError as error:  # as torch raises
         first = next(iter(str(error).splitlines()), "no answer")
         problem = f"rank {here.rank} of {here.world} at {here.address}:{here.port}: {first}"
         raise SpecError(
@@ -31,9 +31,9 @@ def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
 
 
 def bind_gloo(address: str, *, several_hosts: bool) -> None:
-    """Has gloo use the interface that reaches rank 0: by itself it takes that of the host's name, often another.
+    """Makes gloo use the interface that reaches rank 0; by default it uses that of the host's name, often another one.
 
-    A host whose own name is loopback is no guide where others must reach it.
+    Loopback is no choice if other hosts must reach this one.
     """
     name = interface_towards(address)
     if name and not (several_hosts and name == loopback_interface()):

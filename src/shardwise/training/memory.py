@@ -1,7 +1,7 @@
 """Memory of this rank: from the allocator on a GPU, the bytes in tensors on a CPU; never the size of the process.
 
-Every storage is counted once, from the operator that creates it until it is freed, on any device, real or fake. The
-workspace of kernels, and what an allocator rounds up or caches, is not counted.
+Every storage is counted once, from the operator that creates it until it is freed, on any device, real or fake. Kernel
+workspaces, and what an allocator rounds up or caches, are not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Observer = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place 
 
 
 def is_wrapper(kind: type) -> bool:
-    """Tensors that wrap others: their operators are counted once they reach the inner tensors."""
+    """Whether tensors of a type wrap others: their operators are counted when they reach the inner tensors."""
     return kind.__name__ in ("DTensor", "AsyncCollectiveTensor")
 
 
@@ -81,11 +81,11 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; telling the compiler so costs more than counting."""
+        """Nothing is compiled here, and telling the compiler so costs more than the counting."""
         return False
 
     def see(self, tensor: Tensor, operator: str = "") -> int:
-        """Counts the tensor's storage, if it is new or has another size; its key."""
+        """Counts the tensor's storage if it is new or has changed its size; returns its key."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         size = storage.nbytes()
@@ -143,7 +143,7 @@ Result = TypeVar("Result")
 def tensors_counted() -> Iterator[TensorBytes]:
     """Counts the bytes in all tensors of this process, existing ones included; slows every operator.
 
-    Compiled functions run as they are written meanwhile: the compiler cannot follow the counting.
+    Compiled functions run eagerly meanwhile: the compiler cannot trace the counting.
     """
     memory = TensorBytes()
     gc.unfreeze()  # frozen objects are not listed
@@ -155,7 +155,7 @@ def tensors_counted() -> Iterator[TensorBytes]:
 
 
 def _holds_memory(tensor: Tensor) -> bool:
-    """Not those that wrap others, nor those that stand for a shape: the compiler keeps some."""
+    """Whether a tensor has memory of its own; wrappers and the fake tensors that the compiler keeps do not."""
     return not is_wrapper(type(tensor)) and type(tensor).__name__ != "FakeTensor" and not tensor.is_meta
 
 
@@ -179,7 +179,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """The resident set size of the process, shared pages included; logged only, compared with nothing."""
+    """The process's resident set size with shared pages; only logged, never compared."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

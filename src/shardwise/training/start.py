@@ -1,4 +1,4 @@
-"""Where a run begins: its newest intact checkpoint, another model's weights, or nothing; and how far it is."""
+"""Where a run begins: at its newest intact checkpoint, with given weights, or from scratch; and how far it is."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from shardwise.training.checkpoint.state import state_tensors
 
 @dataclass(frozen=True)
 class Position:
-    """``step`` steps are done; ``batch`` is the number of the next one's global batch.
-
-    They differ by the batches that were ``left_out`` after a roll-back.
-    """
+    """How far a run is in steps and in data; roll-backs make the two differ."""
 
     step: int = 0
+    """Steps done."""
     batch: int = 0
+    """Number of the next global batch."""
     left_out: frozenset[int] = frozenset()
+    """Batches skipped after a roll-back."""
 
     def after_step(self) -> Position:
         return replace(self, step=self.step + 1, batch=self._next(self.batch + 1))
 
     def without(self, batches: frozenset[int]) -> Position:
-        """The same position, leaving out more batches."""
+        """The same position, with more batches left out."""
         wider = replace(self, left_out=self.left_out | batches)
         return replace(wider, batch=wider._next(self.batch))
 
@@ -48,7 +48,7 @@ class Position:
 
     @classmethod
     def from_numbers(cls, step: int, numbers: Mapping[str, Any], sequences: int) -> Position:
-        """From a checkpoint; with another batch size, the first whole batch that was not begun."""
+        """From a checkpoint; if the batch size has changed, at the first whole batch that was not begun."""
         if numbers["sequences"] == sequences:
             return cls(step, int(numbers["batch"]), frozenset(numbers["left_out"]))
         return cls(step, -(-int(numbers["batch"]) * int(numbers["sequences"]) // sequences))
@@ -56,14 +56,13 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """What a run keeps besides its tensors: its position, and recent losses for detecting spikes.
-
-    ``saved``: a checkpoint has all of it.
-    """
+    """What a run keeps besides its tensors."""
 
     position: Position = Position()
     losses: tuple[float, ...] = ()
+    """Recent ones, for detecting spikes."""
     saved: bool = False
+    """It was loaded from a checkpoint of the run, not from a copy in memory."""
 
 
 def state_numbers(state: State, job: Job) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def load_newest(
 
 
 def start_from(trainer: Trainer[Any], source: Place) -> None:
-    """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
+    """Loads the weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, in any layout."""
     source = start_at(source)
     huggingface = huggingface_at(source)
     if huggingface is not None:

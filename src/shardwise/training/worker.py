@@ -1,6 +1,6 @@
-"""One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by our launcher or by another.
+"""One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by our launcher or another.
 
-Exits 0 when the run is done, 2 for a user's error, with `STOPPED` when a signal stopped it, with a checkpoint.
+Exits with 0 when the run is done, with 2 for a user's error, and with `STOPPED` after a signal and a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Work = Callable[[RunFolder, WorldPlace, Reporter, StopSignal], int]  # returns t
 
 def main(arguments: list[str], work: Work) -> int:
     """Does ``work`` as the rank given by the environment; returns the exit status."""
-    logging.basicConfig(format="%(message)s")  # to stderr, which is this rank's log
+    logging.basicConfig(format="%(message)s")  # to stderr, this rank's log
     stop = StopSignal()
     stop.listen()
     try:
@@ -67,20 +67,20 @@ def main(arguments: list[str], work: Work) -> int:
 
 
 def recorded_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal) -> int:
-    """The same as rank 0 of a world that another program started: it also records the run's start and end."""
+    """As `take_part`, for rank 0 of a world that another program started: also records the run's start and end."""
     log = EventLog(folder.events)
     attempt = _number(place)
     log.write(
         STARTED, attempt, counted(place.world, "process"), folder=str((folder.attempts / place.attempt).resolve())
     )
     status = take_part(folder, work, place, stop)
-    if status != STOPPED:  # which is recorded while the others wait
+    if status != STOPPED:  # recorded already, while the others waited
         log.ended(attempt, status)
     return status
 
 
 def _number(place: WorldPlace) -> int:
-    """How often the launcher has restarted the ranks."""
+    """How many times the launcher has restarted the ranks."""
     kind, _, number = place.attempt.partition("-")
     return int(number) if kind == "restart" else 0
 
@@ -105,9 +105,9 @@ def take_part(folder: RunFolder, work: Work, place: WorldPlace, stop: StopSignal
 
 @contextlib.contextmanager
 def _exclusive(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
-    """Ensures that a folder has one run: the launcher has locked it, or without one, rank 0 does.
+    """Ensures that the folder has a single run: the launcher has locked it, or without one rank 0 does.
 
-    Unfinished checkpoints of earlier attempts are removed; nobody saves yet, since that takes all ranks.
+    Removes unfinished checkpoints of earlier attempts; nobody is saving yet, since that takes all ranks.
     """
     if place.rank:
         yield
@@ -150,7 +150,7 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
             recorder.close()
         if end.step >= job.run.last_step:
             return 0
-        if place.folder is None:  # such launchers kill all ranks once one has ended with another status than 0
+        if place.folder is None:  # such launchers kill all ranks once one exits with a status other than 0
             if place.rank == 0:
                 EventLog(folder.events).ended(_number(place), STOPPED, stopped=True)
             dist.barrier()
@@ -158,7 +158,7 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
 
 
 def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | NvtxSteps | None:
-    """What records steps: those of `run.profile`, some for `run.recut` now and then; or marks those of `run.nvtx`."""
+    """What records the steps of `run.profile` or, now and then, for `run.recut`; or marks those of `run.nvtx`."""
     if job.run.nvtx is not None:
         return NvtxSteps(engine, job.run.nvtx)
     recut = job.run.recut
@@ -169,7 +169,7 @@ def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | Nvtx
 
 
 def _memory_of(job: Job, folder: RunFolder, place: WorldPlace) -> MemoryFolder | None:
-    """Where this rank's copies in memory go, if the job asks for any."""
+    """Where this rank's copies in memory go, if the job asks for them."""
     if job.run.checkpoints.memory is None:
         return None
     node = node_of(place.rank, place.ranks_here)
@@ -182,13 +182,15 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     device = job.run_device
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # each using all cores would slow all down
+    if (
+        device == "cpu" and "OMP_NUM_THREADS" not in os.environ
+    ):  # ranks that use all cores each would slow each other down
         cores = len(os.sched_getaffinity(0))
-        bound = cores < (os.cpu_count() or 1)  # by its launcher, to cores of its own
+        bound = cores < (os.cpu_count() or 1)  # its launcher has bound it to cores of its own
         torch.set_num_threads(max(1, cores if bound and place.folder is None else cores // place.ranks_here))
     record_collectives(USUAL if job.run.profile is None else PROFILED)
     timeouts = job.run.timeouts
-    # The launcher enforces a limit per phase; this one is for ranks started without it.
+    # Our launcher enforces a limit per phase; this one is for ranks started by others.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
     require_backend(job, by_mpi=place.by_mpi)
     on_cpu = "gloo" if job.run.backend == "auto" else f"cpu:{job.run.backend}"

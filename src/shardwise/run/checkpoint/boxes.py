@@ -35,9 +35,10 @@ class Box:
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """``size`` consecutive elements along one dimension, from ``start`` in the full tensor; None: padding."""
+    """Consecutive elements along one dimension."""
 
     start: int | None
+    """Place of the first in the full tensor; None for padding."""
     size: int
 
 
@@ -50,7 +51,7 @@ class PlacedBox:
 
 
 def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[ContiguousRun]:
-    """Elements ``first`` to ``last`` of runs that lie end to end; padding beyond their end."""
+    """Elements ``first`` up to ``last`` of runs laid end to end; what lies beyond their end is padding."""
     part, at = [], 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.size)
@@ -63,7 +64,7 @@ def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[Contiguo
 
 
 def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[PlacedBox]:
-    """The boxes that runs along every dimension make, without padding."""
+    """The boxes that the runs along all dimensions form, without padding."""
     return [
         PlacedBox(
             Box(tuple(run.start or 0 for run, _ in chosen), tuple(run.size for run, _ in chosen)),
@@ -75,7 +76,7 @@ def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[PlacedBox]:
 
 
 def fill(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes lie within a tensor of that shape, do not overlap, and leave none of it out."""
+    """Whether the boxes cover a tensor of that shape exactly: inside it, without overlaps or gaps."""
     if any(not len(box.start) == len(box.shape) == len(shape) for box in boxes):
         return False
     within = all(a + n <= size for box in boxes for a, n, size in zip(box.start, box.shape, shape))
@@ -87,7 +88,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     for number, earlier in enumerate(ordered):
         for other in ordered[number + 1 :]:
             if other.start[:1] >= tuple(first + size for first, size in zip(earlier.start[:1], earlier.shape[:1])):
-                break  # neither does any after it
+                break  # nor does any later one overlap
             if earlier.common(other) is not None:
                 return True
     return False

@@ -37,7 +37,7 @@ INNER = "checkpoints"  # in a run's folder
 
 
 class CheckpointFolder:
-    """On a disk of this machine, or one that all ranks mount; `RemoteCheckpointFolder` is one in a store."""
+    """On a disk of this machine, or on one that all ranks mount."""
 
     path: Place
 
@@ -48,25 +48,25 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def within(self, limit: Limit) -> CheckpointFolder:
-        """The same, in which no call to a store takes longer; of calls to a disk none can be given up."""
+        """The same folder with a limit on every call to its store; calls to a disk cannot be abandoned."""
         return self
 
     def _of_step(self, step: int) -> Path:
         return self._here / self.of_step(step).name
 
     def unfinished(self, step: int, attempt: str) -> Path:
-        """Where a checkpoint is written; no other save has the name ``attempt``."""
+        """Where a checkpoint is being written; ``attempt`` is unique to this save."""
         return self._here / f"step-{step:08d}.part-{attempt}"
 
     def present(self) -> list[int]:
-        """Steps that have a folder, intact or damaged, the newest first."""
+        """Steps that have a folder, intact or damaged, newest first."""
         if not self._here.is_dir():
             return []
         matches = (_COMMITTED.fullmatch(path.name) for path in self._here.iterdir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def committed(self) -> list[int]:
-        """Steps that have a checkpoint, the newest first."""
+        """Steps that have a committed checkpoint, newest first."""
         return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
     def written_ns(self, step: int) -> int:
@@ -77,21 +77,21 @@ class CheckpointFolder:
             return 0
 
     def commit(self, step: int, attempt: str, manifest: bytes, *, replace: bool = True) -> Path:
-        """All shards are on disk: writes the manifest and gives the folder its name.
+        """Writes the manifest and gives the folder its final name; all shards must be on disk.
 
-        Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
+        Without ``replace`` the rename fails (OSError) if that step already has a checkpoint.
         """
         part, target = self._sealed(step, attempt, manifest), self._of_step(step)
         if replace and target.is_symlink():
             target.unlink()
-        elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
+        elif replace and target.exists():  # from an earlier attempt at the same step, damaged or rolled back
             shutil.rmtree(target)
         part.rename(target)
         sync_folder(self._here)
         return target
 
     def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
-        """Complete but for its name: tests inject faults between the two."""
+        """The checkpoint, complete but for its name; tests inject faults before the rename."""
         part = self.unfinished(step, attempt)
         with (part / NAME).open("wb") as file:
             file.write(manifest)
@@ -108,16 +108,16 @@ class CheckpointFolder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
-        """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
+        """Keeps the ``newest`` checkpoints, and those whose step is a multiple of ``every``.
 
-        Later ones than ``newest_step`` are damaged and were not resumed from: they do not count.
+        Checkpoints after ``newest_step`` are damaged, since the run resumed before them: they are left alone.
         """
         ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
         for step in ours[newest:]:
             if every is None or step % every:
                 doomed = self.unfinished(step, "removed")
                 shutil.rmtree(doomed, ignore_errors=True)
-                self._of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
+                self._of_step(step).rename(doomed)  # so that no half-removed checkpoint looks complete
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def remove_all(self) -> None:
@@ -129,7 +129,7 @@ class CheckpointFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks this folder; raises SpecError if another run uses it. The kernel releases the lock with the process."""
+        """Locks this folder; raises SpecError if another run has it. The kernel unlocks it when the process ends."""
         try:
             self._here.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._here / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -142,7 +142,7 @@ class CheckpointFolder:
                 other = os.read(handle, 32).decode(errors="replace").strip()
                 problem = f"{f'process {other}' if other else 'another process'} is training in it"
                 raise SpecError(str(self._here), problem, "wait for it, or choose another folder") from None
-            with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+            with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
             yield
@@ -151,7 +151,7 @@ class CheckpointFolder:
 
 
 class RemoteCheckpointFolder(CheckpointFolder):
-    """``run`` is the local folder of the run that writes here; it remembers who owns the checkpoints."""
+    """In an object store; ``run`` is the local folder of the run that writes here, which keeps the owner's token."""
 
     path: RemotePlace
 
@@ -165,7 +165,7 @@ class RemoteCheckpointFolder(CheckpointFolder):
         return self.path / f"step-{step:08d}"
 
     def _objects(self) -> dict[int, dict[str, ObjectFacts]]:
-        """The objects of every step, by their names."""
+        """The objects of every step, by name."""
         by_step: dict[int, dict[str, ObjectFacts]] = {}
         for name, facts in self.path.objects().items():
             if match := _OBJECT.fullmatch(name):
@@ -179,9 +179,9 @@ class RemoteCheckpointFolder(CheckpointFolder):
         return sorted((step for step, names in self._objects().items() if NAME in names), reverse=True)
 
     def seal(self, step: int, manifest: bytes, keeps: set[str], *, replace: bool = True) -> RemotePlace:
-        """All shards are there: the manifest makes a checkpoint of them. What else has its step goes.
+        """Writes the manifest, which commits the shards it lists, and deletes what else that step has.
 
-        Raises SpecError if another run owns the folder by now.
+        Raises SpecError if another run has taken the folder over.
         """
         target = self.of_step(step)
         self._require_owned()
@@ -223,7 +223,7 @@ class RemoteCheckpointFolder(CheckpointFolder):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Takes the folder over; on this machine a run that is alive keeps others out, as with local checkpoints."""
+        """Takes the folder over; a run that is alive on this machine still keeps others out, by its local lock."""
         with contextlib.nullcontext() if self._run is None else CheckpointFolder(self._run / INNER).locked():
             token = secrets.token_hex(8)
             owner = {"token": token, "host": socket.gethostname(), "process": os.getpid(), "folder": str(self._run)}
@@ -247,7 +247,7 @@ class RemoteCheckpointFolder(CheckpointFolder):
             owner = parse_json((self.path / OWNER).read_bytes())
             mine = owner["token"] == self._token_file().read_text(encoding="utf-8")
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return  # somebody cleared it: nobody else claims it
+            return  # cleared: nobody else claims it
         if not mine:
             other = f"{owner.get('folder')} on {owner.get('host')}"
             problem = f"belongs to the run in {other} now, which was started later"

@@ -26,9 +26,9 @@ _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
 
 class RunFolder:
-    """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt.
+    """A run on disk: its job, prediction, metrics, checkpoints, and the logs of every attempt.
 
-    Checkpoints may be kept elsewhere: where ``run`` says, or else the job in the folder.
+    Checkpoints may be kept elsewhere, as ``run`` says, or else the job file in the folder.
     """
 
     def __init__(self, path: Path, run: Run | None = None) -> None:
@@ -38,8 +38,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.data = path / "data.json"  # a fingerprint of the data when the run began
         self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
-        self.profile = path / "profile"  # of every rank, the steps that were profiled
-        self.recut = path / "recut.yaml"  # the job with the stages that were cut anew in the run
+        self.profile = path / "profile"  # the profiled steps of every rank
+        self.recut = path / "recut.yaml"  # the job with the stages that the run cut anew
         self.attempts = path / "attempts"
         self.events = path / "events.jsonl"  # what happened to the run
         self.keepers = path / "keepers.json"  # the processes that keep copies in memory, while there are any
@@ -51,19 +51,19 @@ class RunFolder:
 
     @property
     def in_use(self) -> bool | None:
-        """Whether a process of this machine trains in it; None where the system does not say."""
+        """Whether a process of this machine is training in it; None if the system cannot tell."""
         place: Place = self.path / INNER
         with contextlib.suppress(SpecError):  # a damaged job
             place = self.checkpoints.path
         return lock_held((place if isinstance(place, Path) else self.path / INNER) / LOCK)
 
     def note_copy(self, step: int) -> None:
-        """Tells the launcher that there is a copy in memory; a full disk does not matter."""
+        """Tells the launcher of a copy in memory; a full disk is no error."""
         with contextlib.suppress(OSError):
             self.copied.write_text(str(step), encoding="utf-8")
 
     def _of_job(self) -> Place | None:
-        """Where the job in the folder keeps its checkpoints, if it says so; raises SpecError if it is damaged."""
+        """Where the job file says that checkpoints go, if it does; raises SpecError if the file is damaged."""
         if not self.job.is_file():
             return None
         try:
@@ -84,7 +84,7 @@ class RunFolder:
             raise self._damaged(f"run.timeouts.{error}") from None
 
     def _damaged(self, how: str) -> SpecError:
-        """`train` writes the file, and nothing else says where the checkpoints are."""
+        """An error about the job file, which `train` writes; nothing else says where the checkpoints are."""
         return SpecError(str(self.job), f"is damaged: {how}", "remove it; `shardwise train` writes it anew")
 
 
@@ -93,7 +93,7 @@ def _checkpoints_of(folder: str | None, timeouts: Timeouts) -> Place | None:
 
 
 def run_folder(text: str) -> RunFolder:
-    """``runs/NAME``; ``runs/last`` is the newest of ``runs`` if no run has that name."""
+    """The run in a folder such as ``runs/NAME``; ``runs/last`` is the newest, unless a run has that name."""
     path = Path(text)
     try:
         if not path.exists() and path.name == NEWEST:
@@ -109,7 +109,7 @@ def run_folder(text: str) -> RunFolder:
 
 
 def lock_held(path: Path) -> bool | None:
-    """By the kernel's list of locks: to try it would keep out, for a moment, whoever wants it."""
+    """Whether a file is locked, by the kernel's list: trying the lock would briefly keep others out."""
     try:
         inode = f":{path.stat().st_ino}"
         held = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
@@ -129,7 +129,7 @@ def checkpoint_folder(where: str | Place, run: Path | None = None) -> Checkpoint
 
 
 def checkpoints_at(path: Place) -> list[Place]:
-    """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
+    """All checkpoints at a path, intact or damaged, newest first; raises SpecError if there is none."""
     folder = folder_at(path)
     checkpoints: list[Place] = (
         [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
@@ -140,7 +140,7 @@ def checkpoints_at(path: Place) -> list[Place]:
 
 
 def newest_at(path: Place) -> Place:
-    """The newest that was committed; raises SpecError if there is none."""
+    """The newest committed checkpoint at a path; raises SpecError if there is none."""
     committed = [checkpoint for checkpoint in checkpoints_at(path) if (checkpoint / NAME).is_file()]
     if not committed:
         raise SpecError(str(path), "holds no checkpoint", _REMEDY)
@@ -148,7 +148,7 @@ def newest_at(path: Place) -> Place:
 
 
 def folder_at(path: Place) -> CheckpointFolder:
-    """A folder of checkpoints, or the one of a run's folder."""
+    """The folder of checkpoints at a path, which may be a run's folder."""
     if isinstance(path, RemotePlace):
         return checkpoint_folder(path)
     if (path / "job.yaml").is_file():
@@ -158,7 +158,7 @@ def folder_at(path: Place) -> CheckpointFolder:
 
 
 def start_at(source: Place) -> Place:
-    """Where a run that starts from a path finds weights: that Hugging Face folder, or the newest checkpoint there."""
+    """Where to load weights from, given a path to start from: a Hugging Face folder, or the newest checkpoint there."""
     if isinstance(source, Path) and has_companions(source):
         return source
     try:
@@ -169,7 +169,7 @@ def start_at(source: Place) -> Place:
 
 
 def require_start(model: Model, source: Place) -> None:
-    """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by its own description."""
+    """Raises SpecError if what a path holds is described as another model than ``model``."""
     start = start_at(source)
     huggingface = huggingface_at(start)
     theirs = (
@@ -179,7 +179,7 @@ def require_start(model: Model, source: Place) -> None:
 
 
 def huggingface_at(start: Place) -> Path | None:
-    """What `start_at` found, if it is a Hugging Face folder."""
+    """The result of `start_at`, if it is a Hugging Face folder."""
     return start if isinstance(start, Path) and has_companions(start) else None
 
 
@@ -199,8 +199,9 @@ def companions_at(source: Place) -> Path | None:
 
 
 def kept_companions(checkpoint: Place) -> Path:
-    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from; of one in a
-    store, a copy that goes with this process.
+    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from.
+
+    For a checkpoint in a store this is a local copy, removed when the process ends.
     """
     if isinstance(checkpoint, Path):
         return checkpoint.absolute().parent / KEPT_IN

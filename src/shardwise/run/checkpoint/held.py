@@ -1,4 +1,4 @@
-"""Folders that a run writes into, held from its start: nothing is written to one that was moved or replaced."""
+"""Folders that a run writes into, held open from its start, so that it notices when one is moved or replaced."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _REMEDY = "move it back, or name where it is now (--run-folder), and start it ag
 
 
 class HeldFolders:
-    """Open until the process ends: so no new folder gets the identity of one that was removed."""
+    """Open folders: as long as one is open, no new folder can get its inode number."""
 
     def __init__(self, *paths: Path) -> None:
         self._held = {path.absolute(): os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths if path.is_dir()}
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> HeldFolders:
-        """Its own, and that of its checkpoints where they are on a disk."""
+        """The run's folder, and that of its checkpoints if it is on a disk."""
         checkpoints = folder.checkpoints.path
         return cls(folder.path, *([checkpoints] if isinstance(checkpoints, Path) else []))
 
@@ -40,5 +40,5 @@ def _is_at(path: Path, file: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a disk over the network that does not answer now
+    except OSError:  # a network disk that does not answer now
         return True

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
+"""The manifest of a checkpoint: what was saved in which files, with their checksums.
 
-It is JSON that ends in the SHA-256 checksum of everything before it. That is checked before anything is trusted; then
-types are checked, since a file with a valid checksum may still be wrong.
+It is JSON that ends in the SHA-256 checksum of everything before it. The checksum is verified before anything is
+trusted, then all types: a file with a valid checksum may still be wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 MOST_BYTES = 2**30
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 TO_RESUME = ("optimizer_steps", "data", "losses")  # required to resume a run
-# A store without rename has files of several saves side by side: the second part is the save's own.
+# In a store without rename the files of several saves lie side by side: the second part names the save.
 _FILE = re.compile(r"shard-\d{5}(\.[0-9a-f]{8}-\d{1,9})?\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 _SEAL = re.compile(rb', "checksum": "([0-9a-f]{64})"}\Z')
@@ -45,7 +45,7 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A tensor of the model before sharding, and the pieces that it was saved in."""
+    """An unsharded tensor of the model, and the pieces in which it was saved."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -74,7 +74,7 @@ class Manifest:
     files: dict[str, Shard] = field(default_factory=dict)
 
     def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-        """What each file has to hold: type and shape of every entry."""
+        """The type and shape of every entry that each file must hold."""
         entries: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
         for full in self.tensors.values():
             for piece in full.pieces:
@@ -101,14 +101,14 @@ class Manifest:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """Raises SpecError with what is wrong, StoreError if that cannot be known; no name leads outside the folder."""
+    """Raises SpecError if the manifest is damaged, StoreError if it cannot be read; no file name leaves the folder."""
     path = folder / NAME
     try:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:
             raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
         raw = path.read_bytes()
         document = parse_json(raw, str(path), most_values=IN_BULK)
-    except StoreError:  # it may be intact: a run must not begin anew because of it
+    except StoreError:  # the checkpoint may be intact: a run must not start over because of this
         raise
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
@@ -128,7 +128,7 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def _require_seal(raw: bytes, path: Place) -> None:
-    """Every byte is as it was written."""
+    """Raises SpecError unless every byte is as it was written."""
     seal = _SEAL.search(raw)
     if seal is None:
         raise SpecError(str(path), "is damaged: it does not end in its checksum", _ANOTHER)
@@ -194,7 +194,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
 def contents_of(path: Place) -> dict[str, Any]:
     """What a checkpoint holds, from its manifest alone; raises SpecError if that is damaged.
 
-    ``layout`` is the strategy that it was saved under, as its job file had it.
+    ``layout`` is the strategy of the job that saved it.
     """
     manifest = read_manifest(path)
     model, layout, training = (manifest.job.get(name) for name in ("model", "strategy", "training"))

@@ -1,4 +1,4 @@
-"""From documents to a pair of token files: several processes that hold a few documents at a time."""
+"""Builds a pair of token files from documents, by several processes that hold a few documents at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.run.data.tokenizer import BYTES, Tokenizer, tokenizer_from
 from shardwise.spec.errors import SpecError
 
 PORTION = 64  # documents handed to a process at a time
-PORTION_CHARACTERS = 4 * 2**20  # where these are fewer
+PORTION_CHARACTERS = 4 * 2**20  # or fewer documents, if they are long
 
 
 Encoded = tuple[Tokens, Tokens | None]
@@ -33,15 +33,19 @@ class Built:
     prefix: Path
     documents: int
     tokens: int
-    counted: int  # tokens that the loss counts
+    counted: int
+    """Tokens that the loss counts."""
     vocab: int
-    skipped: int = 0  # records that could not be read
-    first_skipped: str = ""  # what was wrong with the first of them
-    repaired: int = 0  # records in which something that is no character was replaced
+    skipped: int = 0
+    """Records that could not be read."""
+    first_skipped: str = ""
+    """What was wrong with the first of them."""
+    repaired: int = 0
+    """Records in which something that is not a character was replaced."""
 
 
 class _Kept:
-    """The documents of records, and a count of what is not kept as it is."""
+    """The documents of records, and how many records were skipped or repaired."""
 
     def __init__(self, *, skips: bool) -> None:
         self._skips = skips
@@ -71,10 +75,10 @@ def build(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Built:
-    """Writes ``prefix``.bin and .idx from files in the order given: the same pair for any number of workers.
+    """Writes ``prefix``.bin and .idx from files in the given order: the same pair for any number of workers.
 
-    Raises SpecError for the first record that cannot be read, or counts it if ``skip_bad_records``. A process holds
-    up to 25 times ``max_record_bytes``.
+    Raises SpecError for the first record that cannot be read; with ``skip_bad_records`` it is only counted. A process
+    holds up to 25 times ``max_record_bytes``.
     """
     if not files:
         raise SpecError("files", "there are none", "name text, JSON lines, Parquet or tar files")
@@ -105,7 +109,7 @@ def build(
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
-    """Tokens of all spans and the end-of-document token; with a mask if the loss does not count all of them."""
+    """The tokens of all spans and of the document's end, and a mask if the loss does not count all of them."""
     pieces = [tokenizer.encode(span.text) for span in document]
     tokens = np.concatenate([*pieces, np.array([tokenizer.required_end()], np.int32)])
     if all(span.counted for span in document):
@@ -136,7 +140,7 @@ def _encoded(portions: Iterable[list[Document]], tokenizer: str, workers: int) -
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _prepare, (tokenizer,)) as pool:
-        # Not map, which would read all files before the first portion is done.
+        # Not `map`, which would read all files before the first portion is done.
         waiting: deque[Future[list[Encoded]]] = deque()
         try:
             for portion in portions:
@@ -159,7 +163,7 @@ def _prepare(tokenizer: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """If that is killed, the queue of work stays open, and would be waited for without end."""
+    """Ends this worker with its parent: if that is killed, the queue stays open, and the worker would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""Batches of a rank, prefetched by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
+"""A rank's batches, prefetched by threads: in every layout step s trains on samples s·B to (s+1)·B of the mixture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.run.data.order import Mixture, positions_in
 from shardwise.run.data.token_files import Tokens
 
-MOST_WORKERS, MOST_AHEAD = 4, 16  # limit of an `auto` loader, for threads as well as batches ahead
+MOST_WORKERS, MOST_AHEAD = 4, 16  # of an `auto` loader: threads, and batches ahead
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rows:
 
 
 def rows_of(mixture: Mixture, step: int, batch: int, rows: range | None = None) -> Rows:
-    """Some ``rows`` of the global batch of a step, or all: the share of a data-parallel rank."""
+    """The ``rows`` of a step's global batch that a data-parallel rank trains on; all by default."""
     rows = range(batch) if rows is None else rows
     samples = mixture.samples(step * batch + np.arange(rows.start, rows.stop, dtype=np.int64))
     documents = np.stack([sample.documents for sample in samples])
@@ -37,10 +37,10 @@ def rows_of(mixture: Mixture, step: int, batch: int, rows: range | None = None) 
 
 
 class Loader:
-    """``loader.take(step)``: the rows of that step; ``workers`` threads prepare the next ``prefetch`` steps.
+    """Gives the rows of a step, while ``workers`` threads prepare the next ``prefetch`` steps.
 
-    Reading a mapped file and copying arrays release the GIL, so threads are enough. ``waited_seconds`` counts how long
-    the loop was blocked on data; an ``auto`` loader then prefetches more.
+    Reading a mapped file and copying arrays release the GIL, so threads suffice. ``waited_seconds`` is how long the
+    loop was blocked on data; an ``auto`` loader then prefetches more.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Which tokens make up sample i: shuffled samples of a stream, and several streams mixed by weight.
 
-A Feistel network over the next even number of bits, walked again for what falls outside (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains"). The state of a shuffle is its key.
+A shuffle is a Feistel network over an even number of bits, applied again to what falls outside the range (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"). Its only state is its key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAMPLES_PER_STREAM = 1024
 
 
 class Permutation:
-    """``permutation(indices)``: where each index below ``number`` goes; the same for the same ``key``, everywhere."""
+    """Maps every index below ``number`` to another; the same for the same ``key`` on every machine."""
 
     def __init__(self, number: int, *key: int) -> None:
         assert number >= 1
@@ -40,7 +40,7 @@ class Permutation:
         assert values.size == 0 or int(values.max()) < self.number
         values = self._mixed(values)
         outside = values >= np.uint64(self.number)
-        while outside.any():  # at most three of four fall outside: a few rounds
+        while outside.any():  # at most three in four: a few rounds
             values[outside] = self._mixed(values[outside])
             outside = values >= np.uint64(self.number)
         return values.astype(np.int64)
@@ -59,18 +59,19 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Sample:
-    """``tokens`` and ``labels`` of one sequence; ``documents`` numbers the documents packed into it from 0 on."""
+    """A sequence to train on."""
 
     tokens: Tokens
     labels: Tokens
     documents: Tokens
+    """Of each token, the number of its document among those packed into the sequence."""
 
 
 class Stream:
-    """Sequences of ``seq`` tokens out of a part of a pair: its tokens from ``begin`` up to ``end``.
+    """Sequences of ``seq`` tokens from a part of a pair: its tokens from ``begin`` up to ``end``.
 
-    An epoch is every sequence once, in an order drawn from (seed, epoch); the offset of the sequences is redrawn, so
-    that no boundary is always the same. A label never crosses a document boundary.
+    An epoch has every sequence once, in an order drawn from (seed, epoch). The offset of the sequences is redrawn too,
+    so that their boundaries vary. A label never crosses a document boundary.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Stream:
             raise SpecError(f"{pair.prefix}", problem, "give more data, or a shorter sequence (--seq)")
 
     def places(self, numbers: Numbers) -> Numbers:
-        """The first token of each sample: samples are counted through all epochs."""
+        """The first token of each sample, counting samples through all epochs."""
         starts = np.empty(len(numbers), np.int64)
         epochs = numbers // self.per_epoch
         for epoch in np.unique(epochs):
@@ -110,7 +111,7 @@ class Stream:
         return Sample(window[:-1], labels, inside.astype(np.int64))
 
     def checked(self, start: int, stop: int) -> Tokens:
-        """The tokens there; raises SpecError if one is not in the vocabulary."""
+        """The tokens of a range; raises SpecError if one is not in the vocabulary."""
         window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
         if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
             bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
@@ -120,7 +121,7 @@ class Stream:
 
 
 def positions_in(documents: Tokens) -> Tokens:
-    """How far each token is from the first of its document in the same row."""
+    """The distance of each token from the first of its document in the same row."""
     steps = np.arange(documents.shape[-1])
     begins = np.concatenate([np.ones((*documents.shape[:-1], 1), bool), np.diff(documents, axis=-1) != 0], axis=-1)
     distances: Tokens = steps - np.maximum.accumulate(np.where(begins, steps, 0), axis=-1)
@@ -128,10 +129,10 @@ def positions_in(documents: Tokens) -> Tokens:
 
 
 class Mixture:
-    """``samples(numbers)``: those global samples, a function of their numbers alone.
+    """Several streams mixed by weight: a global sample is a function of its number alone.
 
-    Samples come in blocks. After any number of blocks a stream has contributed its share of them, rounded down, and
-    the heaviest the rest; inside a block the order is drawn from (seed, block).
+    Samples come in blocks. After any number of blocks each stream has contributed its share, rounded down, and the
+    heaviest the rest. Within a block the order is drawn from (seed, block).
     """
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:

@@ -23,15 +23,15 @@ from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 
 CORPUS = "corpus"
-_PROBED_TOKENS = 2**16  # of each part, checked against the vocabulary before a run starts
+_PROBED_TOKENS = 2**16  # of each part, compared with the vocabulary before a run starts
 _EVALUATION_SEED = 1  # added to the run's: another order, the same at every evaluation
-_SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
+_SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it completes the pair
 _MEMORY = Path("/dev/shm")
 _COPY_BYTES = 2**23
 
 
 def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
-    """What a run trains on, and what it evaluates on; ``folder`` keeps the built-in corpus."""
+    """What a run trains and evaluates on; ``folder`` keeps the built-in corpus."""
     data = job.run.data
     names = _places(job, data.shards) or [builtin_corpus(folder)]
     here = staged([*names, *_places(job, data.validation)], data.stage, data.stage_limit)
@@ -40,7 +40,7 @@ def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
 
 
 def check_data(job: Job) -> list[str]:
-    """Before a process starts: notes on a run's data for the user; raises SpecError for unusable data."""
+    """Checks a run's data before a process starts: notes for the user; raises SpecError for unusable data."""
     data = job.run.data
     shards, validation = _places(job, data.shards), _places(job, data.validation)
     trained = [open_pair(name, data.cache) for name in shards] or [_to_be_built()]
@@ -61,12 +61,12 @@ def check_data(job: Job) -> list[str]:
 
 
 def _places(job: Job, names: Sequence[str]) -> list[Place]:
-    """A store has as long to answer as a step may take."""
+    """The places of some pairs; a store may take as long to answer as a step may."""
     return [place_of(name, job.run.timeouts.step) for name in names]
 
 
 def builtin_corpus(folder: Path) -> Path:
-    """The corpus that needs no download, built by the first process; the others wait for it."""
+    """The corpus that needs no download; the first process builds it while the others wait."""
     prefix = folder / CORPUS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{CORPUS}.lock").open("w") as lock:
@@ -86,8 +86,8 @@ def _to_be_built() -> TokenFiles:
 def held_out_begin(starts: Tokens, share: float, seq: int) -> int:
     """The first token of the last ``share`` of a corpus whose documents begin at ``starts``.
 
-    It begins a document, unless that leaves less than a sequence on one side: then the cut is inside a document, and
-    at least one sequence is held out.
+    It begins a document, unless that leaves less than a sequence on either side: then the cut is within a document,
+    and at least one sequence is held out.
     """
     total, document = int(starts[-1]), _first_document_held_out(starts, share)
     if min(document, total - document) > seq:
@@ -133,9 +133,9 @@ def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Se
 
 
 def staged(prefixes: Sequence[Place], where: str, limit_bytes: float) -> list[Place]:
-    """The same pairs on fast storage (``where``: memory or a local disk); copied by the first process.
+    """The same pairs on fast storage (``where``: memory or a local disk), copied by the first process.
 
-    Copies stay for the next start of the run, and are valid as long as the original does not change.
+    Copies stay for the run's next start, and are valid until the original changes.
     """
     if where == "none":
         return list(prefixes)
@@ -144,7 +144,7 @@ def staged(prefixes: Sequence[Place], where: str, limit_bytes: float) -> list[Pl
 
 
 def require_staging(prefixes: Sequence[Place], built_bytes: int, where: str, limit_bytes: float) -> None:
-    """Before a process starts: raises SpecError if shards, and ``built_bytes`` still to be built, do not fit there."""
+    """Raises SpecError, before a process starts, if shards and ``built_bytes`` yet to be built do not fit there."""
     if where == "none":
         return
     _require_limit(_bytes_of(prefixes) + built_bytes, limit_bytes)
@@ -178,7 +178,7 @@ def _files(prefix: Place) -> list[Place]:
 
 
 def _folder(prefix: Place, root: Path) -> Path:
-    """Where the copy of a pair is, as long as the pair does not change."""
+    """Where the copy of a pair belongs; the name changes when the pair does."""
     facts = [(absolute(str(path)), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(prefix)]
     return root / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

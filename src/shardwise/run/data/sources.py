@@ -1,4 +1,7 @@
-"""Documents read from files: plain text, JSON lines, Parquet, WebDataset tars; and a text on every machine."""
+"""Documents read from files: plain text, JSON lines, Parquet, WebDataset tars; and the built-in corpus.
+
+Files are read as streams whose memory is bounded, whatever their headers claim.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shardwise.spec.files import IN_BULK, bounded_lines, parse_json
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import readable_bytes
 
-PIECE_BYTES = 2**20  # the most that is asked of a stream at once; no header of a tar has as many
+PIECE_BYTES = 2**20  # the most that is read from a stream at once; more than any sound tar header has
 _BLOCK_BYTES = 512  # of a tar
 TARS = (".tar", ".tar.gz", ".tgz")
 _GZIP = b"\x1f\x8b"  # its first bytes (RFC 1952)
@@ -27,7 +30,7 @@ _AGAIN = "copy it again, or --on-bad-record skip leaves out the rest of it"
 
 
 def opened(path: Path) -> BinaryIO:
-    """The bytes of a file, unpacked if it ends in .gz; of a tar, if it is packed, whatever its name says."""
+    """The bytes of a file, unpacked if its name ends in .gz, or if it is a packed tar, whatever its name."""
     name = path.name.lower()
     packed = name.endswith(".gz")
     if name.endswith(TARS):
@@ -37,7 +40,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def damaged(path: Path, where: str, error: Exception) -> SpecError:
-    """One line for what a reader raised, and how far it came: ``where``, such as "after line 12"."""
+    """What a reader raised, as one line; ``where`` says how far it came, such as "after line 12"."""
     reason = getattr(error, "strerror", None) or str(error)[:120] or type(error).__name__
     return SpecError(str(path), f"is damaged {where} ({reason})", _AGAIN)
 
@@ -59,14 +62,15 @@ def read_at_most(file: BinaryIO, most: int) -> bytes | None:
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar: ``content`` is None if it is larger than asked for."""
+    """A file in a tar."""
 
     name: str
     content: bytes | None
+    """None if it is larger than allowed."""
 
 
 def members_of(file: BinaryIO, suffixes: tuple[str, ...], most: int) -> Iterator[Member]:
-    """The members with one of the suffixes, in the order of the archive; raises one of `DAMAGED`."""
+    """The members with one of the suffixes, in the archive's order; raises one of `DAMAGED`."""
     blocks = _Blocks(file)
     before = -1
     with tarfile.open(fileobj=cast(Any, blocks), mode="r:") as archive:
@@ -74,7 +78,7 @@ def members_of(file: BinaryIO, suffixes: tuple[str, ...], most: int) -> Iterator
             if member.size < 0 or member.offset <= before:
                 raise tarfile.ReadError("a member of negative size")
             before = member.offset
-            cast(Any, archive).members.clear()  # it keeps a description of each
+            cast(Any, archive).members.clear()  # tarfile would keep a description of each
             if not member.isfile() or not member.name.lower().endswith(suffixes):
                 continue
             content = None
@@ -85,14 +89,14 @@ def members_of(file: BinaryIO, suffixes: tuple[str, ...], most: int) -> Iterator
                 if content is not None and len(content) != member.size:
                     raise tarfile.ReadError("unexpected end of data")
             yield Member(member.name, content)
-        # tarfile takes anything that is no header for the end.
+        # tarfile takes anything that is not a header for the end of the archive.
         if blocks.last.strip(b"\0") or len(blocks.last) not in (0, _BLOCK_BYTES):
             raise tarfile.ReadError("a header is damaged or cut")
 
 
 class _Blocks:
-    """What tarfile reads, forwards only and in small pieces: a header may ask for gigabytes, or for more than there is
-    without end.
+    """The file that tarfile reads: only forwards and in small pieces, since a header may ask for gigabytes, or again
+    and again for more than there is.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -122,7 +126,7 @@ class _Blocks:
 
 
 _PARQUET = (".parquet",)
-_PARQUET_ROWS = 64  # read at a time: a value may stand for many rows
+_PARQUET_ROWS = 64  # read at a time, since a stored value may stand for many rows
 _ANSWERS = ("answer", "completion", "response")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
@@ -130,14 +134,14 @@ _INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
 
 @dataclass(frozen=True)
 class ReadingRules:
-    """How files are read: a record of JSON or Parquet has its text in ``field``, and none has more than ``most_bytes``.
-
-    Bytes of a text that are not UTF-8 stay as they are if ``raw``, for a tokenizer of bytes; else they are replaced.
-    """
+    """How files are read."""
 
     field: str = "text"
+    """Where a record of JSON or Parquet has its text."""
     most_bytes: int = 32 * 2**20
+    """Of a record."""
     raw: bool = True
+    """Keeps bytes that are not UTF-8, for the byte tokenizer; otherwise they are replaced."""
 
 
 @dataclass(frozen=True)
@@ -153,19 +157,20 @@ Document = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A record's document, or the ``problem`` with it; ``repaired`` if something in it was no character."""
+    """A record's document, or the problem with it."""
 
     document: Document = ()
     problem: SpecError | None = None
     repaired: bool = False
+    """Something in it was not a character, and was replaced."""
 
 
 def read_records(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
-    """The records of one file by its suffix; a problem names the file and the record.
+    """The records of a file, read by its suffix; a problem names the file and the record.
 
-    A record of JSON lines or Parquet has its text in a field; or ``prompt`` and ``answer`` (``completion``,
-    ``response``), or ``messages`` with a role each: then only what the assistant says counts. Nothing follows what
-    cannot be read on from.
+    A record of JSON lines or Parquet has its text in a field; or it has ``prompt`` and ``answer`` (``completion``,
+    ``response``), or ``messages`` with roles: then the loss counts only what the assistant says. Damage after which
+    reading cannot go on ends the records.
     """
     for suffixes, read in _READERS:
         if path.name.lower().endswith(suffixes):
@@ -240,7 +245,7 @@ def _parquet(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     try:
         names: list[str] = parquet.read_schema(path).names
         used = [name for name in names if name in (reading.field, "prompt", *_ANSWERS, "messages")]
-        # A column is read in pieces, and a value that stands for many rows is kept once.
+        # Columns are read in pieces; a value that stands for many rows is kept once.
         whole = [name for name in used if name != "messages"]
         file: Any = parquet.ParquetFile(path, read_dictionary=whole, buffer_size=2**20, pre_buffer=False)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=used, use_threads=False):
@@ -283,7 +288,7 @@ def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
 
 
 def _record(record: Any, field: str, where: str) -> SourceRecord:
-    """With halves of characters, which JSON can write and no text can hold, replaced."""
+    """A record with lone surrogates replaced: JSON can write them, text cannot hold them."""
     document = _document(record, field, where)
     whole = tuple(replace(span, text=_HALF_CHARACTER.sub(_INSTEAD, span.text)) for span in document)
     return SourceRecord(whole, repaired=whole != document)

@@ -1,8 +1,8 @@
 """Token shards as Megatron-LM's pair of files: ``NAME.bin`` holds tokens, ``NAME.idx`` says where documents lie.
 
-The format is that of `megatron/core/datasets/indexed_dataset.py`; Megatron-LM reads what is written here. Two files
-that it does not know may stand beside a pair: ``NAME.sums.json`` with checksums, and ``NAME.mask`` with one byte for
-every token, 1 if the loss counts it.
+The format is that of `megatron/core/datasets/indexed_dataset.py`; Megatron-LM reads what is written here. Beside a pair
+there may be two files that it does not know: ``NAME.sums.json`` with checksums, and ``NAME.mask`` with a byte for every
+token, 1 if the loss counts it. Pairs in an object store are read block by block, as slices are asked for.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardwise.run.storage.place import BlockCache, BlockReader, Place, RemotePl
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, parse_json
 
-BLOCK_BYTES = 2**20  # where there are no checksums, which have a length of their own
+BLOCK_BYTES = 2**20  # where no checksums determine it
 MOST_BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class RemoteArray:
-    """Numbers of one type, end to end in an object."""
+    """An array in an object store that reads like a mapped file: ``array[start:stop]`` fetches the blocks it needs."""
 
     reader: BlockReader
     dtype: Any
@@ -49,12 +49,12 @@ class RemoteArray:
 
 @cache
 def cache_of(limit_bytes: float) -> BlockCache:
-    """One for all arrays of this process."""
+    """The cache that all arrays of this process share."""
     return BlockCache(limit_bytes)
 
 
 def remote_array(place: RemotePlace, size: int, dtype: Any, sums: RemoteSums, limit_bytes: float) -> RemoteArray:
-    """An object of ``size`` bytes as an array; every block is compared with its checksum, if there are any."""
+    """An object of ``size`` bytes as an array whose blocks are compared with their checksums, if there are any."""
     suffix = f".{place.name.rpartition('.')[2]}"
     block_bytes, own = sums.block_bytes, sums.files.get(suffix)
     if own is not None and len(own) != -(-size // block_bytes):
@@ -65,14 +65,14 @@ def remote_array(place: RemotePlace, size: int, dtype: Any, sums: RemoteSums, li
 
 @dataclass(frozen=True)
 class RemoteSums:
-    """The checksums of a pair's files, by suffix, of every block of ``block_bytes``."""
+    """The checksums of all blocks of a pair's files, by suffix."""
 
     block_bytes: int
     files: Mapping[str, Sequence[str]]
 
 
 def remote_sums(sidecar: RemotePlace) -> RemoteSums:
-    """From the file beside a pair; none if there is no such file."""
+    """From the file beside a pair; empty if there is none."""
     try:
         document = parse_json(sidecar.read_bytes(), str(sidecar), most_values=IN_BULK)
         block_bytes, files = (
@@ -95,9 +95,11 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-CHUNK_BYTES = 2**20  # each has its own checksum, which locates damage; the unit of what is read from a store
+CHUNK_BYTES = 2**20  # each with a checksum, which locates damage; the unit of reads from a store
 CACHE_BYTES = 2**28
-LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 bits, and a document may have several
+LONGEST_SEQUENCE = (
+    2**30
+)  # tokens; an index has 31 bits for the length of a sequence, and a document may have several sequences
 Tokens = np.ndarray[Any, np.dtype[Any]]
 AnyPlace = TypeVar("AnyPlace", bound=Place)
 
@@ -109,15 +111,15 @@ def token_dtype(vocab: int) -> type:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An open pair, mapped into memory: ``tokens`` of all documents end to end, document i starts at ``starts[i]``.
-
-    Of a pair in a store, what is asked for is read.
-    """
+    """An open pair, mapped into memory, or read from a store on demand."""
 
     prefix: Place
     tokens: Tokens | RemoteArray
-    starts: Tokens  # one more than documents: the last is the number of tokens
+    """Of all documents, end to end."""
+    starts: Tokens
+    """First token of every document, and the number of all tokens at the end."""
     mask: Tokens | RemoteArray | None
+    """1 where the loss counts a token; None if it counts all."""
 
     @property
     def documents(self) -> int:
@@ -127,7 +129,7 @@ class TokenFiles:
 def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFiles:
     """Maps a pair and checks that it is complete; raises SpecError naming the file and the problem.
 
-    Of pairs in a store the last ``cache_bytes`` that were read stay in memory.
+    ``cache_bytes`` of what was last read from pairs in a store stay in memory.
     """
     prefix = place_of(prefix) if isinstance(prefix, str) else prefix
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
@@ -167,7 +169,7 @@ def _path(prefix: AnyPlace, suffix: str) -> AnyPlace:
 
 
 def _read_index(path: Place) -> tuple[Any, Tokens, Tokens, Tokens]:
-    """Data type, length and place of every sequence, and the sequences with which documents begin."""
+    """The data type, the length and place of every sequence, and the sequence that each document begins with."""
     raw = path.read_bytes()
     if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
         problem = "is not an index of token shards (its first bytes differ)"
@@ -179,7 +181,7 @@ def _read_index(path: Place) -> tuple[Any, Tokens, Tokens, Tokens]:
         known = ", ".join(map(str, _DTYPES))
         raise SpecError(str(path), f"has tokens of the unknown type {code}", f"use one of {known}")
     wanted = _HEADER.size + 12 * sequences + 8 * documents
-    if len(raw) not in (wanted, wanted + sequences):  # the second has a mode for every sequence
+    if len(raw) not in (wanted, wanted + sequences):  # with a mode for every sequence
         raise SpecError(str(path), f"has {len(raw):,} bytes, its header says {wanted:,}", "copy it again")
     at = _HEADER.size
     lengths = np.frombuffer(raw, np.int32, sequences, at)
@@ -213,7 +215,7 @@ class PairWriter:
         self._ends = [0]  # of documents, in sequences
         self._tokens = self._open(".bin")
         self._mask = self._open(".mask") if masked else None
-        self.skipped = 0  # records that are not in the pair, for those who read its checksums
+        self.skipped = 0  # records left out of the pair, noted beside its checksums
 
     def __enter__(self) -> PairWriter:
         return self
@@ -225,7 +227,7 @@ class PairWriter:
             self.abandon()
 
     def add(self, tokens: Tokens, mask: Tokens | None = None) -> None:
-        """One document; without ``mask`` the loss counts every token of it."""
+        """Adds a document; without ``mask`` the loss counts all of its tokens."""
         limits = np.iinfo(self.dtype)
         if len(tokens) and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
             raise SpecError("tokens", f"do not fit in {self.dtype}", f"vocabularies up to {limits.max + 1:,} do")
@@ -272,7 +274,7 @@ def write_checksums(prefix: Path, skipped: int = 0) -> None:
 
 
 def check_sums(prefix: Place | str) -> bool:
-    """Whether there are checksums; raises SpecError that names the first damaged file and offset."""
+    """Whether there are checksums; raises SpecError naming the first damaged file and offset."""
     prefix = place_of(prefix) if isinstance(prefix, str) else prefix
     sidecar = _path(prefix, ".sums.json")
     if not sidecar.is_file():

@@ -18,10 +18,11 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<ï½
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; 256, the ``end``, ends a document; ``vocab`` counts all, ``end`` included."""
+    """Every byte of UTF-8 is a token."""
 
     vocab = 257
     end = 256
+    """The token that ends a document."""
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
@@ -37,7 +38,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, or the folder that holds one; ``end`` is the token that ends a text, None if unknown."""
+    """A ``tokenizer.json``, or the folder that holds one; ``end``, the token that ends a text, is None if unknown."""
 
     def __init__(self, path: Path) -> None:
         require_packages("tokenizer", "tokenizers")
@@ -67,7 +68,7 @@ class HuggingFaceTokenizer:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """With the tokens that begin a text, for models that were trained with them."""
+        """With the tokens that begin a text, if the model was trained with any."""
         return [int(token) for token in self._model.encode(text, add_special_tokens=True).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""The variables by which each launcher tells a process its place, as a table; what a launcher leaves out is derived.
+"""A table of the variables by which each launcher tells a process its place; what a launcher omits is derived.
 
 Sources: torch's elastic/agent/server/local_elastic_agent.py and distributed/run.py; srun(1), "OUTPUT ENVIRONMENT
-VARIABLES"; Open MPI's and Hydra's own processes, looked at; Kubeflow Trainer's torch plugin; SkyPilot's documentation
-of distributed jobs. Ray has no rank of its own: Ray Train sets torchrun's variables.
+VARIABLES"; the environments of processes that Open MPI and Hydra started; Kubeflow Trainer's torch plugin; SkyPilot's
+documentation of distributed jobs. Ray has no rank of its own: Ray Train sets torchrun's variables.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class LauncherRow:
-    """A launcher that starts ranks (``rank``), or one process per node (``node``), by its variables.
-
-    ``single`` launchers also start ordinary commands (`srun --pty bash`, `mpirun -n 1`): a world of one is no world.
-    ``job`` names what tells two jobs on one host apart. ``set_variable`` is how a user gives all its ranks a variable.
-    """
+    """The variables of a launcher that starts ranks (``rank``), or one process per node (``node``)."""
 
     name: str
     rank: Variable | None = None
@@ -40,9 +36,12 @@ class LauncherRow:
     address: Variable | None = None
     port: Variable | None = None
     job: tuple[str, ...] = ()
+    """Variables that tell two jobs on one host apart."""
     single: bool = False
+    """It also starts ordinary commands (`srun --pty bash`, `mpirun -n 1`): a world of one does not count as a world."""
     is_mpi: bool = False
     set_variable: str = "export {name}=..."
+    """How a user sets a variable on all ranks."""
 
 
 def _number(name: str, text: str) -> int:
@@ -52,7 +51,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _number_if_any(name: str, text: str) -> int | None:
-    """torchrun's options may be `auto`, `gpu` or a range of nodes: then nothing is said."""
+    """None for values such as `auto`, `gpu` or a range of nodes, which torchrun's options may have."""
     return int(text) if text.isdecimal() and int(text) else None
 
 
@@ -73,7 +72,7 @@ def _host_of_endpoint(name: str, text: str) -> str | None:
 
 
 def _equal_tasks(name: str, text: str) -> int:
-    """How many tasks a node has, which must be the same everywhere."""
+    """Tasks of a node; raises SpecError if nodes differ."""
     counts = tasks_of_nodes(text, name)
     if len(set(counts)) > 1:
         raise SpecError(name, f"{shown(text)}: nodes have different numbers of tasks", "use --ntasks-per-node")

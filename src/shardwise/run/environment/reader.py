@@ -1,7 +1,7 @@
-"""This process as one rank of a world, or as the one process of a node, whichever launcher started it.
+"""What this process is, one rank of a world or the only process of its node, whichever launcher started it.
 
-Every launcher whose variables are set makes a claim. The innermost says what this process is; the others must agree
-with it, or have started one agent per node, which is how torchrun and mpirun themselves start under Slurm.
+Every launcher whose variables are set makes a claim. The innermost decides; the others must agree with it, or have
+started one agent per node, as Slurm does for torchrun and mpirun.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardwise.spec.errors import SpecError
 PORT = 29400  # torchrun's own default
 OWN_LAUNCHER = "SHARDWISE_LAUNCHER"
 HOW = "start all ranks by torchrun, srun or mpirun"
-_PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
-# Steps that Slurm makes for itself: 0xfffffffa is interactive (`salloc`), ...b the batch script, ...c extern.
+_PORTS = range(20_000, 30_000)  # below the range from which systems pick ports for outgoing connections
+# Slurm's own steps: 0xfffffffa is interactive (`salloc`), ...b the batch script, ...c extern.
 _SPECIAL_STEPS = 0xFFFFFFF0
 _PLACES = ("rank", "world", "local_rank", "local_world")
 _ALLOCATED_TASKS, _ALLOCATED_NODES, _ALLOCATED_LIST = "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
@@ -38,15 +38,13 @@ _ALLOCATED_TASKS, _ALLOCATED_NODES, _ALLOCATED_LIST = "SLURM_NTASKS", "SLURM_JOB
 
 @dataclass(frozen=True)
 class Started:
-    """This process as one rank of a world, whose ranks are numbered host by host; they meet at ``address``.
-
-    Ranks of our own launcher meet in a file instead: they have no address.
-    """
+    """This process as one rank of a world whose ranks are numbered host by host."""
 
     rank: int
     world: int
     ranks_per_host: int
     address: str | None = None
+    """Where the ranks meet; None for ranks of our own launcher, which meet in a file."""
     port: int | None = None
     launcher: str = field(default=TORCHRUN.name, compare=False)
     is_mpi: bool = field(default=False, compare=False)
@@ -62,11 +60,12 @@ class Started:
 
 @dataclass(frozen=True)
 class StartedNode:
-    """This process as the only one of its node: it starts the ranks there; None if nothing says how many."""
+    """This process as the only one of its node, whose ranks it starts."""
 
     node: int
     nodes: int
     ranks_here: int | None
+    """None if nothing says how many."""
     address: str
     port: int
     launcher: str = field(default="", compare=False)
@@ -74,14 +73,15 @@ class StartedNode:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a launcher's variables say; ``named``: by which variable."""
+    """What a launcher's variables say."""
 
     row: LauncherRow
     values: Mapping[str, Any]
     named: Mapping[str, str]
+    """The variable that each value comes from."""
 
     def differs_from(self, other: _Claim) -> str | None:
-        """The first thing that both say, differently."""
+        """The first thing on which the two contradict each other."""
         both = [what for what in _PLACES if what in self.values and what in other.values]
         return next((what for what in both if self.values[what] != other.values[what]), None)
 
@@ -90,8 +90,8 @@ class _Claim:
 
 
 def started(environment: Mapping[str, str] = os.environ, *, always: bool = False) -> Started | None:
-    """None if nobody started this process as a rank; ``always``: it is one, even the only one of its world."""
-    own = OWN_LAUNCHER in environment  # it is inside of every other, which have nothing to say of its ranks
+    """None if nobody started this process as a rank; with ``always`` a world of one rank counts too."""
+    own = OWN_LAUNCHER in environment  # the innermost of all: others do not know its ranks
     rows = (TORCHRUN,) if own else RANK_LAUNCHERS
     claims = [_claim(row, environment) for row in rows if _has_rank(row, environment)]
     alone = [claim for claim in claims if claim.row.single and claim.values.get("world") == 1 and not always]
@@ -99,7 +99,7 @@ def started(environment: Mapping[str, str] = os.environ, *, always: bool = False
     if claims == [claim for claim in claims if claim.row is PMIX and claim.values["rank"] == 0] and not _completing(
         environment
     ):
-        return None  # none, or one of which nothing says that there are others
+        return None  # no claim, or PMIx alone, which does not say that there are other ranks
     if not own and "RANK" not in environment:
         claims += _completing(environment)
     inner, *others = claims
@@ -112,7 +112,7 @@ def started(environment: Mapping[str, str] = os.environ, *, always: bool = False
 
 
 def started_node(environment: Mapping[str, str] = os.environ) -> StartedNode | None:
-    """None if this is a rank, or its node is the only one."""
+    """None if this process is a rank, or its node the only one."""
     if OWN_LAUNCHER in environment or started(environment) is not None:
         return None
     for row in NODE_LAUNCHERS:
@@ -145,12 +145,12 @@ def _claim(row: LauncherRow, environment: Mapping[str, str]) -> _Claim:
 
 
 def _completing(environment: Mapping[str, str]) -> list[_Claim]:
-    """What a user gives in torchrun's variables beside another launcher's rank."""
+    """A claim by torchrun's variables, which users set to complete what another launcher says."""
     return [_claim(TORCHRUN, environment)] if "WORLD_SIZE" in environment else []
 
 
 def _has_rank(row: LauncherRow, environment: Mapping[str, str]) -> bool:
-    """A Slurm batch script and the shell of an allocation have a SLURM_PROCID, too, but no step of tasks."""
+    """Whether a launcher set a rank; batch scripts and shells of an allocation have a SLURM_PROCID without a step."""
     assert row.rank is not None
     if row is SLURM:
         step = environment.get("SLURM_STEP_ID", "")
@@ -160,9 +160,9 @@ def _has_rank(row: LauncherRow, environment: Mapping[str, str]) -> bool:
 
 
 def _agreeing(inner: _Claim, others: Sequence[_Claim], agents: Sequence[_Claim]) -> list[_Claim]:
-    """Those that say the same as the innermost; raises SpecError for one that says something else.
+    """The claims that agree with the innermost; raises SpecError for one that contradicts it.
 
-    ``agents`` are claims of launchers that only started what started the ranks.
+    ``agents`` are claims of launchers that only started the launcher of the ranks.
     """
     same: list[_Claim] = []
     for other in others:
@@ -177,7 +177,7 @@ def _agreeing(inner: _Claim, others: Sequence[_Claim], agents: Sequence[_Claim])
 
 
 def _started_agents(inner: _Claim, outer: _Claim) -> bool:
-    """Whether the outer launcher started one process per node, and those the ranks; mpirun is itself one of them."""
+    """Whether the outer launcher started one agent per node, which started the ranks; mpirun may be one of them."""
     world, per_host = inner.values.get("world"), inner.values.get("local_world")
     if not world or not per_host or outer.values.get("local_world", 0) != 1:
         return False
@@ -186,9 +186,9 @@ def _started_agents(inner: _Claim, outer: _Claim) -> bool:
 
 
 def _compare_with_allocation(inner: _Claim, environment: Mapping[str, str]) -> None:
-    """mpirun takes its slots from Slurm's allocation: a world of another size is a mistake.
+    """Raises SpecError if mpirun's world differs from Slurm's allocation, from which it takes its slots.
 
-    An allocation of one task per node only reserves nodes; in a step the variable counts the tasks of the step.
+    An allocation of one task per node only reserves nodes. Inside a step the variable counts the step's tasks.
     """
     tasks, nodes = (environment.get(name, "") for name in (_ALLOCATED_TASKS, _ALLOCATED_NODES))
     if "SLURM_STEP_ID" in environment or not tasks.isdecimal() or tasks == (nodes or "1"):
@@ -207,7 +207,7 @@ def _compare_with_nodes(place: Started, inner: _Claim, environment: Mapping[str,
             raise SpecError("nodes", problem, f"start it on all of them, or unset {said.named['nodes']}")
 
 
-# -- what was said, completed ------------------------------------------------------------------------------
+# -- claims, completed -------------------------------------------------------------------------------------
 
 
 def _place(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str, str], *, own: bool) -> Started:
@@ -234,7 +234,7 @@ def _place(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str, 
 
 
 def _address(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str, str], *, alone: bool) -> str:
-    """Where rank 0 is: as said, this host if it has all ranks, or the allocation's first node, where mpirun begins."""
+    """Where rank 0 is: as claimed, this host if it has all ranks, or the allocation's first node, as for mpirun."""
     if given := environment.get("MASTER_ADDR"):
         return given
     if inner.row is TORCHRUN:
@@ -250,7 +250,7 @@ def _address(inner: _Claim, agreeing: Sequence[_Claim], environment: Mapping[str
 
 
 def _port(claims: Sequence[_Claim], environment: Mapping[str, str], *, alone: bool = False) -> int:
-    """As given, or derived from what identifies the job: two jobs on one host should not meet."""
+    """The given port, or one derived from the job's identity, so that two jobs on a host do not meet."""
     if claims[0].row is TORCHRUN and "MASTER_PORT" not in environment:
         _require(environment, "MASTER_PORT", "")
     for name in ("MASTER_PORT", claims[0].named.get("port", "")):
@@ -267,7 +267,7 @@ def _port(claims: Sequence[_Claim], environment: Mapping[str, str], *, alone: bo
 
 
 def _launcher_process(claim: _Claim) -> int:
-    """The nearest ancestor that is no rank itself: all ranks of a host have it in common, even behind a script."""
+    """The nearest ancestor that is not a rank: all ranks of a host share it, even behind a wrapper script."""
     process, marker = os.getppid(), f"{claim.named['rank']}=".encode()
     try:
         while marker in Path(f"/proc/{process}/environ").read_bytes():

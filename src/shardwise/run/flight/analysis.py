@@ -1,8 +1,8 @@
-"""Which rank is missing from a collective, or is in another one: from the records that all ranks wrote at a moment.
+"""Finds the rank that is missing from a collective, or in a different one, in records that all ranks wrote at once.
 
-Collectives of a group are numbered, and all its ranks must begin the same ones in the same order. So a rank that has
-begun fewer than the others wait for is missing, and one whose collective of a number differs has lost its place. A
-missing rank may itself wait in another group: the one that waits for nobody is to blame.
+The collectives of a group are numbered, and all its ranks must begin the same ones in the same order. A rank that has
+not begun a collective in which others wait is missing; one whose collective of some number differs is out of step. A
+missing rank may itself be waiting in another group: the rank that waits for nobody is to blame.
 """
 
 from __future__ import annotations
@@ -16,32 +16,36 @@ from itertools import pairwise
 from shardwise.run.flight.record import Collective, FlightRecord, GroupRecord
 from shardwise.spec.units import readable_bytes
 
-STALE_SECONDS = 5.0  # older than the newest record by this: of a rank that could not write one
-BACKGROUND = ("agreement", "checkpoint")  # groups whose collectives nobody waits in
+STALE_SECONDS = 5.0  # older than the newest record by this much: its rank could not write another
+BACKGROUND = ("agreement", "checkpoint")  # groups whose collectives run in the background
 _EQUAL_SIZES = ("all-reduce", "reduce-scatter", "broadcast")  # on all ranks of a group
 GroupKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class OutOfStep:
-    """One sentence without its stop, and the ``ranks`` that it blames."""
+    """Which ranks are out of step, and how."""
 
     ranks: tuple[int, ...]
+    """Those to blame."""
     text: str
+    """A sentence without its full stop."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """``waiting`` have begun the collective, and wait for the ``missing``, who have not."""
+    """A collective that some ranks of a group have begun and others have not."""
 
     group: GroupRecord
     collective: Collective
     waiting: tuple[int, ...]
+    """Ranks that have begun it."""
     missing: tuple[int, ...]
+    """Ranks that have not."""
 
 
 def out_of_step(records: Mapping[int, FlightRecord]) -> OutOfStep | None:
-    """What the records of a stuck or failed attempt say; None if all ranks were in the same collectives."""
+    """Who is to blame in a stuck or failed attempt; None if all ranks were in the same collectives."""
     fresh = fresh_records(records)
     groups = _by_group(fresh)
     for members in groups.values():
@@ -53,7 +57,7 @@ def out_of_step(records: Mapping[int, FlightRecord]) -> OutOfStep | None:
 
 
 def fresh_records(records: Mapping[int, FlightRecord]) -> dict[int, FlightRecord]:
-    """Without those of ranks that did not answer: they are of an earlier moment."""
+    """The records of this moment, without older ones of ranks that did not answer."""
     newest = max((record.written_at for record in records.values()), default=0.0)
     return {rank: record for rank, record in records.items() if newest - record.written_at < STALE_SECONDS}
 
@@ -70,7 +74,7 @@ def _by_group(records: Mapping[int, FlightRecord]) -> dict[GroupKey, dict[int, G
 
 
 def _different(members: Mapping[int, GroupRecord]) -> OutOfStep | None:
-    """The first number at which the ranks of a group did not do the same."""
+    """The first number at which the ranks of a group entered different collectives."""
     calls: dict[int, dict[int, Collective]] = defaultdict(dict)
     for rank, group in members.items():
         for collective in group.collectives:
@@ -116,7 +120,7 @@ def _first_pending(group: GroupRecord) -> Collective | None:
 
 
 def _blamed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep | None:
-    """Those of the missing ranks that do not themselves wait for others."""
+    """Blames missing ranks that do not wait for others themselves."""
     busy = {rank for wait in waits for rank in wait.waiting}
     for wait in waits:
         idle = tuple(rank for rank in wait.missing if rank not in busy)
@@ -126,7 +130,7 @@ def _blamed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep | No
 
 
 def _crossed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep:
-    """Ranks wait for each other in different collectives: the fewest are those that lost their place."""
+    """Ranks wait for each other in different collectives: blames the smallest side."""
     odd = _fewest([wait.waiting for wait in waits])
     most = max(waits, key=lambda wait: len(wait.waiting))
     parts = [f"{names(wait.waiting)} in {_place(wait)}" for wait in waits]
@@ -139,7 +143,7 @@ def _crossed(waits: Sequence[_Waiting], fresh: Collection[int]) -> OutOfStep:
 
 
 def _fewest(sides: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The smallest side, if it is alone: more ranks agree on something else."""
+    """The smallest side, if only one has that size: more ranks agree on something else."""
     few = min(sides, key=len)
     return tuple(few) if sum(len(side) == len(few) for side in sides) == 1 else ()
 
@@ -173,20 +177,19 @@ def names(ranks: Collection[int]) -> str:
 # -- ranks that are late ---------------------------------------------------------------------------
 
 LEAST_COLLECTIVES = 20
-LATE = 0.15  # of the time: a rank that takes a quarter longer to compute makes others wait for a fifth
-MORE = 2.0  # times as much as the usual rank of its group
+LATE = 0.15  # of the time: a rank that computes a quarter longer makes others wait for a fifth
+MORE = 2.0  # times the median of its group
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of one rank, in the group in which it is latest: the share of the time that the first to come waits for it.
-
-    ``usual`` is the median of the group's other ranks.
-    """
+    """How late a rank is, in the group in which it is latest."""
 
     rank: int
     share: float
+    """Of the time, that the first rank to arrive waits for this one."""
     usual: float
+    """Median share of the group's other ranks."""
 
     @property
     def straggles(self) -> bool:
@@ -194,9 +197,9 @@ class Lateness:
 
 
 def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -> tuple[Lateness, ...]:
-    """How late each rank begins collectives; the ranks of different pipeline stages are not compared.
+    """How late each rank begins collectives; ranks of different pipeline stages are not compared.
 
-    By the clocks of their hosts: the wall clock is all that hosts have in common.
+    Measured by the hosts' wall clocks: hosts share no other.
     """
     worst: dict[int, Lateness] = {}
     for members in _by_group(fresh_records(records)).values():
@@ -210,9 +213,10 @@ def lateness(records: Mapping[int, FlightRecord], stage_of: Mapping[int, int]) -
 
 
 def _of_group(members: Mapping[int, GroupRecord]) -> Iterator[Lateness]:
-    """Nobody waits in a collective for longer than until its own next one begins: that bounds each delay.
+    """The lateness of each rank in its group.
 
-    Without the bound, delays of collectives that run in the background would be counted several times.
+    A delay counts at most until the first rank begins its next collective: otherwise the delays of collectives in the
+    background would be counted several times.
     """
     times = {
         rank: {collective.number: collective.at_ns for collective in group.collectives}

@@ -1,4 +1,4 @@
-"""A rank's record of its last collectives: a small file that appears whole, and is replaced by the next."""
+"""A rank's record of its last collectives: a small file that appears complete and is replaced by the next."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from shardwise.spec.files import IN_BULK, read_json
 
 @dataclass(frozen=True)
 class Collective:
-    """``number`` counts those of its group, from 1; ``bytes`` are this rank's input; ``at_ns`` is when it was begun."""
+    """A collective that this rank has begun."""
 
     number: int
-    operation: str  # in the backend's words, such as all-reduce
+    """Counted within its group, from 1."""
+    operation: str
+    """In the backend's words, such as all-reduce."""
     bytes: int
+    """This rank's input."""
     done: bool
     at_ns: int
+    """When it was begun."""
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The last collectives of one group, oldest first. ``name`` is the backend's, ``meaning`` what it is for."""
+    """The last collectives of a group, oldest first."""
 
     name: str
+    """The backend's."""
     meaning: str
+    """What the group is for."""
     ranks: tuple[int, ...]
     collectives: tuple[Collective, ...]
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """Equal on all of its ranks."""
+        """Equal on all ranks of the group."""
         return self.name, self.ranks
 
 
@@ -76,5 +82,5 @@ def read_flight(folder: Path, rank: int) -> FlightRecord | None:
 
 
 def read_flights(folder: Path, ranks: Iterable[int]) -> dict[int, FlightRecord]:
-    """By rank, those that there are."""
+    """The records that exist, by rank."""
     return {rank: record for rank in ranks if (record := read_flight(folder, rank)) is not None}

@@ -1,7 +1,7 @@
 """What happened to a run as lines of JSON: its starts, its failures, its end.
 
-The launcher writes them; where another program started the ranks, rank 0 does. A run without an end was killed, or
-goes on.
+The launcher writes them, or rank 0 if another program started the ranks. A run without an end was killed, or is still
+running.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ STARTED, FAILED, ENDED = "started", "failed", "ended"
 
 @dataclass(frozen=True)
 class RunEvent:
-    """``attempt`` counts from 0 within one command; ``folder`` is where its ranks report; an end has a ``status``."""
+    """A start, a failure or the end of a run."""
 
-    at: float  # seconds since the epoch
+    at: float
+    """Seconds since the epoch."""
     kind: str
     attempt: int
+    """Counted from 0 within one command."""
     text: str = ""
     folder: str | None = None
-    host: str = ""  # that wrote it
+    """Where the ranks of the attempt report."""
+    host: str = ""
+    """That wrote it."""
     status: int | None = None
-    stopped: bool = False  # by request
+    """Exit status, of an end."""
+    stopped: bool = False
+    """By request."""
 
 
 class EventLog:
-    """Appends to events.jsonl, also where its folder is moved; on a full disk an event is lost, never the run."""
+    """Appends to events.jsonl, even after its folder is moved; a full disk loses an event, never the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,7 +63,7 @@ class EventLog:
 
 @contextmanager
 def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
-    """An end for an error that the block raises."""
+    """Records the run's end if the block raises."""
     try:
         yield
     except BaseException as error:
@@ -66,7 +72,7 @@ def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Those that are whole, oldest first."""
+    """The complete events, oldest first."""
     events = []
     with suppress(OSError), path.open("rb") as file:
         for line in bounded_lines(file, _MOST_LINE_BYTES):

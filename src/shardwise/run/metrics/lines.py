@@ -1,7 +1,7 @@
 """The metrics of a run as lines of JSON, one file for all its starts, and a summary of the run from them.
 
-A line that cannot be written waits for space. A broken one stays where it is; readers skip it, and `missing_steps`
-lists what is missing.
+A line that cannot be written waits for space. A broken line stays in the file; readers skip it, and `missing_steps`
+lists the gaps.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NAME = "metrics.jsonl"
 REPEATED_BYTES = 16_384
 _ALL_BYTES = 2**62
 _MARK_BYTES = 256
-MOST_LINE_BYTES = 2**22  # of thousands of ranks
+MOST_LINE_BYTES = 2**22  # a line may list thousands of ranks
 MOST_WAITING = 10_000  # lines held back while the disk is full
-# Numbers that readers compute with; a line with anything else there is broken.
+# Fields that readers compute with; a line in which one is not a number is broken.
 _AMOUNTS = (
     *("loss", "validation_loss", "seconds", "tokens_per_second", "mfu", "data_wait_seconds"),
     *("memory_bytes", "predicted_seconds", "predicted_memory_bytes", "interval", "checkpoint"),
 )
 RECENT_LOSSES = 10
-WARM_UP = 3  # steps after a start that take longer than others
+WARM_UP = 3  # steps after a start, which take longer than later ones
 
 
 class MetricLines:
@@ -41,7 +41,7 @@ class MetricLines:
         self.path = folder / NAME
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)
         self._file = open_lines(self.path)
-        cut_after(self.path, step or -1)  # what precedes the first step is written again
+        cut_after(self.path, step or -1)  # a run from step 0 writes everything again
 
     def cut_after(self, step: int) -> None:
         """Drops later steps: the run has rolled back."""
@@ -50,7 +50,12 @@ class MetricLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes one line; on a full disk it waits, and never stops the run."""
-        line = json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        line = json.dumps(finite).encode() + b"\n"
         self._waiting.append((record["step"], line))
         self._write_waiting()
 
@@ -91,20 +96,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """`new` returns the records since its last call, at first those that come after it was made.
+    """`new` returns the records since its last call, or since the follower was made.
 
-    After a truncation, which ``truncated`` says, it returns the last ones again; one that is `of_all`, all again.
+    After the file was truncated (``truncated``) it returns the last records again; a follower `of_all` returns all.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._repeats = path, REPEATED_BYTES
         self._at = path.stat().st_size if path.is_file() else 0
-        self._before: bytes | None = None  # what stood there: a file may be cut and grow again between two calls
+        self._before: bytes | None = None  # the bytes before: the file may shrink and grow again between two calls
         self.truncated = False
 
     @classmethod
     def of_all(cls, path: Path) -> Follower:
-        """Begins with what is there."""
+        """A follower that begins with the records that exist."""
         follower = cls(path)
         follower._at, follower._repeats = 0, _ALL_BYTES
         return follower
@@ -133,11 +138,11 @@ class Follower:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncates a file before the lines of later steps or an incomplete last one; followers can continue."""
+    """Cuts off the lines of later steps and an incomplete last line; followers can continue."""
     if not path.is_file():
         return
     end = at = 0
-    gone_by = False  # whether a line of a later step was seen after the last that is kept
+    gone_by = False  # a line of a later step was seen after the last one kept
     with path.open("r+b") as file:
         for line in file:
             at += len(line)
@@ -150,9 +155,9 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def missing_steps(records: Iterable[Mapping[str, Any]], reached: float | None = None) -> list[tuple[int, int]]:
-    """Ranges of steps (first, last) without a line though they are done; ``reached``: the last step that is.
+    """Ranges of steps (first, last) that are done but have no line; ``reached`` is the last step done.
 
-    ``interval`` of a line is the number of steps between two lines, if more than one.
+    A line's ``interval`` is the number of steps between two lines, if more than one.
     """
     gaps = []
     last, apart = 0, 1
@@ -188,19 +193,15 @@ def _is_amount(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @dataclass(frozen=True)
 class RunSummary:
     """Medians over the steps of a run; None if nothing is known."""
 
     steps: int
     first_loss: float | None
-    last_loss: float | None  # of the last step
-    recent_loss: float | None  # the median of the last `RECENT_LOSSES` steps
+    last_loss: float | None
+    recent_loss: float | None
+    """Median of the last `RECENT_LOSSES` steps."""
     first_validation: float | None
     last_validation: float | None
     step_seconds: float | None
@@ -210,11 +211,12 @@ class RunSummary:
     tokens_per_second: float | None
     mfu: float | None
     data_wait_share: float | None
-    missing_steps: str = ""  # of which metrics.jsonl has no line, such as "11 to 14"
+    missing_steps: str = ""
+    """Steps without a line in metrics.jsonl, such as "11 to 14"."""
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
-    """From the records of metrics.jsonl; steps whose memory was counted are slow on a CPU, and not timed."""
+    """From the records of metrics.jsonl; steps whose memory was counted, which is slow on a CPU, are not timed."""
     everything = list(records)
     steps = [record for record in everything if record.get("seconds") is not None]
     timed = [record for record in steps[WARM_UP:] if "memory_bytes_of_ranks" not in record] or steps

@@ -11,7 +11,7 @@ RECENT = 20  # steps whose median is the pace
 
 
 class RecentSteps:
-    """`add` every record of metrics.jsonl in turn; a figure that no record had yet is None."""
+    """Figures from records of metrics.jsonl, given to `add` in turn; None until a record has one."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -24,7 +24,7 @@ class RecentSteps:
         self.memory_bytes: float | None = None
         self.memory_bytes_of_ranks: tuple[float, ...] = ()
         self.interval = 1  # steps between two records
-        self.useful_seconds = 0.0  # of steps that count
+        self.useful_seconds = 0.0  # of steps that were not bad
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_seconds: float | None = None
 
@@ -40,7 +40,7 @@ class RecentSteps:
             if record.get(name) is not None:
                 setattr(self, name, record[name])
         of_ranks = record.get("memory_bytes_of_ranks")
-        if of_ranks is None:  # else the step was slowed down by counting
+        if of_ranks is None:  # otherwise counting slowed the step down
             self._recent.append(seconds)
         elif isinstance(of_ranks, list):
             self.memory_bytes_of_ranks = tuple(of_ranks)
@@ -51,10 +51,10 @@ class RecentSteps:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median of the newest steps."""
+        """Median of the newest steps."""
         return statistics.median(self._recent) if self._recent else self._last_seconds
 
     def left_seconds(self, steps: int) -> float | None:
-        """Until ``steps`` are done, at the pace of the newest."""
+        """Time until ``steps`` are done, at the pace of the newest."""
         seconds = self.step_seconds
         return None if seconds is None else max(0, steps - self.step) * seconds

@@ -40,7 +40,7 @@ def read_prediction(folder: Path) -> dict[str, float]:
 
 
 class Recorder:
-    """``step`` is the one that the run resumes from."""
+    """Writes the records of rank 0 to all sinks; ``step`` is where the run resumes."""
 
     def __init__(self, job: Job, folder: Path, step: int) -> None:
         self.job = job
@@ -60,7 +60,7 @@ class Recorder:
             self.write({"step": step, "steps_missing": missing})
 
     def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:
-        """The step number ``step``, counted from 1, and what it took."""
+        """Records a step, counted from 1, and how long it took."""
         speed = {
             "seconds": seconds,
             "tokens_per_second": self.job.tokens_per_step / seconds,
@@ -81,7 +81,7 @@ class Recorder:
             sink.scalars(record["step"], scalars)
 
     def rolled_back(self, step: int) -> None:
-        """Drops records of later steps after a roll-back."""
+        """Drops the records of later steps."""
         self.lines.cut_after(step)
         for sink in self.sinks:
             sink.forget_after(step)
@@ -93,7 +93,7 @@ class Recorder:
 
 
 def require_writable(job: Job, folder: Path) -> None:
-    """Before a process starts: raises SpecError if rank 0 could not record."""
+    """Raises SpecError, before a process starts, if rank 0 could not record."""
     open_lines(folder / NAME).close()
     if job.run.logging.tensorboard:
         make_folder(folder / TENSORBOARD)
@@ -105,12 +105,12 @@ class _WeightsAndBiases:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb") from None
-        # The same identity after every restart, so that curves continue.
+        # The same identity after a restart, so that curves continue.
         identity = folder.resolve().as_posix().strip("/").replace("/", "-")[-64:]
         self._run: Any = wandb.init(project=project, id=identity, resume="allow", dir=str(folder), config=job.to_dict())
 
     def forget_after(self, step: int) -> None:
-        """Weights & Biases accepts every step once: the first record stays."""
+        """Weights & Biases keeps the first record of every step."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -141,7 +141,11 @@ def make_folder(folder: Path) -> None:
 
 
 class EventFile:
-    """A new file in ``folder``; readers take all files there together."""
+    """Scalars in a new TensorBoard event file of ``folder``, written without TensorBoard's dozen packages.
+
+    A file is records of length, checksum, message, checksum (tensorflow/core/lib/io/record_writer.h); a message is a
+    protocol buffer `Event` (tensorflow/core/util/event.proto). Readers take all files of a folder together.
+    """
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
@@ -151,7 +155,7 @@ class EventFile:
         self._write(_bytes(3, b"brain.Event:2"))
 
     def forget_after(self, step: int) -> None:
-        """Later steps will be written again: readers drop what they have of them."""
+        """Makes readers drop what they have of later steps, which will be written again."""
         self._write(_number(2, step + 1) + _bytes(7, _number(1, _START)))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

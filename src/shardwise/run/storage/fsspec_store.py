@@ -24,7 +24,7 @@ RETRIES = 5
 FIRST_WAIT_SECONDS = 0.5  # doubled each time
 PART_BYTES = 32 * 2**20  # of an upload: S3 takes 10,000 parts of at least 5 MiB
 _NOT_AGAIN = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
-# Libraries of stores raise their own errors for networks that fail; those about credentials will not go away.
+# Whose errors may be of a failing network and worth a retry, unless their name says that credentials are wrong.
 _LIBRARIES = (
     "aiobotocore",
     "botocore",
@@ -42,7 +42,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"total_max_attempts": 1}}}
 }
 _ALIASES = {"s3a": "s3"}
-_WHEN = ("LastModified", "last_modified", "updated", "mtime", "created")  # what stores call it
+_WHEN = ("LastModified", "last_modified", "updated", "mtime", "created")  # what stores call the time of the last change
 
 _logger = logging.getLogger("shardwise.training")
 _Answer = TypeVar("_Answer")
@@ -51,8 +51,8 @@ _Answer = TypeVar("_Answer")
 class FsspecStore:
     """All objects of one scheme and authority, such as ``s3://bucket``.
 
-    Every try is ours, and a line of the log, but those of the parts of an upload: a part that fails is sent again by
-    ``parts``, the library's own retries, since all of them anew may be hours.
+    Retries are ours and logged, except for the parts of an upload: there the library behind ``parts`` sends a failed
+    part again, since starting over may cost hours.
     """
 
     def __init__(self, uri: str, retries: int = RETRIES, limit: Limit = USUAL) -> None:
@@ -81,7 +81,7 @@ class FsspecStore:
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()
-            file.closed = True  # or the garbage collector would complete it
+            file.closed = True  # or the garbage collector would complete the upload
             raise
         there = self._facts(uri).st_size
         if there != size:
@@ -134,7 +134,7 @@ class FsspecStore:
     def _retried(
         self, uri: str, call: Callable[[PendingAnswer[_Answer]], _Answer], limit: Limit | None = None
     ) -> _Answer:
-        """What ``call`` returns, the first time it does; raises an OSError of one line, with the URI."""
+        """The result of the first ``call`` that succeeds; raises an OSError with a one-line text and the URI."""
         began, limit = time.monotonic(), limit or self.limit.for_all()
         for number in range(1, self.retries + 2):
             try:
@@ -181,7 +181,7 @@ def _options(uri: str) -> dict[str, Any]:
 
 
 def _say_retries_of_s3fs() -> None:
-    """Has s3fs try a request again when the server failed, and says so; unless the program has a rule of its own."""
+    """Makes s3fs retry and log requests that fail in the server, unless the program has set its own handler."""
     import s3fs.core
 
     if s3fs.core.CUSTOM_ERROR_HANDLER.__module__ != "s3fs.core":

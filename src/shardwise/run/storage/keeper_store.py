@@ -1,7 +1,7 @@
-"""The memory of the nodes of a run as a store: what a rank puts there is on its own node and on the next.
+"""The memory of a run's nodes as a store: what a rank puts there is kept on its own node and on the next.
 
-So a lost node costs no object, and neither does a lost rank; when two neighbours are lost, their objects are gone. The
-processes that hold the objects are `launch/keeper.py`, started beside the ranks.
+Losing a rank or a node loses no object; losing two neighbouring nodes loses what both kept. The processes that hold the
+objects (`launch/keeper.py`) are started beside the ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MOST_READ_BYTES = 2**30
 
 
 class KeeperStore:
-    """As seen from a rank on ``node``; ``file`` says where the keepers are now: a lost one is replaced.
+    """The store as seen from ``node``; ``file`` lists the current keepers, since lost ones are replaced.
 
-    A restart reads every shard twice, first for its checksum: what was read once stays here for the second time, up to
-    ``MOST_READ_BYTES``, and goes when the rank saves again.
+    A restart reads every shard twice, first for its checksum: what was read is cached for the second time, up to
+    ``MOST_READ_BYTES``, until the rank saves again.
     """
 
     def __init__(self, file: Path, node: int) -> None:
@@ -46,9 +46,10 @@ class KeeperStore:
         return other
 
     def _keepers(self) -> tuple[str, list[str]]:
-        """The secret and the addresses, this node's first, then the one with its copies, then all others.
+        """The secret, and the addresses: this node's first, then the one that keeps its copies, then all others.
 
-        A node with several groups of ranks is there several times: a copy beside the object would be no copy.
+        A node with several groups of ranks is listed several times; duplicates are dropped, since a copy on the same
+        node would be worthless.
         """
         document = json.loads(self.file.read_text(encoding="utf-8"))
         addresses = list(document["keepers"])
@@ -56,7 +57,7 @@ class KeeperStore:
         return str(document["secret"]), list(dict.fromkeys([*addresses[begin:], *addresses[:begin]]))
 
     def put(self, uri: str, content: bytes) -> None:
-        """A small object is on every node that answers."""
+        """Puts a small object on every node that answers; the first two must."""
         self._in_time(uri, lambda _: self._put(uri, content))
 
     def _put(self, uri: str, content: bytes) -> None:
@@ -129,7 +130,7 @@ class KeeperStore:
         return {key[len(prefix) :]: facts for key, facts in objects.items()}
 
     def _below(self, prefix: str) -> dict[str, ObjectFacts]:
-        """Of all nodes that answer."""
+        """The objects below a prefix, on all nodes that answer."""
         secret, addresses = self._keepers()
         objects: dict[str, ObjectFacts] = {}
         for address in addresses:
@@ -163,7 +164,7 @@ class KeeperStore:
 
 @contextmanager
 def _asked(address: str, secret: str, what: str, **how: Any) -> Iterator[BufferedRWPair]:
-    """A request that has been sent; what follows it is written to and read from the file."""
+    """Sends a request; its content and the answer go through the file."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
         connection.settimeout(_ANSWER_SECONDS)
@@ -181,7 +182,7 @@ def _answer(file: BufferedRWPair) -> dict[str, Any]:
 
 
 def _content(file: BufferedRWPair) -> memoryview | None:
-    """What a keeper has of an object; None if it has none of it."""
+    """What a keeper has of an object; None if nothing."""
     size = _answer(file).get("size")
     if size is None:
         return None

@@ -1,4 +1,4 @@
-"""A call to a store that may never return: it is waited for so long, in a thread of its own, and then left behind."""
+"""Time limits for calls to a store that may never return: they run in a thread, which is abandoned at the limit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
 
 LIMIT_SECONDS = Timeouts().checkpoint  # of every wait on a store, where no run says otherwise
-CLEANUP_SECONDS = 20.0  # to say that a save failed and to clear up after it: neither may keep training waiting
-SILENT_SECONDS = 20.0  # without an answer: then a line says so
+CLEANUP_SECONDS = 20.0  # to report a failed save and to clean up after it: neither may hold up training
+SILENT_SECONDS = 20.0  # without an answer until it is logged
 
 _logger = logging.getLogger("shardwise.training")
 _Answer = TypeVar("_Answer")
@@ -30,17 +30,19 @@ class NoAnswer(TimeoutError):
 
 @dataclass(frozen=True)
 class Limit:
-    """``seconds`` without progress, which only an upload has; and a ``deadline`` of the monotonic clock for all."""
+    """How long a call may take."""
 
     seconds: float = LIMIT_SECONDS
+    """Without progress; only uploads report any."""
     deadline: float = math.inf
+    """By the monotonic clock, whatever the progress."""
 
     def for_all(self) -> Limit:
-        """``seconds`` from now on are the deadline, of several tries too."""
+        """The same limit as a deadline that all retries share, ``seconds`` from now."""
         return Limit(self.seconds, min(self.deadline, time.monotonic() + self.seconds))
 
     def left(self, since: float) -> float:
-        """Seconds until a call without progress ``since`` then is given up."""
+        """Seconds until a call whose last progress was at ``since`` is given up."""
         return min(since + self.seconds, self.deadline) - time.monotonic()
 
 
@@ -49,14 +51,14 @@ CLEANUP = Limit(CLEANUP_SECONDS)
 
 
 class PendingAnswer(Future[_Answer]):
-    """Somebody waits for a call to return."""
+    """The result of a call that somebody waits for, with the time of its last progress."""
 
     def __init__(self) -> None:
         super().__init__()
         self.since = time.monotonic()
 
     def uploaded(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
-        """The blocks of an upload, as long as somebody waits for it: later their memory has another content."""
+        """Passes on an upload's blocks as long as somebody waits for it: afterwards their memory is reused."""
         for block in blocks:
             if self.cancelled():
                 raise ConnectionAbortedError("was given up")
@@ -75,9 +77,9 @@ class PendingAnswer(Future[_Answer]):
 
 
 def in_time(uri: str, limit: Limit, call: Callable[[PendingAnswer[_Answer]], _Answer]) -> _Answer:
-    """What ``call`` returns or raises within the limit; after that raises NoAnswer.
+    """What ``call`` returns or raises within the limit; raises NoAnswer after it.
 
-    No library of a store has such a limit: theirs are of the silence between two bytes, and begin anew with each.
+    The stores' own libraries only limit the silence between two bytes.
     """
     answer: PendingAnswer[_Answer] = PendingAnswer()
     began = answer.since

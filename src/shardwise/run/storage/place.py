@@ -1,7 +1,7 @@
-"""A place that a user names: a path of this machine, or an object in a store that a URI names.
+"""A place that a user names: a path of this machine, or the URI of an object in a store.
 
-`RemotePlace` has the part of `Path` that checkpoints and data need, so that one code reads both. Local paths never come
-here: ``file://`` is a `Path` too.
+`RemotePlace` has the part of `Path` that checkpoints and data need, so that the same code reads both. A ``file://`` URI
+is a `Path`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from shardwise.spec.errors import SpecError, shown
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
-READ_BYTES = 8 * 2**20  # a request: large enough that its latency does not count
-AHEAD = 4  # requests in flight of one that reads from begin to end
+READ_BYTES = 8 * 2**20  # of a request: large enough that its latency does not matter
+AHEAD = 4  # requests in flight when an object is read from beginning to end
 
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """An object, or the prefix of several; ``uri`` has no slash at its end. ``limit``: of every call to its store."""
+    """An object, or the prefix of several."""
 
     uri: str
+    """Without a slash at its end."""
     limit: Limit = field(default=USUAL, compare=False)
+    """For every call to its store."""
 
     def within(self, limit: Limit) -> RemotePlace:
         return replace(self, limit=limit)
@@ -82,7 +84,7 @@ class RemotePlace:
         return False
 
     def objects(self) -> dict[str, ObjectFacts]:
-        """All objects below it, by their names from here on."""
+        """All objects below it, by their names relative to it."""
         return self.store.listed(self.uri)
 
     def read_bytes(self) -> bytes:
@@ -95,11 +97,11 @@ class RemotePlace:
         self.store.put(self.uri, content)
 
     def open(self, mode: Literal["rb"] = "rb") -> io.BufferedReader:
-        """From begin to end, several requests ahead."""
+        """A file that is read from beginning to end, several requests ahead."""
         return io.BufferedReader(_Stream(self.blocks()), READ_BYTES)
 
     def blocks(self) -> Iterator[Content]:
-        """The same as it comes, without another copy."""
+        """The content block by block, without another copy."""
         size = self.stat().st_size
         with ThreadPoolExecutor(AHEAD) as threads:
             waiting: deque[Future[Content]] = deque()
@@ -152,7 +154,7 @@ def scheme_of(text: str | PathLike[str]) -> str | None:
 
 
 def place_of(text: str | PathLike[str], limit_seconds: float = LIMIT_SECONDS) -> Place:
-    """Where ``text``, a path or a URI, leads; ``limit_seconds`` is the longest wait for an answer of its store."""
+    """The place that a path or URI names; ``limit_seconds`` is the longest wait for an answer of its store."""
     text = str(text)
     if (scheme := scheme_of(text)) is not None:
         if not text.removeprefix(f"{scheme}://").strip("/"):
@@ -180,12 +182,12 @@ def absolute(text: str) -> str:
 
 
 def block_sum(content: Content) -> str:
-    """The checksum of a block of data; CPUs without instructions for SHA-256 compute this one as fast."""
+    """The checksum of a block of data; BLAKE2b is fast even on CPUs without instructions for SHA-256."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class BlockCache:
-    """Blocks of any objects, by object and number; the one used longest ago goes first."""
+    """The blocks used last, of any objects, up to a number of bytes."""
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes, self.held_bytes = limit_bytes, 0
@@ -211,7 +213,7 @@ class BlockCache:
 
 
 class BlockReader:
-    """``read(first, last)`` of one object of ``size`` bytes; ``sums`` are the checksums of its blocks, if known."""
+    """Ranges of an object of ``size`` bytes, read in whole blocks that are compared with ``sums``, their checksums."""
 
     def __init__(
         self, place: RemotePlace, size: int, block_bytes: int, cache: BlockCache, sums: Sequence[str] | None = None
@@ -219,7 +221,7 @@ class BlockReader:
         self.place, self.size, self.block_bytes, self.cache, self.sums = place, size, block_bytes, cache, sums
 
     def read(self, first: int, last: int) -> memoryview:
-        """Blocks that are not in the cache are requested at the same time; the answer is the caller's own."""
+        """A copy of the bytes from ``first`` up to ``last``; blocks missing from the cache are fetched concurrently."""
         last = min(last, self.size)
         if first >= last:
             return memoryview(b"")
@@ -245,7 +247,7 @@ class BlockReader:
         return block
 
     def _checked(self, number: int) -> Content:
-        """Asks once more for a block that differs from its checksum: it may have been damaged on the way."""
+        """Fetches a block, and again if its checksum differs: it may have been damaged on the way."""
         first = number * self.block_bytes
         for _ in range(2):
             block = self.place.read_range(first, min(first + self.block_bytes, self.size))

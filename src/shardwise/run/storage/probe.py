@@ -1,4 +1,4 @@
-"""Before a process starts: whether a store can be reached, and written to where checkpoints go."""
+"""Checks before a run starts: whether its stores can be reached, and written to where checkpoints go."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 
 _PROBE_RETRIES = 1
-PROBE_SECONDS = 60.0  # for one small object: somebody waits for the run to start
+PROBE_SECONDS = 60.0  # for a small object, while somebody waits for the run to start
 _IN_ONE_PROCESS = ("memory",)
 
 
 def require_stores(run: Run) -> None:
-    """Raises SpecError if a run cannot use a store that it names: reads from it, or keeps checkpoints there."""
+    """Raises SpecError if a run cannot read from, or keep checkpoints in, a store that it names."""
     limit_seconds = min(PROBE_SECONDS, run.timeouts.checkpoint)
-    for number, name in enumerate(run.data.shards):
-        _require_readable(f"run.data.shards[{number}]", place_of(name, limit_seconds))
-    for number, name in enumerate(run.data.validation):
-        _require_readable(f"run.data.validation[{number}]", place_of(name, limit_seconds))
+    for field, names in (("shards", run.data.shards), ("validation", run.data.validation)):
+        for number, name in enumerate(names):
+            _require_readable(f"run.data.{field}[{number}]", place_of(name, limit_seconds))
     if run.start_from is not None:
         _require_readable("run.start_from", place_of(run.start_from, limit_seconds))
     if run.checkpoints.folder is not None:

@@ -1,7 +1,7 @@
-"""A checkpoint that is being written, by several processes: its files, who has finished, and the commit.
+"""A checkpoint that several processes are writing: its files, who has finished, and the commit.
 
-Ranks notify each other through small files beside the shards, never by a collective: a slow disk of one rank cannot
-make the others' communication time out, and writing can continue in a thread during training.
+Ranks notify each other through small files beside the shards, never by a collective: a slow disk on one rank cannot
+make communication time out, and writing can continue in a thread during training.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from shardwise.training.checkpoint.shards import Entry, blocks_of, shard_content
 
 _logger = logging.getLogger("shardwise.training")
 
-ReadTensors = Callable[[], Iterable[Tensor]]  # the tensors of a shard, from the first each time it is called
+ReadTensors = Callable[[], Iterable[Tensor]]  # each call yields all tensors of a shard again
 
 
 class Draft(Protocol):
-    """What writers of one checkpoint do; they all make one with the same step and name."""
+    """What the writers of a checkpoint do; all of them use the same step and name."""
 
     poll_seconds: float
 
     def file_name(self, number: int) -> str:
-        """Of a shard."""
+        """The name of a shard's file."""
 
     def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
-        """Writes a shard; it stays when this returns."""
+        """Writes a shard, which is durable when this returns."""
 
     def announce(self, rank: int, outcome: Shard | OSError) -> None:
-        """Tells the others that the shard of a rank is there, or why it is not."""
+        """Tells the others that a rank's shard is written, or why it is not."""
 
     def announced(self, rank: int) -> Shard | str | None:
-        """The shard of a rank, why there is none, or None if it has not said so yet."""
+        """A rank's shard, why there is none, or None as long as the rank has announced nothing."""
 
     def commit(self, manifest: Manifest, *, replace: bool = True) -> Place: ...
 
@@ -67,7 +67,7 @@ class LocalDraft:
         return shard_name(number)
 
     def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
-        self.part.parent.mkdir(exist_ok=True)  # no more of it: a run's folder that is gone stays gone
+        self.part.parent.mkdir(exist_ok=True)  # without parents: a run's folder that is gone stays gone
         self.part.mkdir(exist_ok=True)
         return write_shard(self.part / name, entries, tensors())
 
@@ -78,7 +78,7 @@ class LocalDraft:
             unfinished.write_text(_spelled(outcome), encoding="utf-8")
             unfinished.rename(notice)
             return
-        # By the name of an empty file, which works on a full disk; otherwise rank 0 notices by its time limit.
+        # As the name of an empty file, which works on a full disk; if that fails too, rank 0 runs into its time limit.
         with contextlib.suppress(OSError):
             notice.with_name(f"{notice.name}.failed-{outcome.errno or 0}").touch()
             (self.part / shard_name(rank)).unlink()
@@ -96,22 +96,22 @@ class LocalDraft:
         return self.folder.commit(self.step, self.name, manifest.to_bytes(), replace=replace)
 
     def discard(self) -> None:
-        shutil.rmtree(self.part, ignore_errors=True)  # what is committed has another name
+        shutil.rmtree(self.part, ignore_errors=True)  # a committed checkpoint has another name
 
 
 class RemoteDraft:
-    """Beside what is committed, under names of its own."""
+    """Beside the committed files, under names of its own."""
 
     poll_seconds = 0.2
 
     def __init__(self, folder: RemoteCheckpointFolder, step: int, name: str, seconds: float) -> None:
         self._folder, self.step = folder, step
-        self.own = name  # of eight hexadecimal digits and a number: see `manifest.py`
+        self.own = name  # eight hexadecimal digits and a number, as `manifest.py` expects
         self._deadline = time.monotonic() + seconds
 
     @property
     def folder(self) -> RemoteCheckpointFolder:
-        """With the time that is left, or enough to say that there is none."""
+        """The folder, limited to the time that is left, or to enough of it to report that none is."""
         late = time.monotonic() + CLEANUP_SECONDS > self._deadline
         return self._folder.within(CLEANUP if late else replace(self._folder.path.limit, deadline=self._deadline))
 
@@ -142,7 +142,7 @@ class RemoteDraft:
         if isinstance(outcome, Shard):
             self._notice(rank).write_bytes(_spelled(outcome).encode())
             return
-        with contextlib.suppress(OSError):  # the store is gone: rank 0 notices by its time limit
+        with contextlib.suppress(OSError):  # the store is gone: rank 0 runs into its time limit
             self._notice(rank).write_bytes(json.dumps({"failed": _reason(outcome)}).encode())
 
     def announced(self, rank: int) -> Shard | str | None:
@@ -158,7 +158,7 @@ class RemoteDraft:
         return self.folder.seal(self.step, manifest.to_bytes(), set(manifest.files), replace=replace)
 
     def discard(self) -> None:
-        """Notices and shards of this save, unless a manifest names them: then nothing of it is left but those."""
+        """Deletes the notices and shards of this save, unless it is committed: that has deleted all but its shards."""
         place = self.place
         try:
             if not (place / "manifest.json").is_file():
@@ -169,9 +169,9 @@ class RemoteDraft:
 
 
 def draft_of(folder: CheckpointFolder, step: int, name: str, seconds: float = math.inf) -> Draft:
-    """A new draft; every process that writes one checkpoint gives the same name, no other save does.
+    """A new draft; all writers of a checkpoint give the same name, which is unique to the save.
 
-    A store has ``seconds`` for all of it.
+    A store has ``seconds`` for the whole save.
     """
     if isinstance(folder, RemoteCheckpointFolder):
         return RemoteDraft(folder, step, name, seconds)

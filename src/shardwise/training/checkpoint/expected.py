@@ -1,4 +1,4 @@
-"""Checks before a process starts: whether a run's starting weights have every tensor that its ranks will read.
+"""Checks before a process starts: whether what a run loads has every tensor that its ranks will read.
 
 Only the headers of files are read; contents and checksums are left to the ranks.
 """
@@ -33,7 +33,7 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
     for step in folder.committed():
         path = folder.of_step(step)
         if path.is_symlink() or problems_of(path, contents=False):
-            continue  # the ranks will report it and use the previous one
+            continue  # the ranks will report it and use an older one
         manifest = read_manifest(path)
         require_run(manifest, path)
         require_tensors(manifest, tensors_of(job).items(), path)
@@ -54,7 +54,7 @@ def require_weights(model: Model, source: Place) -> None:
 def _require_huggingface(model: Model, path: Path) -> None:
     folder = open_folder(path)
     theirs: Shapes = {name: place.shape for name, place in folder.naming.places.items()}
-    if model.mtp_layers == 0:  # stored modules may stay behind
+    if model.mtp_layers == 0:  # stored prediction modules are ignored
         theirs = {name: shape for name, shape in theirs.items() if not is_of_prediction(name, folder.model)}
     elif folder.model.mtp_layers != model.mtp_layers:
         problem = f"{path} stores {folder.model.mtp_layers} prediction modules, the job's model has {model.mtp_layers}"
@@ -71,10 +71,10 @@ def _require_huggingface(model: Model, path: Path) -> None:
 
 
 def tensors_of(job: Job) -> Shapes:
-    """All tensors that the ranks of a job read from a checkpoint of the same run, without optional ones."""
+    """All tensors that the ranks of a job must find in a checkpoint of their run."""
     strategy, weights = job.strategy, weights_of(job.model)
     synchronise, workers = strategy.synchronise, strategy.data_parallel
-    # Of every parameter its weight and the optimizer's states: name in a checkpoint, shape, name of the parameter.
+    # Each parameter's weight and optimizer states: (name in a checkpoint, shape, name of the parameter).
     own = [
         (f"{state}/{name}", tuple(parameter.shape), name)
         for name, parameter in _empty(job.model).named_parameters()

@@ -1,4 +1,4 @@
-"""Full tensors of a checkpoint, read one by one; consolidated checkpoints; the same state in other files."""
+"""The full tensors of a checkpoint, read one by one, and checkpoints written from full tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.training.checkpoint.shards import DTYPES, NAMES, AnyShardReader, 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file: its shape and type are known, its numbers are read by ``read``."""
+    """A tensor whose shape and type are known, and whose numbers ``read`` loads."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ def full_tensors(folder: Place, manifest: Manifest, keys: Sequence[str]) -> dict
 
 
 def _assembled(full: FullTensor, reader: AnyShardReader) -> Tensor:
-    """From all its pieces, which fill it: `read_manifest` has checked that."""
+    """A tensor from its pieces, which fill it: `read_manifest` has checked that."""
     tensor = torch.empty(full.shape, dtype=DTYPES[full.dtype])
     for piece in full.pieces:
         everything = tuple(slice(0, size) for size in piece.box.shape)
@@ -66,10 +66,10 @@ def write_checkpoint(
     shards: int,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Place:
-    """Writes a checkpoint of full tensors in ``shards`` files of about equal size, one tensor in memory at a time.
+    """Writes a checkpoint of full tensors into ``shards`` files of similar size, with one tensor in memory at a time.
 
-    Step, job and numbers are those of ``about``. Raises SpecError, and leaves nothing behind, if there is a checkpoint
-    of that step, no space, or no right to write.
+    Step, job and numbers are those of ``about``. Raises SpecError, and leaves nothing behind, if that step already has
+    a checkpoint, or the folder cannot be written.
     """
     if shards > len(tensors):
         raise SpecError("--shards", f"{shards} files for {len(tensors)} tensors", "use fewer: a tensor stays whole")
@@ -99,7 +99,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def _balanced(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]:
-    """Which tensors go into each file: the largest first, to the smallest file; in their order within a file."""
+    """Which tensors go into each file: the largest first, each to the file that is smallest so far; then in order."""
     files: list[list[str]] = [[] for _ in range(shards)]
     sizes = [0] * shards
     for key in sorted(tensors, key=lambda key: -tensors[key].size):
@@ -133,7 +133,7 @@ def _write_files(
 
 
 def read_in_turn(tensors: Sequence[LazyTensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
-    """Each tensor once the one before it has been used."""
+    """Reads each tensor once the previous one has been used."""
     for tensor in tensors:
         yield tensor.read().contiguous()
         progress(tensor.size)
@@ -147,10 +147,10 @@ def reshard(
     weights_only: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Place:
-    """Writes the checkpoint's state as full tensors into ``shards`` files.
+    """Writes the state of a checkpoint as full tensors into ``shards`` files.
 
-    With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
-    source before anything is written.
+    With ``weights_only`` a run can start from the result, but not resume. Raises SpecError for a damaged source before
+    anything is written.
     """
     manifest = require_intact(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the boxes it holds out of whatever boxes were saved, once everything is checked."""
+"""Loading: once everything is checked, each rank reads the boxes it holds from whatever boxes were saved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def problems_of(
 ) -> list[str]:
     """What is wrong with a checkpoint's files; several ranks share the work.
 
-    Without ``contents``, only quick checks: which files exist, their sizes and their headers.
+    Without ``contents`` only which files exist, their sizes and their headers are checked, which is quick.
     """
     try:
         manifest = read_manifest(folder)
@@ -74,7 +74,7 @@ def require_intact(folder: Place, field: str = "", *, contents: bool = True) -> 
 
 
 def _missing(manifest: Manifest) -> list[str]:
-    """The numbers that a run needs but does not find; weights-only checkpoints have none, and are complete."""
+    """The numbers that a run needs but a checkpoint lacks; a weights-only checkpoint is complete without any."""
     alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
     return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
@@ -82,9 +82,9 @@ def _missing(manifest: Manifest) -> list[str]:
 def newest_intact(
     folders: Sequence[CheckpointFolder], on_damaged: Callable[[str], None] = lambda text: None
 ) -> Place | None:
-    """The newest checkpoint that is intact, found by all ranks together; ``on_damaged`` gets every problem.
+    """The newest intact checkpoint, checked by all ranks together; ``on_damaged`` gets every problem.
 
-    Of the same step in several folders that of the first is taken.
+    If several folders have the same step, the first folder's is taken.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     there = [(step, -number) for number, folder in enumerate(folders) for step in folder.committed()]
@@ -149,7 +149,7 @@ def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, .
 
 
 def _read(wanted: StateTensor, manifest: Manifest, reader: AnyShardReader) -> None:
-    """From the pieces that overlap it; together they fill the tensor, as `read_manifest` has checked."""
+    """Fills a tensor from the pieces that overlap it, which cover it: `read_manifest` has checked that."""
     pieces, tensor = manifest.tensors[wanted.saved_as].pieces, wanted.read()
     for place in wanted.places:
         for piece in pieces:

@@ -1,8 +1,8 @@
 """Copies of the training state in the memory of nodes, every few steps, made while training continues.
 
-The idea is Gemini's (Wang et al., SOSP 2023: checkpoints in the CPU memory of the own machine and of a peer). A copy is
-a checkpoint like any other, in another store (`keeper_store.py`): written beside the last one, committed by its
-manifest, and only then the last one goes. What a loss interrupts is therefore never the only copy.
+The idea is Gemini's (Wang et al., SOSP 2023): checkpoints in the CPU memory of the own machine and of a peer. A copy is
+an ordinary checkpoint in a special store (`keeper_store.py`). It is written beside the previous copy, which is deleted
+once the new one is committed, so that a failure never interrupts the only copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = logging.getLogger("shardwise.training")
 
 
 def memory_folder(keepers: Path, node: int) -> RemoteCheckpointFolder:
-    """The checkpoints in the memory of the nodes, as a rank on ``node`` sees them; ``keepers`` says where they are."""
+    """The checkpoints in the memory of nodes, as a rank on ``node`` sees them; the file ``keepers`` lists the nodes."""
     if not keepers.is_file():
         problem = "no process keeps copies in memory here"
         raise SpecError("run.checkpoints.memory", problem, "start the run by `shardwise train`, or leave it out")
@@ -34,7 +34,7 @@ def memory_folder(keepers: Path, node: int) -> RemoteCheckpointFolder:
 
 
 class MemoryCopies:
-    """A copy every ``steps`` steps, of all ranks together; ``on_commit(step)`` is called on rank 0, in a thread."""
+    """Copies the state of all ranks every ``steps`` steps; rank 0 calls ``on_commit(step)`` in a thread."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MemoryCopies:
         self.stall_seconds = time.perf_counter() - began
 
     def finish(self) -> None:
-        """Waits for the copy in flight; if it failed the one before it stays, and the run goes on."""
+        """Waits for the copy in flight; if it failed, the previous copy stays, and the run continues."""
         try:
             self.saver.finish()
         except SaveError as error:

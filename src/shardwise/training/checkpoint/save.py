@@ -1,6 +1,6 @@
-"""Saving: every box of every tensor is written by one rank that holds it; rank 0 commits when all are on disk.
+"""Saving: each box of each tensor is written by one of the ranks that hold it; rank 0 commits once all are on disk.
 
-With `draft.py` writing can continue in a thread during training.
+Writing can continue in a thread during training, see `draft.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shardwise.training.checkpoint.state import StateTensor, numbers, state_tens
 
 
 class SaveError(Exception):
-    """A checkpoint was not written; the ones before it are untouched."""
+    """A checkpoint was not written; earlier ones are untouched."""
 
 
 @dataclass(frozen=True)
 class _OwnBox:
-    """What this rank writes: a box of one of its tensors."""
+    """A box of a tensor of this rank, which the rank writes."""
 
     entry: Entry
     tensor: StateTensor
@@ -42,10 +42,10 @@ class _OwnBox:
 
 
 class Saver:
-    """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
+    """Saves a trainer's state into ``folder``; all ranks make one together, since they agree on who writes what.
 
-    `save` returns when the tensors are copied, unless ``wait``; `finish` raises if the last one failed. Rank 0 calls
-    ``on_commit`` with the step of each that is committed.
+    `save` returns once the tensors are copied, unless ``wait``; `finish` raises if the last save failed. Rank 0 calls
+    ``on_commit`` with the step of each committed checkpoint.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Saver:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.boxes, self.tensors = _assigned(state_tensors(trainer), self.rank, self.world)
         self._name = _agreed_name()
-        self._saves = 0  # a step may be saved again: after a failure, or a roll-back
+        self._saves = 0  # counted, since a step may be saved again after a failure or a roll-back
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: list[Tensor] = []
 
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
-        """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks.
+        """Saves the state after ``step`` steps with ``further``, plain data that is equal on all ranks.
 
-        With ``wait`` nothing is copied: training is blocked. Failures are raised by `finish`.
+        With ``wait`` nothing is copied, and training is blocked. `finish` raises failures.
         """
         self.finish()
         self._saves += 1
@@ -95,7 +95,7 @@ class Saver:
 
     @torch.no_grad()
     def _copied(self) -> list[Tensor]:
-        """Copies into CPU buffers that are reused: allocating new pages takes longer than copying."""
+        """Copies into CPU buffers that are reused, since allocating pages takes longer than copying."""
         if not self._copies:
             self._copies = [torch.empty(box.entry.shape, dtype=box.entry.dtype) for box in self.boxes]
         for copy, box in zip(self._copies, self.boxes):
@@ -146,14 +146,14 @@ class Saver:
 
 
 def _agreed_name() -> str:
-    """Eight hexadecimal digits, drawn by rank 0: no two starts of a run write under one name."""
+    """Eight hexadecimal digits, drawn by rank 0, so that no two starts of a run use the same names."""
     drawn: list[Any] = [secrets.token_hex(4)]
     dist.broadcast_object_list(drawn)
     return str(drawn[0])
 
 
 def _renamed(tensors: dict[str, FullTensor], names: dict[str, str]) -> dict[str, FullTensor]:
-    """The same with other names of files; those of a local folder stay."""
+    """The same tensors with files renamed; in a local folder names stay as they are."""
     if all(name == other for name, other in names.items()):
         return tensors
     return {
@@ -167,7 +167,7 @@ def _reason(error: OSError) -> str:
 
 
 def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_OwnBox], dict[str, FullTensor]]:
-    """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
+    """What this rank writes, and where everything will be: each box is written by its least loaded holder."""
     own = [
         (tensor.saved_as, tensor.shape, NAMES[tensor.dtype], [place.box for place in tensor.places]) for tensor in mine
     ]
@@ -193,7 +193,7 @@ def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[
     for tensor in mine:
         for place in tensor.places:
             if (tensor.saved_as, place.box) in writes:
-                writes.remove((tensor.saved_as, place.box))  # once, though a tied parameter may be here twice
+                writes.remove((tensor.saved_as, place.box))  # a tied parameter may be here twice
                 entry = Entry(entry_name(tensor.saved_as, place.box), tensor.dtype, place.box.shape)
                 own_boxes.append(_OwnBox(entry, tensor, place.local))
     return own_boxes, {key: replace(full, pieces=tuple(pieces[key])) for key, full in tensors.items()}

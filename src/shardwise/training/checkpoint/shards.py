@@ -1,9 +1,9 @@
 """The files of a checkpoint: safetensors, written as one stream with its checksum, read piece by piece.
 
-The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers; written here because the
-library computes no checksum while writing and needs all tensors of a file at once. The blocks bypass the page cache
-where the disk allows it (O_DIRECT): a checkpoint is not read again soon, would evict training data, and copying it
-there costs more CPU time than its checksum.
+The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers. It is written here because the
+library computes no checksum while writing and needs all tensors of a file at once. Blocks bypass the page cache where
+the disk allows it (O_DIRECT): a checkpoint is not read again soon, would evict training data from the cache, and
+copying it there takes more CPU time than its checksum. Files in an object store are read by ranges of bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, parse_json
 
 BLOCK_BYTES = 8 * 2**20
-BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk
+BLOCKS = 4  # in memory: one is being filled while the others wait for checksum and disk
 ALIGNED_BYTES = 4096  # O_DIRECT: of a block's address in memory, its offset in the file, and its length
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on every system
 
@@ -56,13 +56,13 @@ def write_stream(path: Path, content: Iterable[Bytes]) -> Shard:
     # Checksum, copying and writing all release the GIL.
     with _opened(path) as file, ThreadPoolExecutor(1) as summing, ThreadPoolExecutor(1) as writing:
         for array, length in blocks_of(content):
-            padded = -(-length // ALIGNED_BYTES) * ALIGNED_BYTES  # only of the last one; cut off below
+            padded = -(-length // ALIGNED_BYTES) * ALIGNED_BYTES  # more only for the last block; cut off below
             block = array.data
             in_flight.append(
                 (summing.submit(checksum.update, block[:length]), writing.submit(write_block, file, block[:padded]))
             )
             size += length
-            if len(in_flight) == BLOCKS:  # the next one reuses the oldest block
+            if len(in_flight) == BLOCKS:  # the next reuses the oldest
                 _wait_for(in_flight.popleft())
         while in_flight:
             _wait_for(in_flight.popleft())
@@ -84,7 +84,7 @@ def write_block(file: int, block: memoryview) -> None:
 
 
 def blocks_of(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
-    """Blocks with the number of bytes in them, full except the last; the same few are reused."""
+    """Blocks, all full but the last, and the number of bytes in each; the same few are reused."""
     blocks: list[Bytes] = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8) for _ in range(BLOCKS)]
     number = filled = 0
     for part in content:
@@ -125,7 +125,7 @@ def shard_name(rank: int) -> str:
 
 
 def entry_name(key: str, box: Box) -> str:
-    """A box of a tensor is stored under the tensor's name and its first element."""
+    """The name under which a box is stored: the tensor's, and the box's first element."""
     return f"{key}@{','.join(map(str, box.start))}"
 
 
@@ -146,7 +146,7 @@ class Entry:
 def write_shard(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Shard:
-    """Writes contiguous tensors in CPU memory, each requested when its turn comes, and syncs them to disk."""
+    """Writes contiguous CPU tensors, each requested when its turn comes, and syncs them to disk."""
     return write_stream(path, shard_content(entries, tensors, metadata))
 
 
@@ -170,7 +170,7 @@ def shard_content(
 def content_problem(path: Place, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
     """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read.
 
-    Raises StoreError if a store does not give it: that says nothing of the file.
+    Raises StoreError if a store does not deliver it, which says nothing about the file.
     """
     if problem := size_problem(path, wanted):
         return problem
@@ -194,7 +194,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def size_problem(path: Place, wanted: Shard) -> str | None:
-    """What is wrong with a file, by its size alone; None if nothing is."""
+    """What is wrong with a file's existence or size; None if nothing is."""
     try:
         if path.is_symlink() or not path.is_file():
             return "is missing" if not path.is_symlink() else "is a link"
@@ -207,7 +207,7 @@ def size_problem(path: Place, wanted: Shard) -> str | None:
 
 
 def header_problem(path: Place, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """Entries of a file whose type or shape differs from the manifest, whatever the checksum; reads the header."""
+    """The first entry of a file that is missing or differs in type or shape from the manifest; None if all agree."""
     if isinstance(path, RemotePlace):
         return remote_header_problem(path, wanted)
     from safetensors import SafetensorError, safe_open
@@ -278,7 +278,7 @@ class _RemoteFile:
 
     @cached_property
     def entries(self) -> dict[str, _StoredEntry]:
-        """Raises ValueError for a header that is not one."""
+        """Raises ValueError for an invalid header."""
         (length,) = _LENGTH.unpack(bytes(self.reader.read(0, _LENGTH.size)).ljust(_LENGTH.size, b"\xff"))
         begin = _LENGTH.size + length
         if length > MOST_HEADER_BYTES or begin > self.reader.size:
@@ -313,7 +313,7 @@ def _entry(description: Any, begin: int, size: int) -> _StoredEntry:
 
 
 def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """As `shards.header_problem`."""
+    """As `header_problem`."""
     try:
         there = _RemoteFile(place, BlockCache(CACHE_BYTES)).entries
     except StoreError:
@@ -330,7 +330,7 @@ def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tu
 
 
 class RemoteShardReader:
-    """As `shards.ShardReader`: slices of the entries of a checkpoint's files."""
+    """As `ShardReader`, for files in a store."""
 
     def __init__(self, folder: RemotePlace) -> None:
         self.folder = folder
@@ -359,5 +359,5 @@ AnyShardReader = ShardReader | RemoteShardReader
 
 
 def open_shards(folder: Place) -> AnyShardReader:
-    """The files of the checkpoint in a folder."""
+    """A reader of the checkpoint's files in a folder."""
     return RemoteShardReader(folder) if isinstance(folder, RemotePlace) else ShardReader(folder)

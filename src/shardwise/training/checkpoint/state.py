@@ -25,21 +25,23 @@ OWN_STEPS = "steps/optimizer"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of this rank: ``key`` names the full one, of ``shape``; ``places`` are the boxes that are here.
-
-    ``read`` returns the tensor, or a copy of an offloaded one; ``write`` puts it back. ``optional``: starts from zero
-    if a checkpoint has none of that shape (saved by another layout or method). ``worker``: its owner, where
-    data-parallel workers have their own weights; those of the first represent all.
-    """
+    """A tensor of the training state, as far as this rank holds it."""
 
     key: str
+    """Name of the full tensor."""
     shape: tuple[int, ...]
+    """Of the full tensor."""
     places: tuple[PlacedBox, ...]
+    """The boxes of it that are here."""
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    """The local tensor, or a copy of an offloaded one."""
     write: Callable[[Tensor], None]
+    """Puts it back."""
     optional: bool = False
+    """Starts from zero if a checkpoint of another layout or method has none of that shape."""
     worker: int = 0
+    """Its owner, where data-parallel workers have weights of their own; the first worker's represent all."""
 
     @property
     def saved_as(self) -> str:
@@ -56,7 +58,7 @@ def late_name(age: int) -> str:
 
 
 def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
-    """Weights (fp32 masters if any), optimizer states, buffers that balance experts, error feedback of compression."""
+    """Weights (fp32 masters if any), optimizer states, expert-balancing buffers, error feedback of compression."""
     tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
     tensors = []
     for held in trainer.parameters:
@@ -80,12 +82,12 @@ def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
 
 
 def worker_of(trainer: Trainer[Any]) -> int:
-    """Which of several workers with weights of their own this rank belongs to."""
+    """Which worker with weights of its own this rank belongs to."""
     return 0 if trainer.outer is None else trainer.mesh.rank("dp")
 
 
 def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
-    """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
+    """States of workers that do not synchronise every step: outer optimizer, sums in flight, a worker's step count."""
     trained = [held for held in trainer.parameters if held.parameter.requires_grad]
     states = []
     outer, late = trainer.outer, trainer.late
@@ -118,7 +120,7 @@ def _fill(counts: list[Tensor], values: Tensor) -> None:
 
 
 def _histories(trainer: Trainer[Any]) -> list[StateTensor]:
-    """What delayed scaling in FP8 casts by, by the first layer of each input; a run in another precision has none."""
+    """Histories of delayed FP8 scaling, named by the first layer that reads each input; empty in other precisions."""
     if trainer.delayed is None:
         return []
     names = {module: name for stage in trainer.stages.values() for name, module in stage.named_modules()}
@@ -128,7 +130,7 @@ def _histories(trainer: Trainer[Any]) -> list[StateTensor]:
 
 
 def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
-    """Error feedback belongs to a rank, and only means something to the same rank of the same layout."""
+    """Error feedback of compression, which is meaningful only to the same rank of the same layout."""
     strategy = trainer.job.strategy
     layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
     states = []
@@ -139,8 +141,8 @@ def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
 
 
 def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
-    """What is not a tensor of the model, as plain data: the count of steps and the scale of the loss."""
-    # Every group has taken every step that was not left out: one count for all.
+    """The state that is not in tensors, as plain data: counts of steps and the loss scale."""
+    # All groups have taken the same steps: one count serves for all.
     steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
     values: dict[str, Any] = {"optimizer_steps": steps}
     if trainer.scaler is not None:
@@ -153,14 +155,14 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
 
 
 def prepare_to_load(trainer: Trainer[Any], values: dict[str, Any]) -> None:
-    """Called before the tensors of a checkpoint are read: resizes states whose number varies."""
+    """Resizes states whose number varies, before the tensors of a checkpoint are read."""
     if trainer.late is not None:
         trainer.late.expect(int(values.get("late_sums", 0)))
 
 
 @torch.no_grad()
 def restore_numbers(trainer: Trainer[Any], values: dict[str, Any]) -> None:
-    """Puts the numbers back into the trainer, and refreshes the compute weights from what was loaded."""
+    """Puts the numbers back into the trainer, and updates the compute weights from what was loaded."""
     if not worker_of(trainer):  # others have their own
         for group in trainer.optimizer.param_groups:
             group["step"].fill_(values["optimizer_steps"])
@@ -193,12 +195,12 @@ def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
 
 
 def _name(held: HeldParameter, tied: bool) -> str:
-    """A tied head on a stage of its own is the model's embedding."""
+    """A parameter's name; a tied head on another stage is the model's embedding."""
     return "embedding.weight" if tied and held.name == "head.weight" else held.name
 
 
 def _unsharded(key: str, tensor: Tensor, *, optional: bool = False, worker: int = 0) -> StateTensor:
-    """A tensor that is here in full."""
+    """A tensor that this rank holds in full."""
     shape = tuple(tensor.shape)
     places = tuple(placed([[ContiguousRun(0, size)] for size in shape]))
     read = partial(_same, tensor)

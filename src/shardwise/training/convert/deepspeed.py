@@ -1,8 +1,8 @@
 """DeepSpeed folders: fp32 weights from the flat partitions that ZeRO keeps on every rank.
 
-The format is the one that DeepSpeed's own ``zero_to_fp32.py`` describes. Stages 1 and 2 flatten all parameters of a
-group and split them into one piece per rank, padded at the end (to 2·ranks elements). Stage 3 splits each parameter by
-itself, padded to a multiple of the ranks; a rank's pieces lie end to end in its groups.
+The format is that of DeepSpeed's own ``zero_to_fp32.py``. Stages 1 and 2 flatten all parameters of a group and split
+them into one piece per rank, padded at the end to a multiple of 2·ranks elements. Stage 3 splits every parameter
+separately, padded to a multiple of the ranks; a rank's pieces lie end to end in its groups.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, Laz
 def _laid_out(
     zero: _Zero, sources: Sequence[list[Tensor]], multiple: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LazyTensor]:
-    """Parameters that lie end to end in every source, split evenly over them; a source is padded to a multiple."""
+    """Parameters split evenly over sources, in each of which they lie end to end, padded to a multiple."""
     sizes = {name: -(-math.prod(shape) // len(sources)) for name, shape in shapes.items()}
     needed = sum(sizes.values())
     for parts in sources:
@@ -152,7 +152,7 @@ def _laid_out(
 
 
 def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> LazyTensor:
-    """A tensor made of ranges, each ``size`` elements from ``first`` of parts that lie end to end."""
+    """A tensor made of ranges (parts, first, size): elements from ``first`` on of parts laid end to end."""
 
     def read() -> Tensor:
         pieces = [piece for parts, first, size in ranges for piece in _range(parts, first, size)]
@@ -172,7 +172,7 @@ def _range(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
 
 
 def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Parameters that were not trained: in full, or with stage 3 a piece of each on every rank."""
+    """Parameters that were not trained: stored in full, or under stage 3 as a piece on every rank."""
     shapes = _shapes(state.get("frozen_param_shapes") or {}, models[0])
     if not shapes:
         return {}

@@ -1,7 +1,8 @@
-"""Folders of PyTorch's distributed checkpoint, read without their own unpickling.
+"""Folders of PyTorch's distributed checkpoint, read without unpickling anything that could run code.
 
-``.metadata`` lists for every tensor its shape, its type and the boxes that it was saved in; each box lies in one of the
-``.distcp`` files as ``torch.save`` wrote it. TorchTitan saves so, and Megatron-LM with ``--ckpt-format torch_dist``.
+``.metadata`` lists the shape and type of every tensor and the boxes that it was saved in; each box lies in one of the
+``.distcp`` files as ``torch.save`` wrote it. TorchTitan saves this way, and Megatron-LM with ``--ckpt-format
+torch_dist``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StoredTensor:
         return self._within(Box((0,) * len(self.shape), self.shape), self.shape)
 
     def entry(self, number: int) -> LazyTensor:
-        """One entry along the first dimension; only the boxes that hold some of it are read."""
+        """An entry along the first dimension; only boxes that hold part of it are read."""
         rest = self.shape[1:]
         return self._within(Box((number, *(0 for _ in rest)), (1, *rest)), rest)
 
@@ -69,13 +70,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, description in described.items():
         about = fields_of(description)
-        if isinstance(name, str) and "chunks" in about:  # what has none is bytes: numbers, settings, random states
+        if isinstance(name, str) and "chunks" in about:  # others are bytes: numbers, settings, random states
             tensors[name] = _tensor(folder, name, about, places)
     return tensors
 
 
 def model_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """The model's tensors, whatever their prefix, without optimizer and run states."""
+    """The model's tensors, whatever their prefix, without the states of optimizer and run."""
     stored = stored_tensors(folder)
     held = {
         name: tensor.whole()
@@ -86,12 +87,12 @@ def model_tensors(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _counts(name: str, tensor: StoredTensor) -> bool:
-    """Whether a tensor is a number of the run beside the model (``step``, ``iteration``), no part of a module."""
+    """Whether a tensor is a counter of the run (``step``, ``iteration``), not part of a module."""
     return "." not in name and math.prod(tensor.shape) == 1
 
 
 def without_prefixes(held: Mapping[str, LazyTensor], prefixes: Sequence[str]) -> dict[str, LazyTensor]:
-    """Without the prefixes that all names have in common."""
+    """The tensors without those prefixes that all names share."""
     names = dict(held)
     while prefix := next(
         (candidate for candidate in prefixes if names and all(name.startswith(candidate) for name in names)), None

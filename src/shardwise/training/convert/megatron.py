@@ -1,8 +1,8 @@
 """Megatron-LM folders, with the names of Megatron core; weights keep the type they were trained in.
 
-``--ckpt-format torch``: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds what one rank has in ``model``, its
-layers counted from 0; tensor and pipeline ranks are put together. ``torch_dist``: a distributed checkpoint of whole
-tensors, those of equal layers stacked, with the arguments in ``common.pt``.
+``--ckpt-format torch``: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds a rank's part under ``model``, with
+layers counted from 0; tensor and pipeline ranks are merged. ``torch_dist``: a distributed checkpoint of whole tensors,
+in which equal layers are stacked, with the arguments in ``common.pt``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FILE = "model_optim_rng.pt"
 _COMMON = "common.pt"  # beside the tensors of torch_dist: what all ranks share
 _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state")
-# Settings that change what the same tensors mean; with any of these values they are not read.
+# Settings that change the meaning of the same tensors: folders that use one are not read.
 _NOT_READ = {
     "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rope",
     "apply_layernorm_1p": "norms around one", "mtp_num_layers": "multi-token prediction",
@@ -44,7 +44,7 @@ _NOT_READ = {
 _NEGATED = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 
 Stored = dict[str, list[LazyTensor]]
-# Beside the weights, or a copy of them: the tied embedding on the last stage is left out as well.
+# Stored beside the weights, or copies of them; the tied embedding on the last stage is left out as well.
 _LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
@@ -55,7 +55,7 @@ def is_megatron(folder: Path) -> bool:
 
 
 def megatron_weights(source: Path, given: Model | None) -> Weights:
-    """The weights of the newest iteration, of the model that the user names or that the checkpoint's arguments do."""
+    """The weights of the newest iteration, for the model that the user or the checkpoint's arguments describe."""
     folder = _iteration_folder(source)
     states: dict[tuple[int, int], dict[Any, Any]] = {}
     if not is_distributed(folder):
@@ -143,7 +143,7 @@ def _require_readable(arguments: Mapping[str, Any], folder: Path, version: Any) 
 
 
 def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Along the pipeline the number of layers and each tensor rank's tensors; all first chunks stand first."""
+    """Each stage's number of layers and tensors of every tensor rank, along the pipeline, chunk by chunk."""
     tp, pp = (max(rank[axis] for rank in states) + 1 for axis in (0, 1))
     several = [f"model{number}" for number in range(100)]  # with interleaved stages
     chunks = [key for key in (["model"] if "model" in states[0, 0] else several) if key in states[0, 0]]
@@ -166,7 +166,7 @@ def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> l
 
 
 def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
-    """The tensors of all stages by their names in the whole model, one of each tensor rank."""
+    """The tensors of all stages by their names in the whole model, with a part of each tensor rank."""
     whole_tensors: Stored = {}
     before = 0
     for count, held in stages:
@@ -206,9 +206,9 @@ Merge = Callable[[Sequence[Tensor]], Tensor]
 
 
 def merged(model: Model, stored: Mapping[str, Sequence[LazyTensor]], origin: str) -> dict[str, LazyTensor]:
-    """The tensors of a `Decoder` from theirs, of which each name has one per tensor rank.
+    """The tensors of a `Decoder` from Megatron's, which have a part for each tensor rank.
 
-    Raises SpecError for tensors that are missing, do not fit or belong to nothing.
+    Raises SpecError for tensors that are missing, of the wrong shape, or left over.
     """
     with torch.device("meta"):
         names = [name for name, _ in Decoder(model).named_tensors()]
@@ -238,7 +238,7 @@ def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -
 
 
 def _source(name: str, model: Model) -> tuple[list[str], Merge]:
-    """The possible names of a tensor there, and how the ranks' parts are merged."""
+    """A tensor's possible names in Megatron-LM, and how to merge the ranks' parts."""
     module, _, kind = name.rpartition(".")
     inside, inner = "", module
     if name.startswith("layers."):
@@ -274,24 +274,24 @@ def _source(name: str, model: Model) -> tuple[list[str], Merge]:
 
 
 def _rows(parts: Sequence[Tensor], first: int | None = None) -> Tensor:
-    """Outputs end to end; of a vocabulary the ``first`` ones, without its padding."""
+    """Rows end to end; for a vocabulary only the ``first`` ones, without its padding."""
     return torch.cat(list(parts))[:first]
 
 
 def _equal(parts: Sequence[Tensor]) -> Tensor:
-    """What every rank has."""
+    """A tensor that every rank holds in full."""
     if not parts[0].is_meta and any(not torch.equal(part, parts[0]) for part in parts[1:]):
         raise SpecError("", "tensor ranks that should hold the same differ", "copy the checkpoint again")
     return parts[0]
 
 
 def _half(parts: Sequence[Tensor], second: bool) -> Tensor:
-    """Every rank stacks its part of gate on its part of up."""
+    """The gate's or the up projection's half: every rank stores its part of the one above its part of the other."""
     return torch.cat([torch.unflatten(part, 0, (2, -1))[int(second)] for part in parts])
 
 
 def _of_groups(parts: Sequence[Tensor], which: str, model: Model) -> Tensor:
-    """Each group of heads has its queries, then its key, then its value."""
+    """Query, key or value rows: each group of heads stores its queries, then its key, then its value."""
     queries = model.heads // model.key_value_heads
     rows = torch.unflatten(torch.cat(list(parts)), 0, (model.key_value_heads, queries + 2, model.head_size))
     chosen = {"query": slice(0, queries), "key": slice(queries, queries + 1), "value": slice(queries + 1, None)}

@@ -1,4 +1,4 @@
-"""Weights in a state dict: found in what a file holds, freed of the prefixes of wrappers, and named as ours."""
+"""Weights in a state dict: found in what a file holds, stripped of wrappers' prefixes, and given our names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def described(given: str | None, beside: Path) -> Description | None:
 
 
 def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, origin: str, step: int = 0) -> Weights:
-    """Tensors under our names, those of a Hugging Face family, or Meta's of Llama."""
+    """Weights from tensors under our names, those of a Hugging Face family, or Meta's for Llama."""
     if about is None:
         remedy = f"name one, or a config.json: {origin} does not name the model of its tensors"
         raise SpecError("--model", "is missing", remedy)
@@ -68,7 +68,7 @@ def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, o
 
 
 def torch_files(paths: Sequence[Path]) -> dict[str, LazyTensor]:
-    """The tensors of state dicts in files of ``torch.save``, the numbers still on disk."""
+    """The tensors of state dicts in files of ``torch.save``; their numbers stay on disk."""
     tensors: dict[str, LazyTensor] = {}
     for path in paths:
         tensors |= tensors_in(read_torch_file(path), str(path))
@@ -89,7 +89,7 @@ def tensors_in(content: Any, where: str) -> dict[str, LazyTensor]:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that was saved without safetensors; none if there are none."""
+    """The weight files of a Hugging Face folder without safetensors; empty if there are none."""
     if not (folder / INDEX).is_file():
         return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
     try:
@@ -119,7 +119,7 @@ def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step
 
 
 def _reordered(tensor: LazyTensor, model: Model, name: str) -> LazyTensor:
-    """The rows 0, 2, 4, ... of each head, then 1, 3, 5, ...: Meta rotates neighbouring pairs, we rotate the halves."""
+    """The rows 0, 2, 4, ... of each head, then 1, 3, 5, ...: Meta rotates neighbouring rows, we rotate halves."""
     if tensor.shape[0] % model.head_size or model.head_size % 2:
         problem = f"has {tensor.shape[0]} rows, not a whole number of heads of {model.head_size}"
         raise SpecError(name, problem, "name the right --model")

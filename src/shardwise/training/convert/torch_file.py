@@ -1,8 +1,8 @@
 """Files of ``torch.save``, read without executing anything in them.
 
-Such a file is a pickle: a program that may import any function and call it. Here nothing is imported. Tensors are
-rebuilt by our own checked functions, sizes and types of numbers are known, and every other class becomes an `Inert`
-that keeps what it was given. The numbers stay in the file, which is mapped, until they are used.
+Such a file is a pickle: a program that may import and call any function. Here nothing is imported. Tensors are rebuilt
+by our own functions, which check every argument; torch's types are known; every other class becomes an `Inert` that
+keeps what it was given. The numbers stay in the mapped file until they are used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLAIN = frozenset(
 
 
 class Inert:
-    """Stands for an object of a class that was not loaded: its arguments and its state, and no behaviour."""
+    """Stands for an object of a class that is not loaded: keeps its arguments and state, and has no behaviour."""
 
     __slots__ = ("arguments", "items", "state")
     qualified = ""
@@ -72,7 +72,7 @@ class Inert:
 
 
 def fields_of(content: Any) -> dict[str, Any]:
-    """The attributes of an object such as an ``argparse.Namespace``; nothing for what has none."""
+    """The attributes of an object such as an ``argparse.Namespace``; empty if it has none."""
     state = content.state if isinstance(content, Inert) else content
     return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
 
@@ -110,7 +110,7 @@ def _read(file: str | io.BytesIO, path: Path, *, mmap: bool) -> Any:
 
 @contextmanager
 def _as_spec_error(path: Path, kind: str) -> Iterator[None]:
-    """Any error in an untrusted file becomes a one-line SpecError."""
+    """Turns any error in an untrusted file into a one-line SpecError."""
     try:
         yield
     except _RefusedError as error:
@@ -140,7 +140,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
                 raise SpecError(str(path), "describes its tensors in more than 1 GiB", _TRUST)
             for record in records:
                 with archive.open(record) as content:
-                    while content.read(_CHUNK_BYTES):  # the checksum is compared at the end
+                    while content.read(_CHUNK_BYTES):  # zipfile compares the checksum at the end
                         pass
     except SpecError:
         raise
@@ -164,7 +164,7 @@ class _RefusedError(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names by our own table: no module is imported, and nothing that is returned can be changed."""
+    """Resolves names by our own table: imports no module, and returns nothing that a file could modify."""
 
     def find_class(self, module: str, name: str) -> Any:
         qualified = f"{module}.{name}"
@@ -181,7 +181,7 @@ def _is_harmful(module: str, name: str) -> bool:
     top = module.partition(".")[0]
     if top in ("builtins", "__builtin__"):
         return name not in _PLAIN
-    if top in ("torch", "io", "_io"):  # classes may be named; functions other than those known rebuild no tensor
+    if top in ("torch", "io", "_io"):  # classes may be named; no unknown function is needed to rebuild a tensor
         return name[:1].islower() and name != "device"
     return top in _HARMFUL
 
@@ -196,7 +196,7 @@ class _Mapping(dict[Any, Any]):
 
 
 class _Function:
-    """One of our functions under the name that files call: it has no attributes to change."""
+    """One of our functions under the name that files use, without attributes that a file could modify."""
 
     __slots__ = ("_call",)
 
@@ -211,7 +211,7 @@ class _Function:
 
 
 class _Bytes:
-    """The type of a storage without one, as torch.load asks for it; it cannot be called."""
+    """The type of an untyped storage, as torch.load expects it; it cannot be called."""
 
     __slots__ = ()
     dtype = torch.uint8
@@ -236,13 +236,13 @@ def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, 
 
 
 def _rebuilt_with_type(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any) -> Tensor:
-    """As `_rebuilt`, for a storage without a type: the type is the third argument after the strides."""
+    """As `_rebuilt` for an untyped storage: the type is the third argument after the strides."""
     dtype = further[2] if len(further) > 2 and isinstance(further[2], torch.dtype) else None
     return _rebuilt(storage, offset, shape, stride, dtype=dtype)
 
 
 def _rebuilt_from_type(rebuild: Any, kind: Any, arguments: Any, *state: Any) -> Tensor:
-    """A tensor of a subclass, or with attributes (ZeRO-3's parameters): its numbers alone."""
+    """The plain tensor inside one of a subclass, or with attributes (ZeRO-3's parameters)."""
     if not isinstance(rebuild, _Function) or not isinstance(arguments, tuple):
         raise _RefusedError("makes a tensor by a function that is not known")
     made = rebuild(*arguments)

@@ -22,18 +22,18 @@ _OTHER_MODEL = "name the model that was trained (--model)"
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of ``model``: parameters in ``tensors``, and in ``buffers`` what balances experts.
-
-    ``origin`` describes where they come from; ``step`` is how long they were trained, if known.
-    ``companions`` is a folder with the small files of the Hugging Face folder that they once came from.
-    """
+    """All tensors of a model, wherever they come from."""
 
     model: Model
     tensors: dict[str, LazyTensor]
     buffers: frozenset[str]
+    """Names of those tensors that are no parameters: they balance experts."""
     origin: str
+    """Where they come from, in words."""
     step: int = 0
+    """How long they were trained, if known."""
     companions: Path | None = None
+    """Folder with the small files of the Hugging Face folder that they once came from."""
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class Weights:
         return sum(tensor.size for tensor in self.tensors.values())
 
     def as_type(self, name: str | None) -> Weights:
-        """Parameters in another type; buffers stay as they are. Without a name every type must be one we write."""
+        """With parameters in another type; buffers stay. Without a name all types must be among those we write."""
         wanted = None if name is None else DTYPES[name]
         changed = {
             key: tensor if key in self.buffers and tensor.dtype in DTYPES.values() else _cast(key, tensor, wanted)
@@ -51,9 +51,9 @@ class Weights:
 
 
 def complete(model: Model, tensors: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
-    """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError.
+    """Weights with exactly the model's tensors, all of the right shape; raises SpecError otherwise.
 
-    Prediction modules come along where all of their tensors are there; some tools leave them out of the model.
+    Prediction modules are kept if all of their tensors are present; some tools leave them out.
     """
     with torch.device("meta"):
         decoder = Decoder(model)
@@ -76,7 +76,7 @@ def complete(model: Model, tensors: Mapping[str, LazyTensor], origin: str, step:
 
 
 def from_family(naming: Naming, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
-    """The same of tensors that have the names and the layout of a Hugging Face family."""
+    """As `complete`, from tensors with the names and layout of a Hugging Face family."""
     naming.check(stored.keys(), origin)
     tensors = {name: _placed(place, naming, stored, origin) for name, place in naming.places.items()}
     return complete(naming.model, tensors, origin, step)

@@ -1,4 +1,4 @@
-"""Weights written as one safetensors file, a Hugging Face folder or a checkpoint; paths appear once complete."""
+"""Writes weights as one safetensors file, a Hugging Face folder or a checkpoint, which appear once complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_file(weights: Weights, path: Path, progress: Progress, *, family_names
     with _new(path, weights.size) as part:
         if family_names:
             naming = Naming.of_model(weights.model, weights.companions)
-            # The same on meta tensors gives the names, types and shapes of the header.
+            # Done on meta tensors first, for the names, types and shapes in the header.
             empty = (
                 (n, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
                 for n, tensor in weights.tensors.items()

@@ -1,6 +1,7 @@
-"""PyTorch's flight recorder of this process: which collectives each group has begun and ended.
+"""PyTorch's flight recorder in this process: which collectives each group has begun and ended.
 
-gloo records collectives, NCCL also messages. Taking it needs no other rank: a thread writes it while the rank waits.
+gloo records collectives, NCCL messages too. Reading it involves no other rank: a thread can write it while the rank is
+blocked.
 """
 
 from __future__ import annotations
@@ -24,33 +25,35 @@ from shardwise.run.attempt import STACKS_SIGNAL
 from shardwise.run.flight.record import Collective, FlightRecord, GroupRecord
 
 _BUFFER = "TORCH_FR_BUFFER_SIZE"
-USUAL, PROFILED = 512, 20_000  # entries of the buffer; a profile needs all of its steps
+USUAL, PROFILED = 512, 20_000  # entries in the buffer; a profile needs those of all its steps
 KEPT = 64  # collectives of a group in a record
-PERIOD_SECONDS = 30.0  # between two records, at the same moments on all ranks: taking one costs a few milliseconds
-_SECOND_SECONDS = 5.0  # until the second, of a run that may be short
+PERIOD_SECONDS = 30.0  # between two records, aligned on all ranks; one costs a few milliseconds
+_SECOND_SECONDS = 5.0  # until the second record, for short runs
 _BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
 _UNNAMED = {"undefined": "", "default_pg": "all ranks"}  # descriptions that PyTorch gives
 
 
 def record_collectives(entries: int = USUAL) -> None:
-    """Called before the process group is created, so that the backend records; what the user has set stays."""
+    """Makes backends record; called before the process group is created. The user's own setting stays."""
     os.environ.setdefault(_BUFFER, str(entries))
 
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """One entry of a backend's log; ``members`` are the ranks of its group, a message is between two of them."""
+    """An entry of a backend's log."""
 
     backend: str
     group: str
     meaning: str
     members: tuple[int, ...]
+    """Ranks of its group."""
     is_message: bool
+    """Between two of the members."""
     collective: Collective
 
 
 def backend_log() -> Iterator[BackendEntry]:
-    """All that the backends still have, oldest first for each, of groups that there still are."""
+    """What the backends' logs still hold of existing groups, oldest first for each backend."""
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
     for entry in flight_entries():
         name, meaning = entry["process_group"]
@@ -98,7 +101,10 @@ def flights_watched(folder: Path, rank: int, requests: int | None) -> Iterator[N
 
 
 class _FlightWatch:
-    """In a thread: the one that trains may be waiting in a collective. ``requests`` has a byte for every signal."""
+    """Writes records in a thread, since the training thread may be blocked in a collective.
+
+    The file ``requests`` gets a byte for every signal.
+    """
 
     def __init__(self, folder: Path, rank: int, requests: int | None) -> None:
         self._folder, self._rank, self._requests = folder, rank, requests
@@ -116,7 +122,7 @@ class _FlightWatch:
         self._ended.set()
 
     def _run(self) -> None:
-        self.write()  # the launcher waits for a newer one of a rank that has one
+        self.write()  # once a rank has a record, the launcher waits for a newer one
         seconds = _SECOND_SECONDS
         while True:
             requested = self._requested_within(seconds)
@@ -127,7 +133,7 @@ class _FlightWatch:
             seconds = PERIOD_SECONDS - time.time() % PERIOD_SECONDS
 
     def _requested_within(self, seconds: float) -> bool | None:
-        """None if time has passed; False if another signal came."""
+        """None if the time has passed; False if another signal came."""
         if self._requests is None:
             self._ended.wait(seconds)
             return None

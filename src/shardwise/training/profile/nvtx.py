@@ -1,4 +1,4 @@
-"""NVTX ranges around what some steps of a run do, for nsys and other tools of a GPU."""
+"""NVTX ranges in some steps of a run, for nsys and other GPU tools."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardwise.training.profile.profiler import layers_named
 
 
 class NvtxSteps:
-    """`step` wraps every step of a run; those of ``window`` have ranges, between cudaProfilerStart and Stop.
+    """`step` wraps every step of a run; those in ``window`` have ranges, between cudaProfilerStart and Stop.
 
-    nsys with `--capture-range=cudaProfilerApi` records from the first process that starts to the first that stops, so
-    all ranks begin together, and end when the device of the last one is done.
+    nsys with `--capture-range=cudaProfilerApi` records from the first process that starts to the first that stops. So
+    all ranks begin together, and end once the devices of all are done.
     """
 
     def __init__(self, trainer: Trainer[Any], window: StepWindow) -> None:
@@ -28,7 +28,7 @@ class NvtxSteps:
         self._open: ExitStack | None = None
 
     def covers(self, number: int) -> bool:
-        """Whether the step, counted from 1, has ranges: also one that is done again inside of the window."""
+        """Whether a step, counted from 1, has ranges; also one that is repeated within the window."""
         return self.window.has(number) or self._open is not None
 
     @contextmanager
@@ -58,7 +58,7 @@ class NvtxSteps:
         self._open = None
 
     def _meet(self) -> None:
-        """All ranks are here, and their devices have nothing left to do."""
+        """Waits until all ranks are here and their devices idle."""
         torch.cuda.synchronize(self.trainer.device)
         dist.barrier()
         torch.cuda.synchronize(self.trainer.device)  # the barrier is a kernel of its own

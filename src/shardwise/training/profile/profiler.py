@@ -38,9 +38,9 @@ from shardwise.training.profile.flight_recorder import backend_log
 
 @contextmanager
 def layers_named(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """The forward pass of every layer carries its number while the block runs.
+    """Names the forward pass of every layer by its number while the block runs.
 
-    Data parallelism gathers before a layer begins and frees after it has ended; of a compiled one both are inside.
+    Data parallelism gathers before a layer's range begins and frees after it ends; in a compiled layer both are inside.
     """
     undo = []
     for stage in stages:
@@ -58,9 +58,9 @@ _BARRIERS = 11
 
 
 def clock_offset() -> tuple[int, int]:
-    """This rank's wall clock minus rank 0's, and its possible error, in nanoseconds; all ranks call it together.
+    """This rank's wall clock minus rank 0's, and the possible error, in nanoseconds; all ranks call it together.
 
-    Ranks on one machine have one clock. Others leave a barrier at nearly the same moment: the median of several.
+    Ranks of a machine share a clock. Others leave a barrier at nearly the same moment: the median over several counts.
     """
     left = []
     for _ in range(_BARRIERS):
@@ -86,16 +86,16 @@ def _machine() -> str:
 
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]]:
-    """Records the named ranges of a block; then returns them, in seconds since a moment in nanoseconds.
+    """Records the named ranges of a block; afterwards gives them in seconds since a moment in nanoseconds.
 
-    These are the engine's names of passes, layers and collectives, and the backend's names of its own work. Operators
-    are left out: recording one takes about as long as a small one runs.
+    The engine names passes, layers and collectives, the backend its own work. Operators are left out: recording one
+    takes as long as a small one runs.
     """
     kinds: Any = profiler_kinds
     activities = {kinds.ProfilerActivity.CPU}
     if device.type == "cuda":
         activities.add(kinds.ProfilerActivity.CUDA)
-    # The public class knows no scopes; it makes the settings, which changed between versions.
+    # The public class has no scopes, but makes the settings, which differ between versions.
     settings = autograd_profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None)
     config = settings.config(create_trace_id=False)  # type: ignore[no-untyped-call]
     prepare_profiler(config, activities)
@@ -110,15 +110,15 @@ def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]
 
 
 def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
-    """In the order of their starts; a longer one before what it holds."""
+    """The ranges in the order of their starts, each before those inside it."""
     host, lanes = threading.get_native_id(), dict[Any, int]()
 
     def lane(event: Any) -> int:
-        """A small number for a thread; the calling one, which trains, is the host's."""
+        """A small number for a thread; HOST for the calling one, which trains."""
         if event.device_type() != DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
-        # A send or receive of gloo begins on the training thread and ends there much later: it gets its own lane.
+        # gloo's sends and receives begin on the training thread and end there much later: they get their own lane.
         if thread == host and not of_backend(event.name()):
             return HOST
         return lanes.setdefault((thread, of_backend(event.name())), len(lanes) + 1)
@@ -134,7 +134,7 @@ def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     """The backend's log (PyTorch's flight recorder) between two moments, in seconds since a third.
 
-    gloo logs collectives only, without durations.
+    gloo logs only collectives, without durations.
     """
     return tuple(
         Flight(
@@ -146,9 +146,9 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
 
 
 class Profiler:
-    """`step` wraps every step of a run; those of ``window`` are recorded and written to ``folder``.
+    """`step` wraps every step of a run; those in ``window`` are recorded and written to ``folder``.
 
-    With ``every`` the window comes again after so many steps, and its record replaces the one before.
+    With ``every`` the window recurs after that many steps, and its record replaces the previous one.
     """
 
     def __init__(self, trainer: Trainer[Any], window: Profile, folder: Path, every: int | None = None) -> None:
@@ -158,11 +158,11 @@ class Profiler:
         self._offset_ns = self._error_ns = 0
 
     def covers(self, number: int) -> bool:
-        """Whether the step, counted from 1, is recorded: none if a run begins in the middle of the window."""
+        """Whether a step, counted from 1, is recorded; none is if the run begins in the middle of the window."""
         return self._place(number) == self.window.first or self._open is not None
 
     def _place(self, number: int) -> int:
-        """The step of the first window that this one is like."""
+        """The step's counterpart in the first window."""
         beyond = number - self.window.first
         return number if self.every is None or beyond < 0 else self.window.first + beyond % self.every
 
@@ -216,7 +216,7 @@ class Profiler:
 def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
     """Bytes on this rank's device between two steps: weights and optimizer states."""
     weights = [local(held.parameter) for held in trainer.parameters]
-    # Sharded weights are fp32 masters too, and counted once.
+    # Sharded weights are also the fp32 masters: counted once.
     known = {weight.untyped_storage().data_ptr() for weight in weights}
     states = {
         value.untyped_storage().data_ptr(): value
