@@ -97,7 +97,7 @@ FOREIGN_TEXT = {
     "measure/calibrate": "names of clusters and processors",
     "measure/doctor": "the operating system's answers",
     "measure/dryrun/counters.py": "names of PyTorch's operators",
-    "measure/deviations.py": "names of parameters",
+    "measure/reference.py": "names of parameters",
     "measure/verify.py": "/proc/meminfo",
     "report/tables.py": "text that is folded to a width",
     "report/page.py": "text that is cut into lines",

@@ -19,7 +19,7 @@ from engine.rounding import negligible
 from shardwise.engine.optim.optimizer import decays
 from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
 from shardwise.engine.patterns import Patterns
-from shardwise.measure.deviations import Deviation, deviation, global_norm, relative
+from shardwise.measure.reference import Deviation, deviation, global_norm, relative
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job

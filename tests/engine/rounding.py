@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardwise.measure.deviations import global_norm, largest
+from shardwise.measure.reference import global_norm, largest
 
 NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
 

@@ -21,7 +21,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
 from shardwise.engine.pipeline.stage import Mailbox, Message, keep_stage
 from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
-from shardwise.measure.deviations import deviation, global_norm
+from shardwise.measure.reference import deviation, global_norm
 from shardwise.models import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError

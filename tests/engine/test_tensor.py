@@ -15,7 +15,7 @@ from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.tensor.apply import apply_tensor
-from shardwise.measure.deviations import deviation, global_norm
+from shardwise.measure.reference import deviation, global_norm
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise
 from shardwise.spec.model import LatentAttention, Model

@@ -28,8 +28,7 @@ from launch.test_torchrun import job as planned
 from required import require
 from shardwise.launch.elastic.here import HereTarget
 from shardwise.launch.elastic.splits import SmallerSplits
-from shardwise.launch.emulate.network import Network, emulated, why_not, wired
-from shardwise.launch.emulate.reach import Reach, most_together
+from shardwise.launch.emulate.network import Network, Reach, emulated, most_together, why_not, wired
 from shardwise.launch.outcome import STOPPED, Failure
 from shardwise.launch.targets import hosts as over_ssh
 from shardwise.run.checkpoint.folder import RunFolder

@@ -21,7 +21,7 @@ from launch.test_slurm import SMALL, losses, two_nodes
 from measure.test_calibrate_hosts import free_port
 from required import require
 from shardwise.launch.targets.image import IMAGE
-from shardwise.launch.targets.manifest_options import OPTIONS, is_name, name_from
+from shardwise.launch.targets.manifest import OPTIONS, is_name, name_from
 from shardwise.spec.job import Job
 
 LARGE = (

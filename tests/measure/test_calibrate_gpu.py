@@ -12,7 +12,7 @@ from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.fit_gpu import _attention, _priced, fitted_gpu, fitted_power
-from shardwise.measure.calibrate.gpu_figures import (
+from shardwise.measure.calibrate.gpu_samples import (
     ATTENTIONS,
     CAPPED,
     FP8_LAYERS,
@@ -23,9 +23,9 @@ from shardwise.measure.calibrate.gpu_figures import (
     AttentionFigure,
     CopyFigure,
     GpuFigure,
+    GpuSamples,
     ProductFigure,
 )
-from shardwise.measure.calibrate.gpu_samples import GpuSamples
 from shardwise.measure.calibrate.steps import CASES, CaseSample, StepCase, case_job
 from shardwise.measure.calibrate.sustained import Mix
 from shardwise.spec.clusters import cluster_from

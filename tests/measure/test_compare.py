@@ -14,7 +14,7 @@ from measure.slowed import FIRST, LAST, prepared, profiled_job, run_across, run_
 from required import require
 from shardwise.launch.emulate.network import why_not
 from shardwise.measure.compare.comparison import Comparison, compare, profiled_run
-from shardwise.measure.compare.flights import sent_bytes
+from shardwise.measure.compare.exchanges import sent_bytes
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
 from shardwise.spec.run import Checkpoints, Evaluation, NonFinite

@@ -12,7 +12,7 @@ from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
-from shardwise.measure.compare.flights import mismatch, sent_bytes
+from shardwise.measure.compare.exchanges import mismatch, sent_bytes
 from shardwise.measure.compare.segments import steps_of
 from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.compare.stragglers import (

@@ -20,12 +20,13 @@ from shardwise.interop.fabric.nvidia import read_topology
 from shardwise.measure.collectives.pairs import PairFigures, rounds_of_pairs, slow_pairs
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
 from shardwise.measure.doctor.pairs import (
+    SeenFiles,
     clocks_finding,
     pairs_findings,
     planned_pair,
     ports_finding,
+    shared_finding,
 )
-from shardwise.measure.doctor.shared import SeenFiles, shared_finding
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.wiring import wiring_from
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.parity import references
 from engine.workers import pool
-from shardwise.measure.deviations import TOLERANCE, gradient_scales
+from shardwise.measure.reference import TOLERANCE, gradient_scales
 from shardwise.measure.verify import verify
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

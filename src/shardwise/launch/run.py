@@ -10,8 +10,7 @@ from pathlib import Path
 
 from shardwise.launch.elastic.here import HereTarget
 from shardwise.launch.elastic.recutting import FindsRecuts, RecutTarget
-from shardwise.launch.emulate.network import Network, wired
-from shardwise.launch.emulate.reach import Reach
+from shardwise.launch.emulate.network import Network, Reach, wired
 from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import keepers
 from shardwise.launch.local import supervise

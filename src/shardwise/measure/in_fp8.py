@@ -15,8 +15,15 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.parameters import divided_as, local
 from shardwise.engine.world import joined
 from shardwise.launch.pool import WorkerPlace
-from shardwise.measure.deviations import Deviation, largest_of_layers
-from shardwise.measure.reference import Reference, hold_routes, reference_name, sample_engine, share
+from shardwise.measure.reference import (
+    Deviation,
+    Reference,
+    hold_routes,
+    largest_of_layers,
+    reference_name,
+    sample_engine,
+    share,
+)
 from shardwise.measure.smaller import cluster_of
 from shardwise.models.initialise import is_stack_of_experts
 from shardwise.spec.job import Job

@@ -23,9 +23,21 @@ from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
-from shardwise.measure.deviations import TOLERANCE, Deviation, deviation, gradient_scales, relative, weight_scales
 from shardwise.measure.in_fp8 import FP8_BOUNDS, compare_narrow, on_one_process, write_narrow
-from shardwise.measure.reference import Reference, reference_key, reference_name, run_reference, sample_engine, share
+from shardwise.measure.reference import (
+    TOLERANCE,
+    Deviation,
+    Reference,
+    deviation,
+    gradient_scales,
+    reference_key,
+    reference_name,
+    relative,
+    run_reference,
+    sample_engine,
+    share,
+    weight_scales,
+)
 from shardwise.run.environment.reader import Started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.launch.elastic.splits import SmallerSplits, bundle_size_of
-from shardwise.launch.emulate.network import Network
-from shardwise.launch.emulate.reach import Reach
+from shardwise.launch.emulate.network import Network, Reach
 from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import Keepers, place_here
 from shardwise.launch.outcome import Failure

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import select
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import combinations
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from shardwise.launch.emulate import namespace, process
-from shardwise.launch.emulate.switch import DEVICE
+from shardwise.launch.emulate import namespace, switch
 from shardwise.launch.pool import Pool
 from shardwise.layout.ranks import local_rank, node_of
 from shardwise.spec.emulation import Emulation
@@ -101,7 +104,7 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
     """
     require_emulation()
     holder = subprocess.Popen(
-        [sys.executable, "-m", process.__name__, str(emulation), shaping],
+        [sys.executable, "-m", switch.__name__, str(emulation), shaping],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
     )  # fmt: skip
     with holder:
@@ -135,8 +138,8 @@ def require_emulation() -> None:
         raise SpecError("emulate", f"needs Linux, this is {sys.platform}", "emulate in a virtual machine")
     if os.geteuid() != 0:
         raise SpecError("emulate", "needs root to create network namespaces", "run the command with sudo")
-    if not os.access(DEVICE, os.R_OK | os.W_OK):
-        raise SpecError("emulate", f"there is no {DEVICE}", "modprobe tun, or give the container that device")
+    if not os.access(switch.DEVICE, os.R_OK | os.W_OK):
+        raise SpecError("emulate", f"there is no {switch.DEVICE}", "modprobe tun, or give the container that device")
 
 
 def why_not() -> str | None:
@@ -181,3 +184,66 @@ def _enter_node(path: str, environment: Mapping[str, str]) -> None:
     """Runs before gloo creates anything: threads and sockets stay in the namespace they were created in."""
     namespace.enter(path)
     os.environ.update(environment)
+
+
+# -- which nodes reach each other ----------------------------------------------------------------------
+
+
+TRY_SECONDS = 1.0
+_AGAIN_SECONDS = 0.1  # a datagram may be lost
+_TOKEN_BYTES = 8
+
+
+class Reach:
+    """A socket on every node of a network, until `close`."""
+
+    def __init__(self, network: Network) -> None:
+        self._sockets: list[socket.socket] = []
+        with namespace.returning():
+            for node in range(network.emulation.nodes):
+                namespace.enter(network.namespace(node))
+                own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)  # stays on the node it was made on
+                own.bind((namespace.address(node), 0))
+                own.setblocking(False)
+                self._sockets.append(own)
+
+    def nodes(self, seconds: float = TRY_SECONDS) -> tuple[int, ...]:
+        """The most nodes that all reach each other within so many seconds."""
+        token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + seconds
+        count = len(self._sockets)
+        missing = {(sender, other) for sender in range(count) for other in range(count) if sender != other}
+        while missing and time.monotonic() < deadline:
+            for sender, other in missing:
+                with suppress(OSError):  # no way there: as if it were lost
+                    there = self._sockets[other].getsockname()
+                    self._sockets[sender].sendto(token + bytes([sender]), there)
+            until = min(deadline, time.monotonic() + _AGAIN_SECONDS)
+            while missing and (left := until - time.monotonic()) > 0:
+                missing -= self._received(token, left)
+        return most_together(count, missing)
+
+    def _received(self, token: bytes, seconds: float) -> set[tuple[int, int]]:
+        arrived = set()
+        for ready in select.select(self._sockets, [], [], seconds)[0]:
+            with suppress(OSError):
+                content = ready.recv(64)
+                if content[:_TOKEN_BYTES] == token:
+                    arrived.add((content[_TOKEN_BYTES], self._sockets.index(ready)))
+        return arrived
+
+    def close(self) -> None:
+        for own in self._sockets:
+            own.close()
+
+
+def most_together(nodes: int, apart: set[tuple[int, int]]) -> tuple[int, ...]:
+    """A large set of nodes of which no two are ``apart``, the first of equals: from each node on, whoever fits."""
+    best: tuple[int, ...] = ()
+    for begin in range(nodes):
+        together: list[int] = []
+        for node in [*range(begin, nodes), *range(begin)]:
+            if all((node, member) not in apart and (member, node) not in apart for member in together):
+                together.append(node)
+        if len(together) > len(best):
+            best = tuple(sorted(together))
+    return best

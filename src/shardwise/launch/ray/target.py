@@ -18,10 +18,17 @@ from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsew
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.ray.answer import ANSWER_SECONDS, answer
-from shardwise.launch.ray.cluster import ADDRESS, Bundle, PlacedGang, RayCluster, outliving, ray_cluster, variables
-from shardwise.launch.ray.pipe import RayPipe
-from shardwise.launch.ray.placement import RayNode
+from shardwise.launch.ray.cluster import (
+    ADDRESS,
+    Bundle,
+    PlacedGang,
+    RayCluster,
+    RayNode,
+    outliving,
+    ray_cluster,
+    variables,
+)
+from shardwise.launch.ray.pipe import ANSWER_SECONDS, RayPipe, answer
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
 from shardwise.launch.targets.registry import TargetRequest

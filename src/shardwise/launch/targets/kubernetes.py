@@ -14,8 +14,14 @@ from typing import Any
 
 from shardwise.launch.outcome import STOPS
 from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
-from shardwise.launch.targets.manifest import END_SECONDS, ManifestJob, manifest_job, written_manifest
-from shardwise.launch.targets.manifest_options import FLAG, manifest_options
+from shardwise.launch.targets.manifest import (
+    END_SECONDS,
+    FLAG,
+    ManifestJob,
+    manifest_job,
+    manifest_options,
+    written_manifest,
+)
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.run.environment.reader import PORT
 from shardwise.spec.errors import SpecError

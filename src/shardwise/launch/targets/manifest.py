@@ -5,18 +5,234 @@ The cluster's manager starts one process per node, which starts the ranks of its
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from shardwise.launch.outcome import MISTAKE
-from shardwise.launch.targets.image import EXECUTABLE, RUNS
-from shardwise.launch.targets.manifest_options import FLAG, ManifestOptions, name_from
+from shardwise.launch.targets.image import DATA, EXECUTABLE, IMAGE, RUNS
 from shardwise.launch.targets.registry import Written
 from shardwise.run.storage.place import RemotePlace, place_of
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
+from shardwise.spec.units import parse
+
+FLAG = "--manifest"
+_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, which Kubernetes demands of a Service, and JobSet makes one
+MOST_NAME = 40  # JobSet adds "-node-0-" and numbers: a pod's host name has 63 characters at most
+_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_IMAGE = re.compile(r"[a-z0-9][\w./:@-]*")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kKMGTP]i?)?")
+_RESOURCE = re.compile(r"([a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-\w.]*):(\d+)")
+_SELECTOR = re.compile(r"[A-Za-z0-9][-\w./]*=[-\w.]*")
+_VOLUME = re.compile(r"([^:]+):(/[^:]*?)/*(:ro)?")
+_URI = re.compile(r"[a-z][a-z0-9]+://\S+")
+_ACCELERATOR = re.compile(r"[A-Za-z][\w-]*")
+_PLAIN = re.compile(r"[^\s\0]+")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """``source`` (a claim, a volume, a URI) as the folder ``path`` of every node."""
+
+    path: str
+    source: str
+    read_only: bool = False
+
+    @property
+    def is_uri(self) -> bool:
+        return _URI.fullmatch(self.source) is not None
+
+
+@dataclass(frozen=True)
+class ManifestOptions:
+    """As given; None where nothing was."""
+
+    name: str | None = None
+    image: str = IMAGE
+    runs: str | None = None
+    mounts: tuple[Mount, ...] = ()  # of data and other volumes
+    shared_memory_bytes: int | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    # Kubernetes
+    kind: str = "trainjob"
+    namespace: str | None = None
+    gang: str | None = None
+    scheduler: str | None = None
+    queue: str | None = None
+    rdma: tuple[str, int] | None = None
+    secret: str | None = None
+    pull_secret: str | None = None
+    service_account: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    # SkyPilot
+    infra: str | None = None
+    accelerator: str | None = None
+    spot: bool = False
+
+    @property
+    def all_mounts(self) -> tuple[Mount, ...]:
+        return (*(() if self.runs is None else (Mount(RUNS, self.runs),)), *self.mounts)
+
+
+@dataclass(frozen=True)
+class ManifestOption:
+    """What an option is, as an error says it; whether a text is one; whether it may be given several times."""
+
+    what: str
+    accepts: Callable[[str], object]
+    several: bool = False
+
+
+def _one_of(*names: str) -> Callable[[str], object]:
+    return lambda text: text in names
+
+
+def _bytes(text: str) -> bool:
+    try:
+        return float(parse(text, "bytes", FLAG)) > 0
+    except SpecError:
+        return False
+
+
+_COMMON = {
+    "name": ManifestOption(
+        f"a name of at most {MOST_NAME} lowercase letters, digits and -", lambda text: is_name(text)
+    ),
+    "image": ManifestOption(f"an image such as registry.example.com/{IMAGE}", _IMAGE.fullmatch),
+    "cpu": ManifestOption("a number of cores such as 32", re.compile(r"\d+").fullmatch),
+    "env": ManifestOption("a variable such as NCCL_DEBUG=INFO", _VARIABLE.fullmatch, several=True),
+}
+OPTIONS: Mapping[str, Mapping[str, ManifestOption]] = {
+    "kubernetes": {
+        **_COMMON,
+        "memory": ManifestOption("an amount of memory such as 500Gi", _QUANTITY.fullmatch),
+        "kind": ManifestOption("trainjob or jobset", _one_of("trainjob", "jobset")),
+        "namespace": ManifestOption("a namespace", _OBJECT.fullmatch),
+        "runs": ManifestOption("the name of a claim", _OBJECT.fullmatch),
+        "data": ManifestOption("the name of a claim", _OBJECT.fullmatch),
+        "volume": ManifestOption("a claim and its folder, such as models:/models or models:/models:ro",
+                         lambda text: _is_mount(text, _OBJECT), several=True),
+        "shm": ManifestOption("an amount of memory such as 16GiB", _bytes),
+        "gang": ManifestOption("coscheduling, volcano or none", _one_of("coscheduling", "volcano", "none")),
+        "scheduler": ManifestOption("the name of a scheduler", _OBJECT.fullmatch),
+        "queue": ManifestOption("the name of a Kueue queue", _OBJECT.fullmatch),
+        "rdma": ManifestOption("a resource and its number, such as rdma/ib:8", _RESOURCE.fullmatch),
+        "secret": ManifestOption("the name of a secret", _OBJECT.fullmatch),
+        "pull-secret": ManifestOption("the name of a secret", _OBJECT.fullmatch),
+        "service-account": ManifestOption("the name of a service account", _OBJECT.fullmatch),
+        "node-selector": ManifestOption("a label such as pool=h100", _SELECTOR.fullmatch, several=True),
+    },
+    "skypilot": {
+        **_COMMON,
+        "runs": ManifestOption("the name of a SkyPilot volume", _OBJECT.fullmatch),
+        "data": ManifestOption("a bucket such as s3://bucket/corpus, or a SkyPilot volume",
+                       lambda text: _URI.fullmatch(text) or _OBJECT.fullmatch(text)),
+        "volume": ManifestOption("a SkyPilot volume and its folder, such as models:/models",
+                         lambda text: _is_mount(text, _OBJECT), several=True),
+        "memory": ManifestOption("GB of memory such as 500, or 500+", re.compile(r"\d+(\.\d+)?\+?").fullmatch),
+        "infra": ManifestOption("a place such as aws/us-east-1 or k8s", _PLAIN.fullmatch),
+        "accelerator": ManifestOption("SkyPilot's name of a GPU, such as H100", _ACCELERATOR.fullmatch),
+        "spot": ManifestOption("true or false", _one_of("true", "false")),
+    },
+}  # fmt: skip
+
+
+def is_name(text: str) -> bool:
+    return len(text) <= MOST_NAME and re.fullmatch(_LABEL, text) is not None
+
+
+def name_from(text: str) -> str:
+    """A name of the cluster's kind from any other."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return re.sub(r"^[^a-z]*", "", name)[:MOST_NAME].strip("-") or "shardwise"
+
+
+def manifest_options(target: str, given: Sequence[str]) -> ManifestOptions:
+    """Raises SpecError for the first that is unknown, malformed or given twice."""
+    table = OPTIONS[target]
+    values: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name not in table:
+            elsewhere = [other for other, known in OPTIONS.items() if name in known]
+            remedy = f"it is for --on {elsewhere[0]}" if elsewhere else nearest_name(name, table)
+            raise SpecError(FLAG, f"{shown(name)} is not an option of {target}", remedy or f"use {', '.join(table)}")
+        if not equals or not table[name].accepts(value):
+            raise SpecError(FLAG, f"{shown(text)}: {name} is {table[name].what}", f"write it like {name}=...")
+        if name in values and not table[name].several:
+            raise SpecError(FLAG, f"{name} is given twice", "give it once")
+        values.setdefault(name, []).append(value)
+    return _options(values)
+
+
+def _options(values: Mapping[str, Sequence[str]]) -> ManifestOptions:
+    single = {name: texts[0] for name, texts in values.items()}
+    mounts = [Mount(DATA, single["data"], read_only=True)] if "data" in single else []
+    mounts += [_mount(text) for text in values.get("volume", ())]
+    _require_apart(mounts)
+    rdma = _RESOURCE.fullmatch(single.get("rdma", ""))
+    return ManifestOptions(
+        name=single.get("name"),
+        image=single.get("image", IMAGE),
+        runs=single.get("runs"),
+        mounts=tuple(mounts),
+        shared_memory_bytes=int(parse(single["shm"], "bytes", FLAG)) if "shm" in single else None,
+        cpu=single.get("cpu"),
+        memory=single.get("memory"),
+        env=_pairs(values.get("env", ())),
+        kind=single.get("kind", "trainjob"),
+        namespace=single.get("namespace"),
+        gang=single.get("gang"),
+        scheduler=single.get("scheduler"),
+        queue=single.get("queue"),
+        rdma=None if rdma is None else (rdma[1], int(rdma[2])),
+        secret=single.get("secret"),
+        pull_secret=single.get("pull-secret"),
+        service_account=single.get("service-account"),
+        node_selector=_pairs(values.get("node-selector", ())),
+        infra=single.get("infra"),
+        accelerator=single.get("accelerator"),
+        spot=single.get("spot") == "true",
+    )
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if pairs.setdefault(name, value) != value:
+            raise SpecError(FLAG, f"{name} is given twice", "give it once")
+    return pairs
+
+
+def _is_mount(text: str, source: re.Pattern[str]) -> bool:
+    match = _VOLUME.fullmatch(text)
+    return match is not None and len(match[2]) > 1 and source.fullmatch(match[1]) is not None
+
+
+def _mount(text: str) -> Mount:
+    match = _VOLUME.fullmatch(text)
+    assert match is not None
+    return Mount(match[2], match[1], read_only=match[3] is not None)
+
+
+def _require_apart(mounts: Sequence[Mount]) -> None:
+    """Every folder is one volume's."""
+    seen = [RUNS]
+    for mount in mounts:
+        clash = next((path for path in seen if f"{mount.path}/".startswith(f"{path}/")), None)
+        if clash is not None:
+            raise SpecError(
+                FLAG, f"volume {mount.source} at {mount.path}: {clash} is another volume's", "choose another"
+            )
+        seen.append(mount.path)
+
 
 END_SECONDS = 30  # beyond the time for a checkpoint, before a node is killed
 STANDARD_OUTPUT = "-"
@@ -101,11 +317,11 @@ def _require_seen(job: Job, options: ManifestOptions) -> None:
     if run.checkpoints.folder is not None:
         named["run.checkpoints.folder"] = run.checkpoints.folder
     paths = [RUNS, *(mount.path for mount in options.mounts)]
-    for field, text in named.items():
+    for where, text in named.items():
         if isinstance(place_of(text), RemotePlace) or any(_inside(text, path) for path in paths):
             continue
         remedy = f"name it below {', '.join(paths)}, {FLAG} volume=VOLUME:/folder, or a URI such as s3://bucket/name"
-        raise SpecError(field, f"{shown(text)} is in no volume of the nodes", remedy)
+        raise SpecError(where, f"{shown(text)} is in no volume of the nodes", remedy)
 
 
 def _inside(text: str, folder: str) -> bool:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch.outcome import STOPS
-from shardwise.launch.targets.manifest import ManifestJob, manifest_job, written_manifest
-from shardwise.launch.targets.manifest_options import FLAG, manifest_options
+from shardwise.launch.targets.manifest import FLAG, ManifestJob, manifest_job, manifest_options, written_manifest
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents

@@ -9,7 +9,7 @@ from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
 from shardwise.layout.mesh import mesh_divisions
 from shardwise.layout.ranks import coordinate
-from shardwise.measure.compare.flights import SentBytes, mismatch, sent_bytes
+from shardwise.measure.compare.exchanges import SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
 from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, same_work, slow_link, straggler
 from shardwise.run.checkpoint.folder import RunFolder, run_folder

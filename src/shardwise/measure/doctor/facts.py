@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.interop.fabric.infiniband import InfinibandPort, read_ports
 from shardwise.interop.fabric.nvidia import PATHS, DeviceTopology, read_nvlinks, read_topology
 from shardwise.launch.targets.installed import installed
-from shardwise.measure.doctor.host import Checked
+from shardwise.measure.doctor.findings import Checked
 from shardwise.measure.doctor.software import driver, visible_devices
 from shardwise.planner.placement import device_order, spread
 from shardwise.spec.errors import SpecError

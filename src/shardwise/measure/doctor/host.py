@@ -9,48 +9,15 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
+from shardwise.measure.doctor.findings import Checked as Checked
+from shardwise.measure.doctor.findings import Examination as Examination
 from shardwise.run.environment.interfaces import loopback_interface
 from shardwise.run.environment.reader import PORT
-from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import SHARED_BYTES
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
-
-Status = Literal["pass", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Checked:
-    check: str
-    status: Status
-    figure: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Examination:
-    """A run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
-
-    ``others`` are hosts to compare clocks with, by ssh. Without a job neither its ``cluster`` nor the size of a
-    checkpoint is known. What is found between hosts is written to ``wiring``, beside the ``switches`` above them.
-    """
-
-    folder: Path
-    processes: int
-    device: str  # cpu or cuda
-    host_count: int = 1
-    others: tuple[str, ...] = ()
-    checkpoint_bytes: float | None = None
-    checkpoint_limit_seconds: float = 600
-    cluster: Cluster | None = None
-    tp: int = 1
-    wiring: Path | None = None
-    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
 
 # -- all checks --------------------------------------------------------------------------------------
 

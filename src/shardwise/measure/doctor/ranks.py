@@ -11,15 +11,17 @@ from shardwise.interop.fabric.switches import of_hosts
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, hosts_of, node_names, started_ranks
 from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings, node_facts
-from shardwise.measure.doctor.host import Checked, Examination, examine
+from shardwise.measure.doctor.findings import Checked, Examination
+from shardwise.measure.doctor.host import examine
 from shardwise.measure.doctor.pairs import (
     clock_offsets,
     clocks_finding,
     closed_ports,
     pairs_findings,
     ports_finding,
+    seen_files,
+    shared_finding,
 )
-from shardwise.measure.doctor.shared import seen_files, shared_finding
 from shardwise.measure.doctor.software import all_reduce_finding, timed_all_reduce
 from shardwise.run.environment.reader import Started
 from shardwise.spec.files import dump_yaml

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.engine.world import joined
 from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
-from shardwise.measure.doctor.host import Checked, Examination
+from shardwise.measure.doctor.findings import Checked, Examination
 from shardwise.measure.verify import available_bytes
 from shardwise.models import flash_attention_4
 from shardwise.run.attempt import Reporter, WorldPlace
