@@ -1,4 +1,4 @@
-"""A run whose ranks another launcher has started: rank 0 prepares the folder, all others follow it, then all train."""
+"""A run whose ranks another launcher has started: rank 0 prepares the folder, the others wait, then all train."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _WAIT = timedelta(minutes=30)  # for rank 0, which may try microbatches
 
 
 class FollowsRankZero(SpecError):
-    """Rank 0 has refused the job, and printed why."""
+    """Raised on the other ranks when rank 0 has refused the job (and printed why)."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The folder of a run, and its job file; ``finished_step`` if nothing is left to do."""
+    """A run whose folder is ready, as rank 0 announces it to all ranks."""
 
     folder: str
     job_text: str = ""
-    finished_step: int | None = None
-    store: Any = None  # kept: rank 0 serves it
+    finished_step: int | None = None  # set if nothing is left to do
+    store: Any = None  # kept alive: rank 0 serves it
 
     def train(self, here: Started) -> Outcome:
-        """As this rank, until the run is done or was stopped; the worker's log is standard error."""
+        """Trains as this rank until the run is done or stopped; the worker logs to standard error."""
         import logging
 
         from shardwise.run.attempt import WorldPlace
@@ -53,7 +53,7 @@ class Prepared:
         stop, folder, began = StopSignal(), RunFolder(Path(self.folder)), time.monotonic()
         stop.listen()
         place = WorldPlace.of(here)
-        # The ranks of a node's own launcher take the folder for locked, as it is where that prepared the run.
+        # Ranks that our own launcher started on a node rely on that launcher's lock instead.
         with folder.checkpoints.locked() if here.rank == 0 and place.folder is not None else nullcontext():
             status = (take_part if here.rank else recorded_part)(folder, train, place, stop)
         failure = None
@@ -63,7 +63,7 @@ class Prepared:
 
 
 def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepared:
-    """As rank 0: prepares, given the hosts of all ranks, and lets the others know; they end with it if it refuses."""
+    """As rank 0: prepares the run, given the hosts of all ranks, and announces the result or the refusal."""
     store = _store(here)
     try:
         prepared = prepare(_hosts(store, here))
@@ -75,7 +75,7 @@ def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepare
 
 
 def follow(here: Started) -> Prepared:
-    """As any other rank."""
+    """As any other rank: waits for what rank 0 announces."""
     store = _store(here)
     try:
         store.set(f"{_HOST} {here.rank}", host_name())
@@ -93,7 +93,7 @@ def follow(here: Started) -> Prepared:
 
 
 def _require_job(folder: RunFolder, text: str) -> None:
-    """The job file on this node: all nodes share the folder, or else keep their checkpoints in a store."""
+    """Writes the job file on a node that does not share the folder, as is allowed with checkpoints in a store."""
     if folder.job.exists():
         return
     kept = Job.from_yaml(text).run.checkpoints.folder
@@ -105,7 +105,7 @@ def _require_job(folder: RunFolder, text: str) -> None:
 
 
 def _hosts(store: Store, here: Started) -> list[str]:
-    """The node of every block of ranks."""
+    """The host of every node, in the order of their ranks."""
     ranks = range(here.ranks_per_host, here.world, here.ranks_per_host)
     names = [f"{_HOST} {rank}" for rank in ranks]
     if names:
@@ -114,7 +114,7 @@ def _hosts(store: Store, here: Started) -> list[str]:
 
 
 def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
-    """Waits until all have read it: the store ends with rank 0."""
+    """Publishes ``what`` and waits until all ranks have read it: the store ends with rank 0."""
     store.set(_KEY, json.dumps(what))
     deadline = time.monotonic() + _READ_SECONDS
     while store.add(_READ, 0) < here.world - 1 and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
 """Which rank failed first, and why: inferred from the ranks' records, their exit statuses and their progress.
 
-One rank's end makes others fail within milliseconds, with messages about connections. These are victims, named only
-where no cause is found. A stuck rank leaves all others waiting in their next collective until they give up; it is
-recognised by its silence, by its stack while the others are in a collective, or by being behind. Where hosts cannot
-reach each other, no rank is to blame.
+When one rank ends, the others fail within milliseconds with messages about connections. These are victims, and are
+named only if no cause is found. A stuck rank leaves all others waiting in their next collective until they give up; it
+is recognised by missing heartbeats, by a stack outside any collective while the others are in one, or by being a step
+or phase behind. If hosts cannot reach each other, no rank is to blame.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MOST_CHARACTERS = 300
 
 
 def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> tuple[Failure, bool] | None:
-    """The first failure, and whether a cause was found, not only victims; None if no rank failed or is overdue."""
+    """The first failure, and whether it is a cause rather than only a victim; None if no rank failed or is overdue."""
     records = {rank.number: record for rank in ranks if (record := read_failure(rank.folder, rank.number))}
     running = [rank for rank in ranks if rank.ended is None and rank.number not in records]
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]
@@ -76,7 +76,7 @@ def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> tuple[Failure,
 
 
 def with_collectives(failure: Failure, ranks: Sequence[RankProcess]) -> Failure:
-    """The same failure with what the ranks' records of their collectives say: who was missing, or in another one."""
+    """Adds what the flight records say: which rank was missing from a collective, or was in a different one."""
     if failure.mistake or failure.cause in ("killed", "exited"):
         return failure
     records = {rank.number: record for rank in ranks if (record := read_flight(rank.folder, rank.number)) is not None}
@@ -106,7 +106,7 @@ def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
     usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
     if progress is None:
         return timeouts.start
-    # All else may take as long as a checkpoint; so may a rank that is done, while others still write.
+    # Every other phase may take as long as a checkpoint: even a rank that is done waits while others still write.
     return max(usual.get(progress.phase, timeouts.checkpoint), progress.limit_seconds)
 
 
@@ -114,7 +114,7 @@ def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
 
 
 def _silent_rank(running: Sequence[RankProcess]) -> Failure | None:
-    """The rank that has been silent longest, if any: it is stopped, and no other can make progress."""
+    """The rank without a heartbeat for longest, if any: its process is stopped, which blocks all others."""
     now = time.monotonic()
     last = {rank.number: progress.beat for rank in running if (progress := rank.progress())}
     silent = [rank for rank in running if now - last.get(rank.number, now) > SILENT_SECONDS]
@@ -128,7 +128,7 @@ def _silent_rank(running: Sequence[RankProcess]) -> Failure | None:
 def _blocking_rank(
     running: Sequence[RankProcess], gave_up: Sequence[FailureRecord], timeouts: Timeouts
 ) -> Failure | None:
-    """The one running rank for which the others wait, or waited until they ``gave_up``; None if none stands out."""
+    """The one running rank that the others wait for (or did, until they ``gave_up``); None if no rank stands out."""
     now = time.monotonic()
     for rank in running:
         if rank.progress() is None:
@@ -143,7 +143,7 @@ def _blocking_rank(
 
 
 def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
-    """The one rank that was doing something else while others were in a collective or had given one up."""
+    """The one rank outside any collective while others were in one, or had given one up."""
     frames = {rank.number: _innermost_frames(rank) for rank in running}
     inside = [rank for rank in running if any("torch/distributed/" in frame["file"] for frame in frames[rank.number])]
     outside = [rank for rank in running if rank not in inside and frames[rank.number]]
@@ -159,7 +159,7 @@ def _behind(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) ->
 
 
 def _innermost_frames(rank: RankProcess) -> list[re.Match[str]]:
-    """Where the rank's main thread was: the last thread that faulthandler writes."""
+    """The innermost frames of the rank's main thread, which faulthandler writes last."""
     main = rank.stacks().strip().rpartition("\n\n")[2]
     return list(_FRAME.finditer(main))[:_INNERMOST]
 
@@ -170,7 +170,7 @@ def _stack_top(rank: RankProcess) -> str:
 
 
 def _unreachable_hosts(running: Sequence[RankProcess]) -> Failure | None:
-    """The pairs of hosts that cannot reach each other, according to the kernel; None if every host answers."""
+    """Names the pairs of hosts that do not answer each other's TCP packets; None if every host answers."""
     ranks_at: dict[str, set[int]] = {}
     silent = set()
     for rank in running:
@@ -188,7 +188,7 @@ def _unreachable_hosts(running: Sequence[RankProcess]) -> Failure | None:
 
 
 def _connections(process: int) -> Iterator[tuple[str, str, int]]:
-    """The TCP connections of a process: own host, other host, retransmissions; none if the system hides them."""
+    """The TCP connections of a process as (own host, other host, retransmissions); none if /proc does not show them."""
     folder = Path(f"/proc/{process}")
     with contextlib.suppress(OSError):
         own = set()
@@ -216,7 +216,7 @@ def _no_progress(running: Sequence[RankProcess], detail: str) -> Failure:
 
 
 def _different_collectives(records: Sequence[FailureRecord]) -> Failure | None:
-    """Which ranks call what, if the ranks' records show a mismatch."""
+    """The failure that says which rank calls which collective, if the records show a mismatch."""
     ours = [record for record in records if _MISMATCH in record.message]
     callers: dict[str, set[int]] = {}
     for record in ours:
@@ -242,7 +242,7 @@ def _calling(ranks: Sequence[int]) -> str:
 
 
 def _when(rank: RankProcess, record: FailureRecord | None) -> float:
-    """When it failed. A killed rank leaves no record and is noticed only after the ranks it brought down."""
+    """When it failed. A killed rank counts as first: it leaves no record, and is noticed only after its victims."""
     if record is not None:
         return record.at
     assert rank.ended is not None

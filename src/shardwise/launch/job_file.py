@@ -1,4 +1,4 @@
-"""The job as its processes read it, with what it is predicted to cost; written anew with another layout."""
+"""Writes the job file that a run's processes read, and its predicted cost; again whenever the layout changes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardwise.spec.job import Job
 
 
 def write_job(job: Job, folder: RunFolder, price: Candidate | None = None) -> None:
-    """There is always a whole one; ``price``, if it is known."""
+    """Replaces the job file atomically; ``price`` is computed unless it is given."""
     temporary = folder.job.with_suffix(".part")
     temporary.write_text(job.to_yaml(), encoding="utf-8")
     temporary.replace(folder.job)
     memory = (price := price or candidate(job)).memory
-    # Runs measure the tensors of a rank, not the framework's own memory.
+    # What a run measures is its tensors, without the framework's own memory.
     write_prediction(folder.path, price.step_seconds, memory.total - memory.allowance)

@@ -1,8 +1,8 @@
-"""Keeps objects in the memory of a node, outside the ranks: it outlives them, and ends with its launcher.
+"""A process that keeps objects in the memory of a node: it outlives the ranks, and ends with its launcher.
 
 It runs as a script of the standard library alone (`python -I -S keeper.py`), reads the address to listen at and the
-run's secret from the first line of its input, prints its port, and ends when its input closes. A connection is one
-request: the secret, a line of JSON, and its content.
+run's secret from the first line of its input, prints its port, and ends when its input closes. Each connection carries
+one request: the secret, a line of JSON, and the content of the object.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from io import BufferedIOBase
 from typing import Any
 
 FRAME = struct.Struct("<I")  # the length of a piece of an object; 0 ends it
-_SECRET_SECONDS = 10.0  # of silence, before the secret: who does not know it holds no thread
+_SECRET_SECONDS = 10.0  # to send the secret: a client that does not know it must not hold a thread
 MARK = b"shardwise-keeper "  # begins the line with the port
 
 
 class KeptObjects:
-    """Objects by their keys; one appears when all of it is here."""
+    """Objects by key; an object becomes visible once all of it has arrived."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, tuple[list[bytes], int, int]] = {}  # its pieces, its size, when it came
+        self._objects: dict[str, tuple[list[bytes], int, int]] = {}  # pieces, size, time of arrival in ns
         self._lock = threading.Lock()
 
     def put(self, key: str, pieces: list[bytes]) -> None:
@@ -100,7 +100,7 @@ class _Request(socketserver.StreamRequestHandler):
 
 
 def _exactly(file: BufferedIOBase, size: int) -> bytes:
-    """Raises ConnectionError if the other side went away: what it had sent is no object."""
+    """Reads ``size`` bytes; raises ConnectionError if the writer went away: a partial object is dropped."""
     content = file.read(size)
     if len(content) != size:
         raise ConnectionError("the writer is gone")

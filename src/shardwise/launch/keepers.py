@@ -1,4 +1,4 @@
-"""The keepers of a run: one process for each node that ranks are on; a lost one is replaced by an empty one."""
+"""The keepers of a run: one process per node with ranks; a keeper that is lost is replaced by an empty one."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ KEEPER = keeper.__name__
 _POLL_SECONDS = 0.1
 _START_SECONDS = 30.0  # over ssh, on a host that has other things to do
 _END_SECONDS = 5.0
-_RETRY_SECONDS = 5.0  # between two tries to start one on a node that does not answer
+_RETRY_SECONDS = 5.0  # between attempts to start one on a node that does not answer
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class KeeperPlace:
-    """A node by its ``name``; ``start`` starts `keeper.py` there, which is to listen at ``address``."""
+    """A node on which a keeper can run."""
 
     name: str
-    address: str
-    start: Callable[[], AgentProcess] = field(compare=False)
+    address: str  # that the keeper listens at
+    start: Callable[[], AgentProcess] = field(compare=False)  # starts `keeper.py` there
 
 
 @dataclass(frozen=True)
 class RunningKeeper:
-    """A process at a place, which listens at ``port``."""
+    """A keeper process, and the port that it listens at."""
 
     place: KeeperPlace
     process: AgentProcess
@@ -51,9 +51,9 @@ class RunningKeeper:
 
 
 class Keepers:
-    """``file`` says where they are, and the secret that a rank has to know; it is only readable by its owner."""
+    """Starts, replaces and ends keepers. ``file``, private to its owner, tells ranks their addresses and the secret."""
 
-    nodes = 1  # of this machine, without a network
+    nodes = 1  # that this machine counts as, without a network of virtual nodes
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -66,9 +66,9 @@ class Keepers:
         self._watch.start()
 
     def use(self, places: Sequence[KeeperPlace]) -> None:
-        """The nodes that ranks are on now, in the order of the ranks; what others keep is lost.
+        """Keeps objects on the nodes that ranks are on now, in the order of the ranks; other keepers end.
 
-        Raises SpecError if one of them cannot be started.
+        Raises SpecError if a keeper cannot be started.
         """
         with self._lock:
             wanted = {place.name: place for place in places}
@@ -95,7 +95,7 @@ class Keepers:
             raise
 
     def _write(self) -> None:
-        """In one piece: ranks may read it at any time."""
+        """Writes ``file`` atomically: ranks may read it at any time."""
         part = self.file.with_suffix(".part")
         part.unlink(missing_ok=True)
         addresses = [f"{place.address}:{self.kept[place.name].port}" for place in self._used]
@@ -104,7 +104,7 @@ class Keepers:
         part.replace(self.file)
 
     def _replace_lost(self) -> None:
-        again: dict[str, float] = {}  # when a place that did not answer is tried again
+        again: dict[str, float] = {}  # when to try a place again that did not answer
         while not self._closed.wait(_POLL_SECONDS):
             for kept in [
                 keeper_here for keeper_here in list(self.kept.values()) if keeper_here.process.poll() is not None
@@ -137,7 +137,7 @@ class Keepers:
 
 @contextmanager
 def keepers(file: Path, network: Network | None) -> Iterator[Keepers]:
-    """A keeper on every virtual node of the network; without one, on this machine."""
+    """A keeper on every virtual node of ``network``, or one on this machine if there is no network."""
     with contextlib.closing(Keepers(file)) as started:
         nodes = started.nodes if network is None else network.emulation.nodes
         started.use([place_here(network, node) for node in range(nodes)])
@@ -146,7 +146,7 @@ def keepers(file: Path, network: Network | None) -> Iterator[Keepers]:
 
 @contextmanager
 def keepers_elsewhere(job: Job, folder: Path | None) -> Iterator[Keepers | None]:
-    """For a run whose ranks are on other hosts: who starts them says by `use` where; None where none is asked for."""
+    """For ranks on other hosts, whose launcher calls `use`; None if the job keeps no copies in memory."""
     if job.run.checkpoints.memory is None or folder is None:
         yield None
         return
@@ -155,7 +155,7 @@ def keepers_elsewhere(job: Job, folder: Path | None) -> Iterator[Keepers | None]
 
 
 def place_here(network: Network | None, node: int) -> KeeperPlace:
-    """A virtual node, or this machine."""
+    """A virtual node of ``network``, or this machine."""
     command = [sys.executable, "-I", "-S", keeper.__file__]
     command = command if network is None else network.command(node, command)
     address = _LOOPBACK if network is None else namespace.address(node)
@@ -169,7 +169,7 @@ def place_here(network: Network | None, node: int) -> KeeperPlace:
 
 
 def _port_of(process: AgentProcess, place: KeeperPlace) -> int:
-    """As the keeper says it; a login script may say something before."""
+    """The port that the keeper prints; a login script may print other lines before."""
     assert process.stdout is not None
     deadline = time.monotonic() + _START_SECONDS
     while wait([process.stdout], max(0.0, deadline - time.monotonic())):  # type: ignore[list-item]
@@ -187,7 +187,7 @@ def _not_started(place: KeeperPlace) -> SpecError:
 
 
 def _end(process: AgentProcess) -> None:
-    """It ends when its input does; one that does not is killed."""
+    """Closes its input, at which a keeper ends; kills one that does not."""
     with contextlib.suppress(OSError, ValueError):
         assert process.stdin is not None
         process.stdin.close()

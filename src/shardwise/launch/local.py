@@ -36,30 +36,30 @@ from shardwise.spec.run import Timeouts
 from shardwise.spec.units import counted, readable_duration
 
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
-MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
-END_SECONDS = 0.5  # between SIGTERM after a failure and SIGKILL: most ranks wait for one that is gone
+SETTLE_SECONDS = 0.2  # after a first sign of failure, to see who else failed, and when
+MOST_SETTLE_SECONDS = 2.0  # while only victims are seen: what brought them down may still be ending
+END_SECONDS = 0.5  # between SIGTERM and SIGKILL after a failure: most ranks wait for a peer that is gone
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 KEPT = 10  # folders of attempts
 ROOM_BYTES = 2**18
-LOOK_SECONDS = 3.0  # between two looks for a better layout
-# A command, in a folder, with variables; and whether it was asked to stop, for a start that has to wait.
+LOOK_SECONDS = 3.0  # between checks for a better layout
+# Called with a command, a folder, variables, and a function that says whether a stop was requested while it waits.
 StartRanks = Callable[[Sequence[str], Path, Mapping[str, str], Callable[[], bool]], RankGroup]
 _NAME = re.compile(r"attempt-(\d+)")
 
 
 class Layouts(Protocol):
-    """Decides on which devices, and split how, the ranks of the next attempt are."""
+    """Decides on which devices the ranks of the next attempt run, and how the job is split over them."""
 
     def better(self) -> str | None:
-        """Why the ranks, which all train, should save and start anew; None if they should go on."""
+        """Why the ranks, all of which are training, should save and restart; None if they should go on."""
 
     def leave_out(self, failure: Failure) -> str | None:
-        """Restarts did not help: what the next attempt does without, in words; None if there is no way."""
+        """Asked when restarts did not help: what the next attempt runs without; None if nothing can be left out."""
 
 
 class SameLayout:
-    """The one that the run began with."""
+    """Always the layout that the run began with."""
 
     def better(self) -> str | None:
         return None
@@ -87,12 +87,12 @@ def supervise(
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
 
-    With a ``gang`` only some run here; ``start`` starts all of them as it likes. After a failure all ranks are
-    restarted, at most ``restarts`` times in a row without a new ``last_commit``; what ``layouts`` then leave out is
-    done without, and where they know a better layout all ranks save and start anew. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``, or at a second signal, they are killed.
-    ``still_there`` raises SpecError if what the run writes to is gone: that ends it. Call it in the main thread:
-    signals arrive there, and ranks end with it.
+    With a ``gang`` only some of the ranks run here; ``start`` replaces how ranks are started. After a failure all ranks
+    are restarted, at most ``restarts`` times in a row without a new ``last_commit``. Then ``layouts`` may leave out a
+    device or host; and whenever it knows a better layout, all ranks save and restart. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 are passed on to the ranks as SIGTERM; after ``grace_seconds``, or at a second signal, they are killed. The
+    run ends if ``still_there`` raises SpecError: what it writes to is gone. Call this in the main thread, where signals
+    arrive and with which ranks end.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
@@ -133,7 +133,7 @@ def supervise(
 
 @dataclass
 class _Supervision:
-    """One attempt, from the start of its ranks to the end of the last of them."""
+    """Watches one attempt, from the start of its ranks until the last of them has ended."""
 
     _ranks: RankGroup
     _timeouts: Timeouts
@@ -145,7 +145,7 @@ class _Supervision:
     _looked: float = field(default_factory=time.monotonic)
 
     def run(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
-        """The exit status and, unless all succeeded, what happened."""
+        """The exit status, and the failure if there was one."""
         end_seconds = END_SECONDS
         try:
             while True:
@@ -170,7 +170,7 @@ class _Supervision:
                     report("changing", f"{why}: the ranks save a checkpoint and restart")
                     self._ranks.send_signal(signal.SIGTERM)
                 time.sleep(POLL_SECONDS)
-        except OSError:  # of a file of the attempt
+        except OSError:  # from a file of the attempt
             if gone := _gone(self._still_there):
                 end_seconds = 0
                 return MISTAKE, gone
@@ -179,7 +179,7 @@ class _Supervision:
             self._ranks.end(end_seconds)
 
     def _ended_well(self, report: Callable[[EventKind, str], None]) -> int:
-        """Done; or stopped, for a better layout or by a signal that somebody sent to a rank."""
+        """The status if no rank failed: done, or stopped for a better layout or by a signal to a rank itself."""
         if all(rank.status == DONE for rank in self._ranks.all):
             return DONE
         if not self.changes:
@@ -187,7 +187,7 @@ class _Supervision:
         return STOPPED
 
     def _better(self) -> str | None:
-        """Asked now and then, while all ranks train: before that they have nothing to save."""
+        """Asks for a better layout every few seconds, once all ranks train: before that they have nothing to save."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return None
         self._looked = time.monotonic()
@@ -197,7 +197,7 @@ class _Supervision:
         return self._layouts.better() if train else None
 
     def _settled(self, stuck: bool) -> Failure | None:
-        """Who failed first, after waiting for the failures it causes; None if all ranks continue after all."""
+        """Waits for the failures that the first one causes, then names the first; None if all ranks go on after all."""
         began, requested = time.monotonic(), stuck
         if stuck:
             self._ranks.request_stacks()
@@ -223,7 +223,7 @@ class _Supervision:
         return STOPPED_WITHOUT_CHECKPOINT if STOPPED_WITHOUT_CHECKPOINT in ended else FAILED
 
     def _stopped(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
-        """The run was asked to stop: the ranks get time for a final checkpoint."""
+        """Gives the ranks time for a final checkpoint after the run was asked to stop."""
         grace = readable_duration(self._grace_seconds)
         report("stopping", f"{self._stop.name}: the ranks have {grace} for a checkpoint")
         requests = self._stop.requested
@@ -275,7 +275,7 @@ def _ended_before_it_began(rank: RankProcess) -> bool:
 
 @dataclass
 class _Stop:
-    """How often, and by which signal, the run was asked to stop."""
+    """How often the run was asked to stop, and by which signal last."""
 
     requested: int = 0
     name: str = ""
@@ -287,7 +287,7 @@ class _Stop:
 
 @contextmanager
 def _stop_requests() -> Iterator[_Stop]:
-    """Records signals instead of being killed by them; an ignored signal (nohup) stays ignored."""
+    """Counts stop signals instead of dying of them; a signal that was ignored (nohup) stays ignored."""
     stop = _Stop()
     before = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Servers on loopback: their socket, whom they answer, and how many connections they hold for how long.
+"""HTTP servers on loopback: their socket, which requests they answer, and limits on connections and time.
 
 A page of another origin can make a browser send requests to loopback, and a name that resolves to loopback can make it
 read the answers (DNS rebinding): the Host and the Origin of every request are compared with our own address.
@@ -23,14 +23,14 @@ from shardwise.spec.errors import SpecError, shown
 
 LOOPBACK = "127.0.0.1"
 _NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
-# Any port: it may be forwarded from another machine. Whoever made a name of his own resolve to loopback has that name.
+# Any port is accepted: it may be forwarded from another machine. A rebinding attacker is recognised by the host name.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?", re.IGNORECASE)
 MOST_CONNECTIONS = 16  # a scraper has one or two
 MOST_SECONDS = 10.0  # to send a request; Prometheus' own default for a whole scrape (scrape_timeout)
 
 
 def bound(port: int, field: str) -> socket.socket:
-    """A socket on loopback; port 0 takes a free one. Raises SpecError where the port is taken."""
+    """A socket bound to loopback; port 0 takes any free one. Raises SpecError if the port is taken."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -45,7 +45,7 @@ def bound(port: int, field: str) -> socket.socket:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not answered, as the status and the line that say so."""
+    """Why a request is not answered: an HTTP status, and the parts of the line that explains it."""
 
     status: int
     field: str
@@ -61,7 +61,7 @@ class Refusal:
 
 
 def refusal(hosts: Sequence[str], origins: Sequence[str], named: Collection[str] = ()) -> Refusal | None:
-    """For the values of a request's Host and Origin; ``named``: other hosts under which the server is reached."""
+    """Checks a request's Host and Origin headers; ``named`` are further host names of this server."""
     match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if match is None or match[1].lower() not in _NAMES.union(name.lower() for name in named):
         problem = f"{shown(', '.join(hosts))} is not this server"
@@ -72,10 +72,10 @@ def refusal(hosts: Sequence[str], origins: Sequence[str], named: Collection[str]
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Bound when it is made. A few connections at a time, a thread each, with a limit on the time of a request.
+    """Bound on creation. Serves a few connections at a time, one thread each, with a time limit per request.
 
-    Where all are in use, the one that has been sending its request for the longest time is cut: whoever asks at once
-    is answered, however many are slow.
+    When all are in use, the connection that has been sending its request for longest is cut: slow clients cannot keep a
+    quick one from being answered.
     """
 
     daemon_threads = True
@@ -90,7 +90,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self.server_activate()
         self._changed = threading.Condition()
         self._open: set[Any] = set()
-        self._reading: dict[Any, float] = {}  # whose request has not come yet, and since when; oldest first
+        self._reading: dict[Any, float] = {}  # connections whose request is incomplete, and since when; oldest first
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changed:
@@ -106,7 +106,7 @@ class LoopbackServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def request_came(self, request: Any) -> None:
-        """Called by the handler: what it takes from here is our own time."""
+        """Called by the handler when a request is complete: from here on its time limit no longer applies."""
         with self._changed:
             self._reading.pop(request, None)
 
@@ -118,7 +118,7 @@ class LoopbackServer(ThreadingHTTPServer):
             self._changed.notify()
 
     def service_actions(self) -> None:
-        """Called about twice a second, by the thread that accepts."""
+        """Called about twice a second by the accepting thread."""
         self._cut_all(time.monotonic() - self.most_seconds)
 
     def server_close(self) -> None:
@@ -126,7 +126,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self._cut_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ended early is nobody's fault here; the terminal is the progress bar's."""
+        """Ignores connections that ended early: the terminal belongs to the progress bar."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -139,7 +139,7 @@ class LoopbackServer(ThreadingHTTPServer):
                 pass
 
     def _cut_oldest(self, before: float = math.inf) -> bool:
-        """Ends the connection whose request is the oldest, if it began ``before``; its thread then closes it."""
+        """Cuts the oldest incomplete request, if it began ``before``; its thread then closes the connection."""
         request, begun = next(iter(self._reading.items()), (None, math.inf))
         if request is None or begun >= before:
             return False

@@ -1,4 +1,4 @@
-"""This process as the only one of its node (Kubeflow, SkyPilot): it starts the same command as the node's ranks."""
+"""For managers that start one process per node (Kubeflow, SkyPilot): it starts the same command once per rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardwise.run.environment.reader import StartedNode
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import parse
 
-VERBS = ("train", "verify", "calibrate", "bench", "doctor")  # those that run ranks
+VERBS = ("train", "verify", "calibrate", "bench", "doctor")  # commands that run ranks
 _GRACE_SECONDS = 30.0
 _DAYS = 30 * 86_400.0
-UNWATCHED = Timeouts(start=_DAYS, step=_DAYS, checkpoint=_DAYS)  # commands that report no progress
+UNWATCHED = Timeouts(start=_DAYS, step=_DAYS, checkpoint=_DAYS)  # for commands that report no progress
 
 
 def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
-    """The exit status of `shardwise ARGUMENTS` as this node's ranks; the cluster's manager restarts whole worlds."""
+    """Runs `shardwise ARGUMENTS` as this node's ranks; returns its exit status. Restarts are the cluster manager's."""
     here = node.ranks_here or _devices()
     gang = Gang(here * node.nodes, range(here * node.node, here * (node.node + 1)), node.address, node.port)
     with OwnedFolder("node") as folder:
@@ -40,7 +40,7 @@ def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
 
 
 def _grace_seconds(arguments: Sequence[str]) -> float:
-    """What `--grace` of the command gives its ranks."""
+    """The value of `--grace` in the command."""
     after = dict(zip(arguments, [*arguments[1:], ""]))
     given = next(
         (argument.partition("=")[2] for argument in arguments if argument.startswith("--grace=")), after.get("--grace")

@@ -17,7 +17,7 @@ Cause = Literal["raised", "killed", "exited", "silent", "stuck"]
 
 @dataclass(frozen=True, order=True)
 class Commit:
-    """A checkpoint of ``step``; later ones compare greater, whatever their step: a newer one may be damaged."""
+    """A checkpoint; later ones compare greater whatever their step, since a run may go back to an earlier one."""
 
     written_ns: int = 0
     step: int = 0
@@ -25,9 +25,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed, not one that failed because of it; None if no one rank stands out."""
+    """What ended an attempt: the rank that failed first, not its victims."""
 
-    rank: int | None
+    rank: int | None  # None if no single rank is to blame
     cause: Cause
     reason: str
     phase: str | None = None
@@ -50,9 +50,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; ``status`` is for the shell: 0 done, 1 failed, 2 a mistake, 75 or 76 stopped (`STOPS`)."""
+    """How a run ended."""
 
-    status: int
+    status: int  # for the shell: 0 done, 1 failed, 2 a mistake, 75 or 76 stopped (`STOPS`)
     stopped: bool  # before its last step, by a signal to the launcher or to a rank
     attempts: tuple[Attempt, ...]
 
@@ -63,9 +63,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """Something to report to the user; ``text`` is one line. A start has the ``folder`` in which its ranks report."""
+    """Something to report to the user."""
 
     kind: EventKind
     attempt: int
-    text: str
-    folder: Path | None = None
+    text: str  # one line
+    folder: Path | None = None  # of a start: where its ranks report

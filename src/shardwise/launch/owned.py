@@ -1,7 +1,7 @@
-"""Temporary folders with an owner: the process that created one holds a lock in it; unlocked ones are removed.
+"""Temporary folders with an owner: the process that created a folder holds a lock in it; unlocked ones are removed.
 
-The kernel releases a lock however its process ends. Process ids are reused, and mean something else in another
-container.
+A lock is released however its process ends. A process id in its place would be ambiguous: ids are reused, and mean
+something else in another container.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCK = ".owner"
 
 
 class OwnedFolder:
-    """``path`` is a new folder in ``root`` until `close`; folders there whose owners are gone are removed first."""
+    """A new folder ``path`` in ``root``, until `close`; folders there whose owners are gone are removed first."""
 
     def __init__(self, kind: str, root: Path | None = None) -> None:
         self.root = Path(tempfile.gettempdir()) if root is None else root

@@ -1,4 +1,4 @@
-"""The nodes of a run: in the order in which its step should be the fastest, or in theirs, with what that costs."""
+"""The order of a run's nodes: the one predicted to be fastest, or the given one with a note on what that costs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwise.spec.job import Job
 
 
 def on_nodes(job: Job, hosts: Sequence[str] | None, *, started: bool) -> tuple[Job, list[str]]:
-    """The job with its wiring in the order of the ranks, and notes; a job without a wiring as it is.
+    """The job with its wiring in the order of the ranks, and notes; a job without a wiring is returned unchanged.
 
     ``hosts`` are those that a target names, in its order; None for virtual nodes, which stand for those of the wiring,
-    and where a manager chooses them later. ``started``: the ranks are on them already.
+    or if a manager chooses the hosts later. ``started`` says that ranks run there already and cannot be reordered.
     """
     wiring = job.cluster.wiring
     if wiring is None or (hosts is None and job.run.emulate is None):

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, started once, that run functions, each time as a new world."""
+"""Worker processes on this machine that are started once and then called many times, each time as a new world."""
 
 from __future__ import annotations
 
@@ -27,18 +27,15 @@ VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank and world in one call; ``rendezvous_file`` is new for each call and shared by all.
-
-    Ranks of other launchers have a store in its place.
-    """
+    """A worker's rank and world in one call."""
 
     rank: int
     world: int
-    rendezvous_file: str | Store
+    rendezvous_file: str | Store  # new for each call, shared by all ranks; a store for ranks of other launchers
 
 
 class WorkerError(Exception):
-    """A worker failed; ``rank`` is the first that did, the others are usually its victims."""
+    """A worker failed; ``rank`` failed first, the others are usually its victims."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -54,7 +51,7 @@ class RankLost(SpecError):
 
 @contextmanager
 def told_in_one_line(again: str = "") -> Iterator[None]:
-    """Raises RankLost, whose remedy is ``again``, for a worker that failed or was lost."""
+    """Turns the WorkerError of a worker that failed or was lost into a RankLost with the remedy ``again``."""
     try:
         yield
     except WorkerError as error:

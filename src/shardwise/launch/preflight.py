@@ -33,22 +33,23 @@ from shardwise.spec.units import readable_bytes
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 DRY_STEP = "shardwise.training.dry_step"
-COPIES = 5  # in memory: what a rank sends, and on two nodes the last one and the next
+COPIES = 5  # in memory: one being sent, and the last and the next one on two nodes each
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """``price`` is the predicted cost of the job; ``notes`` are for the user."""
+    """What the checks found."""
 
-    price: Candidate
-    notes: tuple[str, ...]
+    price: Candidate  # the predicted cost of the job
+    notes: tuple[str, ...]  # for the user
 
 
 def preflight(job: Job, *, here: bool = True, started: Started | None = None, elsewhere: bool = False) -> Preflight:
-    """Raises SpecError for a job that cannot run; ``here``: on this machine, all or the ranks ``started`` here.
+    """Raises SpecError for a job that cannot run.
 
-    ``elsewhere``: no rank is here, but the same storage.
+    ``here``: all ranks run on this machine, or those that a launcher has ``started`` here. ``elsewhere``: no rank runs
+    here, but the ranks see the same storage.
     """
     require_runs(job)
     if job.run.checkpoints.memory is not None and (not here or started is not None):
@@ -116,7 +117,7 @@ def require_fits(job: Job) -> None:
 
 
 def _require_devices(job: Job, ranks: int, cores: int | None) -> None:
-    """A GPU for every rank, or cores for the processes of a CPU; mpirun binds each of them to one of the ``cores``."""
+    """Requires a GPU per rank, or enough cores; mpirun binds a process to one core, so ``cores`` counts all of them."""
     if job.run_device == "cuda":
         try:
             require_devices("cuda", ranks)
@@ -136,7 +137,7 @@ def require_cores(field: str, processes: int, remedy: str, cores: int | None = N
 
 
 def _require_host_memory(job: Job, ranks: int, needed_bytes: float) -> None:
-    """The processes of a CPU job share the memory of the machine."""
+    """Requires memory for all processes of a CPU job, which share that of the machine."""
     if job.run_device == "cuda":
         return
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -147,7 +148,7 @@ def _require_host_memory(job: Job, ranks: int, needed_bytes: float) -> None:
 
 
 def _require_room_for_copies(job: Job) -> None:
-    """The copies that a run keeps in memory share that of the machine."""
+    """Requires memory for the copies of the state that a run keeps on this machine."""
     if job.run.checkpoints.memory is None:
         return
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -160,7 +161,7 @@ def _require_room_for_copies(job: Job) -> None:
 def with_fitting_microbatch(job: Job, folder: RunFolder, report: Callable[[str], None]) -> Job:
     """The job with the largest microbatch whose dry step fits; unchanged unless the microbatch is `auto`.
 
-    A resumed run keeps what was found when it began.
+    A resumed run keeps the microbatch that it began with.
     """
     if "microbatch" not in job.run.automatic:
         return job
@@ -181,7 +182,7 @@ def _first_that_fits(ways: Sequence[Job], folder: RunFolder, report: Callable[[s
 
 
 def _why_not_fitting(job: Job, folder: RunFolder) -> str | None:
-    """Why one step of the job does not fit its devices."""
+    """Runs one step of the job: why it does not fit its devices, None if it does."""
     shutil.rmtree(folder.path, ignore_errors=True)
     folder.path.mkdir(parents=True)
     folder.job.write_text(job.to_yaml(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The processes of one attempt: how they are started, what is known about each, and how all of them are ended."""
+"""The processes of one attempt: starting them, observing each, and ending all of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from shardwise.run.environment.reader import OWN_LAUNCHER
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
 _RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
-_GUARD_SECONDS = 2.0  # for a guard to end; and between two of them, should they end by themselves
+_GUARD_SECONDS = 2.0  # for a guard to end; and at least this long between two guards
 _STACKS_SECONDS = 0.3  # for a rank to dump its stacks
-FLIGHT_SECONDS = 1.0  # and for its collectives, which a busy interpreter writes later
+FLIGHT_SECONDS = 1.0  # for a rank to write its flight record, which a busy interpreter delays
 
 
 class ProcessLike(Protocol):
-    """What is asked of a rank's process, here or on another host."""
+    """The process of a rank, here or on another host."""
 
     returncode: int | None
     pid: int
@@ -42,7 +42,7 @@ class ProcessLike(Protocol):
 
 @dataclass(frozen=True)
 class Gang:
-    """The ``ranks`` of a ``world`` that start here; they meet in a file, or all of the world at an address and port."""
+    """The ``ranks`` of a ``world`` that start here; they meet in a file or, with other hosts, at address and port."""
 
     world: int
     ranks: range
@@ -83,7 +83,7 @@ class RankProcess:
 
     @property
     def since(self) -> float:
-        """When its phase began, or it was started."""
+        """When its phase began; before its first report, when it was started."""
         progress = self.progress()
         return self.started if progress is None else progress.since
 
@@ -117,7 +117,7 @@ class RankProcess:
 
 
 class RankGroup(Protocol):
-    """All ranks of one attempt, wherever they are; ``news`` are lines for the user, who removes those it has read."""
+    """All ranks of one attempt, wherever they run; whoever reads ``news``, lines for the user, removes them."""
 
     all: list[RankProcess]
     news: list[str]
@@ -132,7 +132,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True)
 class NodeSeats:
-    """The virtual nodes that ranks are on: ``each`` consecutive ones on every one of ``nodes``."""
+    """The virtual nodes of the ranks: each of ``nodes`` holds ``each`` consecutive ranks."""
 
     network: Network
     nodes: tuple[int, ...]
@@ -145,7 +145,7 @@ class NodeSeats:
 class RankProcesses:
     """The processes of one attempt on this host; `end` kills all of them and their children, however they behave.
 
-    With ``seats`` each starts on its virtual node.
+    With ``seats`` each process starts on its virtual node.
     """
 
     def __init__(
@@ -198,12 +198,12 @@ class RankProcesses:
         return [rank for rank in self.all if rank.ended is None]
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the ranks themselves, who end their own children."""
+        """Signals the ranks only: they end their own children."""
         for rank in self.running:
             rank.process.send_signal(number)
 
     def request_stacks(self) -> None:
-        """Asks every rank that can for its stacks, and for its last collectives if it trains."""
+        """Asks every rank that has a handler for its stacks and, if it trains, for its flight record."""
         asked_at = time.time()
         asked = [rank for rank in self.running if rank.progress() is not None]  # others would be killed by the signal
         for rank in asked:
@@ -212,7 +212,7 @@ class RankProcesses:
         await_flights(asked, asked_at, FLIGHT_SECONDS)
 
     def end(self, seconds: float) -> None:
-        """Ends all ranks: SIGTERM first, SIGKILL after ``seconds``, and everything they left behind."""
+        """Ends all ranks (SIGTERM, then SIGKILL after ``seconds``) and everything they left behind."""
         self.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
@@ -228,14 +228,14 @@ class RankProcesses:
         self._rendezvous.close()
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
-        """Unbuffered: a line that could not be written would be in the way when the pipe is closed."""
+        """Its pipe is unbuffered: a line that could not be written would make closing it fail."""
         return subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(self._rendezvous.path)],
             bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
     def _replace_guard(self) -> None:
-        """It was killed: another one watches from now on."""
+        """Starts another guard after the old one was killed."""
         _end_guard(self._guard)
         self.news.append(f"it ended with status {self._guard.returncode}: another one guards the ranks")
         self._guard, self._guarded = self._start_guard(), time.monotonic()
@@ -251,7 +251,7 @@ class RankProcesses:
 def await_flights(
     ranks: Sequence[RankProcess], asked_at: float, seconds: float, poll: Callable[[], None] = lambda: None
 ) -> None:
-    """Until every rank that trains has written its collectives anew; a stopped one never does."""
+    """Waits until every training rank has written a new flight record; a stopped process never does."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any((rank.flight_age(asked_at) or 0) > 0 for rank in ranks):
         time.sleep(0.02)
@@ -259,7 +259,7 @@ def await_flights(
 
 
 def _end_guard(process: subprocess.Popen[bytes]) -> None:
-    """It ends with its input; one that is stopped (SIGSTOP) is killed."""
+    """Closes its input, at which a guard ends; kills one that is stopped (SIGSTOP)."""
     assert process.stdin is not None
     process.stdin.close()
     try:

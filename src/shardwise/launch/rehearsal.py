@@ -1,4 +1,4 @@
-"""A few steps of the real job before the long run: each check with its figure, passed or failed."""
+"""A few steps of the real job before the long run, and checks of what they show."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def rehearse(
     *,
     debug: bool = False,
 ) -> tuple[Outcome, list[RehearsalCheck]]:
-    """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
+    """Runs ``steps`` steps of the job in a separate folder, stops, restores the checkpoint and runs one more.
 
-    There are no checks if the run itself failed.
+    Returns no checks if the run itself failed.
     """
     if not LEAST_STEPS <= steps < job.run.steps:
         problem = f"{steps} steps of a run of {job.run.steps:,}"
@@ -96,7 +96,7 @@ def _growth(records: Sequence[Record]) -> RehearsalCheck:
 
 
 def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[RehearsalCheck]:
-    """The ranks of one pipeline stage hold the same amount of memory."""
+    """Checks that the ranks of each pipeline stage hold the same amount of memory."""
     measured = [record["memory_bytes_of_ranks"] for record in records if "memory_bytes_of_ranks" in record]
     stages: dict[int, list[int]] = {}
     for rank, peak in enumerate(measured[-1] if measured else ()):

@@ -34,12 +34,12 @@ _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
 @dataclass(frozen=True)
 class JobDifference:
-    """``field`` differs between the job and the run; ``always``: the run cannot continue even if asked to."""
+    """A field that differs between the job and the saved run."""
 
     field: str
     now: str
     before: str
-    always: bool = False
+    always: bool = False  # the run cannot continue, not even with --go-on
 
     def __str__(self) -> str:
         return f"{self.field} is {self.now}, and was {self.before}"
@@ -86,8 +86,9 @@ def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
 
 
 def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
-    """Notes on resuming in this folder with this job. Raises SpecError if the folder has a different job's run, unless
-    ``go_on`` says to continue it as this one.
+    """Notes on resuming in this folder with this job.
+
+    Raises SpecError if the folder holds the run of a different job, unless ``go_on`` asks to continue it as this one.
     """
     _require_same_place(folder)
     for difference in differences(job, folder):
@@ -121,7 +122,7 @@ def _require_same_place(folder: RunFolder) -> None:
 
 
 def finished_at(job: Job, folder: RunFolder) -> int | None:
-    """The step of an intact checkpoint with which the run has done all that the job asks for; None if steps are left.
+    """The step of an intact checkpoint at which the run has done all that the job asks for; None if steps are left.
 
     Raises SpecError if the run is beyond the job's last step.
     """
@@ -143,7 +144,7 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
 
 
 def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:
-    """The fields that differ, one by one for a group."""
+    """Yields the fields that differ; of a nested dataclass each of its fields by itself."""
     if now == before:
         return
     if is_dataclass(now) and type(now) is type(before):
@@ -167,7 +168,7 @@ def _spelled(value: Any) -> str:
 
 
 def contents_of_data(job: Job) -> dict[str, str]:
-    """A checksum of each shard that is here, of its size and 64 blocks of 64 KiB: all of it may be terabytes."""
+    """A checksum of each shard that is here, over its size and 64 blocks of 64 KiB: a shard may be terabytes."""
     checksums, limit_seconds = {}, job.run.timeouts.checkpoint
     for name in job.run.data.shards:
         files = [path for suffix in _SUFFIXES if (path := place_of(f"{name}{suffix}", limit_seconds)).is_file()]

@@ -79,7 +79,7 @@ class Launch:
         return outcome
 
     def _checked(self, outcome: Outcome) -> Outcome:
-        """A run whose last checkpoint is not there is not done, whatever its ranks say."""
+        """A run without a checkpoint of its last step has failed, even if its ranks ended well."""
         last = self.job.run.last_step
         with suppress(OSError, SpecError):  # a store that does not answer: the ranks have seen it written
             if outcome.status == DONE and last not in self.folder.checkpoints.committed():

@@ -12,7 +12,7 @@ POLL_SECONDS = 0.3
 
 
 class Tail:
-    """`new` is what was appended since it was last asked, as text; "" where there is no file yet."""
+    """`new` returns the text appended since the last call; "" if there is no file yet."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0

@@ -21,7 +21,7 @@ def torchrun_commands(
     hosts: Sequence[str] = (),
     port: int = PORT,
 ) -> list[str]:
-    """One command per host, the first of which hosts the rendezvous; ``arguments`` go to the worker after the job file.
+    """One command per host; the first host serves the rendezvous. ``arguments`` go to the worker after the job file.
 
     Without ``hosts`` there are placeholders host-0, host-1, ...; a single one is this machine. torchrun numbers hosts
     in the text order of their addresses, which should match how the cluster is wired.

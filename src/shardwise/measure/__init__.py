@@ -1,1 +1,1 @@
-"""Measurements: a layout against one process, a traced step or a run against its prediction, a machine."""
+"""Measurements: of a layout against a single process, of a step or a run against its prediction, of a machine."""

@@ -1,6 +1,6 @@
-"""A layout in FP8, against the single process in fp32: no further off than one process in FP8 is.
+"""A layout in FP8 against the single process in fp32: it may be about as far off as one process in FP8 is.
 
-Both runs send every token to the experts that it has in the reference.
+Both FP8 runs send every token to the experts that it has in the reference.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Tick = Callable[[], None]  # after each step
 # How far training in FP8 may be from fp32. A matmul of e4m3 numbers is 3.8% off, with a gradient in e5m2 6%, relative
 # to the norm of its result; several in a row add up, errors in other directions cancel out in the loss.
 FP8_BOUNDS = {"loss": 0.005, "gradient": 0.2, "gradient_norm": 0.05}
-# Where one process in FP8 is further off, a layout may be so too, twice as far; but not beyond some times the bound,
-# where no gradient is left.
+# If one process in FP8 is further off, a layout may be twice as far off as that; but at most `MOST` times the bound,
+# beyond which nothing of a gradient is left.
 AS_ALONE, MOST = 2.0, 4.0
 BF16_ROUNDING = 2.0**-8  # half of a unit in the last place: between matmuls all is in bf16
 
 
 def on_one_process(job: Job) -> Job:
-    """The same training without a layout, for what its precision alone changes."""
+    """The same training without a layout: shows what the precision alone changes."""
     training = replace(job.training, compile=False)
     strategy = Strategy(microbatch=job.strategy.microbatch)
     return replace(job, cluster=cluster_of(job.cluster, 1), strategy=strategy, training=training)
@@ -48,7 +48,7 @@ def on_one_process(job: Job) -> Job:
 
 @dataclass
 class _Narrow:
-    """What one rank of a run in FP8 finds at each step."""
+    """What one rank of an FP8 run finds at each step."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
@@ -80,9 +80,9 @@ def write_narrow(
 def compare_narrow(
     place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
 ) -> dict[str, Deviation]:
-    """How far training in FP8 is from the reference: a gradient of each parameter, or of each expert, by its norm.
+    """How far training in FP8 is from the reference; gradients of each parameter, or of each expert, by their norm.
 
-    Relative to the reference; or, where one process in FP8 is further off than half of a bound, to as much more.
+    Relative to the reference, on a scale that is widened if one process in FP8 is further off than half of a bound.
     """
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))
@@ -105,9 +105,10 @@ def compare_narrow(
 
 
 def _beside_alone(kind: str, where: str, errors: Tensor, by_alone: Tensor, sizes: Tensor) -> Deviation:
-    """The worst of some errors, each relative to the size of what it is of, or to more if one process has a large one.
+    """The worst of ``errors``, each relative to its entry of ``sizes``, or to more if one process is far off as well.
 
-    The result is within `FP8_BOUNDS` if an error is, or if it is at most `AS_ALONE` times that of one process.
+    The result is within `FP8_BOUNDS` if the relative error is, or if the error is at most `AS_ALONE` times that of one
+    process.
     """
     allowed = (by_alone * (AS_ALONE / FP8_BOUNDS[kind])).minimum(sizes * MOST)
     scales = torch.maximum(sizes, allowed)
@@ -117,9 +118,9 @@ def _beside_alone(kind: str, where: str, errors: Tensor, by_alone: Tensor, sizes
 
 
 def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of each parameter the norm of the difference between what this rank holds of its gradient and the reference's.
+    """For each parameter, the norm of the difference between this rank's part of its gradient and the reference's.
 
-    Of stacked experts, of each: one expert of many would be lost in the norm of all. Zero for those of other ranks.
+    For stacked experts, the norm of each: one of many would be lost in the norm of all. Zero for other ranks' experts.
     """
     errors_of = {}
     for held in engine.parameters:
@@ -139,14 +140,14 @@ def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str
 
 
 def _gradient_sizes(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of each gradient, or more where rounding of its layer exceeds that, as in `gradient_scales`."""
+    """The norm of each gradient, or more if its layer's rounding exceeds that, as in `gradient_scales`."""
     norms = {name: _norms(name, gradient) for name, gradient in gradients.items()}
     of_layers = largest_of_layers(norms)
     return {name: norm.clamp_min(BF16_ROUNDING * of_layers[name]) for name, norm in norms.items()}
 
 
 def _norms(name: str, tensor: Tensor) -> Tensor:
-    """The norm of a tensor, or of each of stacked experts."""
+    """The norm of a tensor; of stacked experts, that of each."""
     rows = tensor.flatten(1) if is_stack_of_experts(name) else tensor.reshape(1, -1)
     norms: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
     return norms

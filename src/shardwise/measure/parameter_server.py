@@ -1,7 +1,7 @@
 """Parameter servers beside an all-reduce: the same model, batches and optimizer, on local processes.
 
-The all-reduce is the engine's own, of copies. Each way starts from the same weights; a step is one global batch, of
-which every worker has its share.
+The all-reduce is the engine's own data parallelism without sharding. Every way starts from the same weights; a step is
+one global batch, of which every worker has its share.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shardwise.spec.parameters import parameter_count
 
 PRELOAD = ("torch", "shardwise.measure.parameter_server")
 TOLERANCE = 1e-5  # between two ways to add up the same gradients, relative to the largest weight
-BATCHES = 4  # different ones, again and again: there is something to learn
+BATCHES = 4  # that are repeated, so that there is something to learn
 OPTIMIZERS = ("sgd", "adamw")
 _LIMIT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """``job`` has a rank for every worker; the last of them takes ``slow_seconds`` longer for each step."""
+    """What is trained, by which workers and servers."""
 
-    job: Job
+    job: Job  # with a rank for every worker
     servers: int
     staleness: int
     steps: int
-    slow_seconds: float = 0.0
+    slow_seconds: float = 0.0  # that the last worker takes longer for each step
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,17 +68,14 @@ class ServerRequest:
 
 @dataclass(frozen=True)
 class MeasuredWay:
-    """One way to share gradients: the loss of every step, its time, and the weights at the end.
-
-    ``servers`` are what each server counted; none for the all-reduce.
-    """
+    """One way to share gradients: the loss of every step, its time, and the weights at the end."""
 
     name: str
     losses: tuple[float, ...]
     step_seconds: float
     compute_seconds: float
     weights: Tensor
-    servers: tuple[ServerRecord, ...] = ()
+    servers: tuple[ServerRecord, ...] = ()  # what each server counted; none for the all-reduce
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,12 @@ class ServerComparison:
         return self.all_reduce, self.synchronous, self.asynchronous
 
     def difference(self, way: MeasuredWay) -> float:
-        """The largest of any weight from that of the all-reduce, relative to the largest weight."""
+        """The largest difference of a weight from the all-reduce's, relative to the largest weight."""
         other = self.all_reduce.weights
         return float((way.weights - other).abs().max() / other.abs().max())
 
     def planned_bytes(self) -> list[tuple[int, int]]:
-        """In and out of every server, in all steps."""
+        """Bytes into and out of every server, in all steps."""
         plan, steps = self.request.plan, self.request.steps
         each = range(plan.servers)
         return [(int(plan.received_bytes(server, steps)), int(plan.sent_bytes(server, steps))) for server in each]
@@ -143,7 +140,7 @@ def compare_servers(
 
 
 def by_all_reduce(request: ServerRequest, pool: Pool) -> MeasuredWay:
-    """The engine's copies, on as many ranks as there are workers."""
+    """The engine's all-reduce, on as many ranks as there are workers."""
     plan = request.plan
     return _way("all-reduce", pool.run(_reduce, plan.workers, request, timeout_seconds=_LIMIT_SECONDS), plan)
 
@@ -179,7 +176,7 @@ def _reduce(place: WorkerPlace, request: ServerRequest) -> dict[str, Any]:
             _be_slow(request, place.rank)
             compute += time.perf_counter() - start
             engine.update()
-            losses.append(loss / place.world)  # it is the mean of all ranks, and they are added up
+            losses.append(loss / place.world)  # the mean over all ranks, which `_way` adds up
         dist.barrier()
         seconds = time.perf_counter() - began
         by_name = {

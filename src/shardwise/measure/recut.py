@@ -1,4 +1,4 @@
-"""Rebalances a pipeline by measured speed: slow ranks get fewer layers, and share one stage where possible."""
+"""Rebalances a pipeline by measured speed: slow ranks get fewer layers and, where possible, share one stage."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _AROUND = ("data", "optimizer", "checkpoint", "host", "dp")  # not the pipeline
 
 @dataclass(frozen=True)
 class Recut:
-    """``job`` is at least as fast as the old one; ``slowness`` of every rank, 1 for the usual one."""
+    """A new cut of a pipeline, expected to be at least as fast as the old one."""
 
     old: Job
     job: Job
-    slowness: tuple[float, ...]
+    slowness: tuple[float, ...]  # of every rank; 1 for the usual one
     step_seconds: float  # measured
     expected_seconds: float
 
@@ -50,7 +50,7 @@ class Recut:
 
     @property
     def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of every stage, before and after."""
+        """The number of layers of every stage, before and after."""
         before, after = (stage_layer_counts(job.model, job.strategy) for job in (self.old, self.job))
         return before, after
 
@@ -85,7 +85,7 @@ def recut(job: Job, recorded: Measured) -> Recut:
 
 
 def measured_pieces(job: Job, recorded: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
-    """The seconds of the model's pieces on a usual rank: layers by their share of the forward passes, ends the rest."""
+    """Seconds of the model's pieces on a usual rank: layers by their share of the forward pass, ends by the rest."""
     last = job.strategy.stages - 1
     layers, ends = [], {0: 0.0, last: 0.0}
     for record, steps, times in zip(recorded.records, recorded.steps, recorded.ranks):
@@ -106,7 +106,7 @@ def measured_pieces(job: Job, recorded: Measured, priced: Pieces, slowness: Sequ
 
 
 def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
-    """Of every stage of a rank: the forward pass of a microbatch, and all its passes, without communication."""
+    """For every stage of a rank: seconds of the forward pass and of all passes, without communication."""
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for named in step.ranges:
@@ -143,7 +143,7 @@ def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
 
 
 def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]:
-    """Other divisions, in this order of the dimensions and in others, which may put slow ranks in one stage."""
+    """Other divisions into stages, for all orders of the dimensions: another order may put slow ranks in one stage."""
     capacity, proposals = room_of(job).planned_bytes, []
     for order in [job.strategy.order, *permutations(DIMENSIONS)]:
         try:
@@ -180,6 +180,6 @@ def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_shar
 
 
 def _priced_difference(proposed: Job, other: Job) -> float:
-    """What another order of the dimensions costs or saves on the network, by price."""
+    """What the network costs more (or less) with another order of the dimensions, as priced."""
     same_cut = proposed.with_strategy(stage_layers=stage_layer_counts(other.model, other.strategy))
     return candidate(same_cut).step_seconds - candidate(other).step_seconds

@@ -1,4 +1,4 @@
-"""A run whose pipeline is cut anew while it trains: a rank that is slow, as `compare` names it, gets fewer layers."""
+"""Cuts a run's pipeline anew while it trains: a rank that `compare` would call slow gets fewer layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardwise.spec.run import RecutPolicy
 
 @dataclass
 class RunRecuts:
-    """Looks at each record of the run once."""
+    """Finds better cuts of a run; looks at each of its profiles once."""
 
     folder: RunFolder
     policy: RecutPolicy
     _seen_ns: int = 0
 
-    def found(self, since_ns: int) -> tuple[Job, str] | None:
-        """A better cut, from a record that is newer than this moment, and why; it is kept in `recut.yaml`."""
+    def better_cut(self, since_ns: int) -> tuple[Job, str] | None:
+        """A better cut, from a profile newer than ``since_ns``, and why; it is also written to `recut.yaml`."""
         written_ns = self._recorded_ns()
         if written_ns <= max(since_ns, self._seen_ns):
             return None
@@ -45,7 +45,7 @@ class RunRecuts:
         return better.job, f"{why}; stages of {before} layers become {after}, expected {better.gain:.2f} times as fast"
 
     def _recorded_ns(self) -> int:
-        """When the first rank wrote its newest record; 0 if there is none."""
+        """When rank 0 wrote its newest profile; 0 if there is none."""
         try:
             return path_of(self.folder.profile, 0).stat().st_mtime_ns
         except OSError:

@@ -1,6 +1,6 @@
 """The single process that every layout must match: the plain model in a plain loop, without the engine.
 
-And weights, data and experts of tokens for both.
+Also the weights, the data and the experts of every token that both use, and how far a layout is from the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.spec.training import Optimization
 
 
 def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
-    """The global batch of a step. Labels are missing unevenly, so that the mean of partial means is not the mean."""
+    """The global batch of a step. Labels are missing unevenly, so that a mean of partial means would be wrong."""
     random = torch.Generator().manual_seed(1_000_003 * seed + step)
     size = (job.sequences, job.training.seq)
     text = torch.randint(job.model.vocab, (size[0], size[1] + 1), generator=random)
@@ -44,7 +44,7 @@ def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
 
 
 def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> Tensor:
-    """A parameter of the unsharded model: its initial value, but no bias is zero and no norm one.
+    """A parameter of the unsharded model: its initial value, but with noise on biases (not zero) and norms (not one).
 
     A bias of zero would hide that it is added twice; and rounding in AdamW is large relative to weights near zero.
     """
@@ -57,7 +57,7 @@ def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> T
 
 
 def sample_engine(job: Job, seed: int, device: str) -> Engine:
-    """With the weights that the reference begins with."""
+    """An engine with the weights that the reference begins with."""
     engine = Engine(job, device=device, seed=seed)
     for held in engine.parameters:
         value = held.part.of(sample_weight(held.name, held.part.shape, seed, job.model))
@@ -72,21 +72,21 @@ def share(engine: Engine, step: int, seed: int) -> Batch:
 
 
 def reference_name(name: str, expected: Mapping[str, Tensor]) -> str:
-    """If embedding and head are tied, the unsharded model has the parameter once."""
+    """The name in the unsharded model, which has a tied embedding and head once."""
     return "embedding.weight" if name == "head.weight" and name not in expected else name
 
 
 # -- the single process ------------------------------------------------------------------------------
 
-MOST_TOKENS = 1024  # of one pass, in full sequences: logits of a large vocabulary are large
+MOST_TOKENS = 1024  # in one pass, as whole sequences: logits of a large vocabulary are large
 
 
-Routes = dict[str, tuple[Tensor, Tensor]]  # of each mixture: what tokens were known by, the experts of each
+Routes = dict[str, tuple[Tensor, Tensor]]  # of each MoE layer: features that identify tokens, and their experts
 
 
 @dataclass
 class Reference:
-    """Losses, gradients and routes of each step, and the weights at the end; by the unsharded model's names."""
+    """Losses, gradients and routes of each step, and the final weights; named as in the unsharded model."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Reference:
 
 
 def reference_key(job: Job, steps: int, seed: int) -> str:
-    """Equal for jobs that a single process runs alike, whatever their layouts."""
+    """Equal for jobs that differ only in layout: a single process runs them alike."""
     fields = (job.model, job.sequences, job.training.seq, job.training.optimization, steps, seed)
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:24]
 
@@ -137,7 +137,7 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
 
 
 def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
-    """Forward and backward of one global batch, some sequences at a time; the mean loss over its labels."""
+    """Runs forward and backward over one global batch, a few sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
     counted = batch.counted
     for _, mixture in _mixtures(model):
@@ -158,13 +158,13 @@ def _mixtures(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 # -- the experts of every token, the same in two runs ------------------------------------------------
 
-# Features that tell tokens apart: FP8 moves a hidden state by percents, and two tokens' are as far apart as long.
+# Features that tell tokens apart: FP8 moves a hidden state by percents of its norm, two tokens are about a norm apart.
 COMPARED_FEATURES = 64
-COMPARED_TOGETHER = 1024  # tokens, each with all of the step: bounds the memory for the distances
+COMPARED_TOGETHER = 1024  # tokens at a time, each with all of the step: bounds the memory for distances
 
 
 def _record_routes(model: Decoder) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """A record to which every router adds the tokens that it sees, and their experts."""
+    """Hooks every router, which then adds the tokens that it sees and their experts to the result."""
     routes: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def note(name: str, router: nn.Module, given: tuple[Tensor], made: tuple[Tensor, ...]) -> None:
@@ -181,11 +181,11 @@ def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def hold_routes(stage: nn.Module, routes: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Sends every token of a step to the experts that it had in the run that ``routes`` are of.
+    """Makes routers send every token of a step to the experts that ``routes`` recorded for it.
 
-    Rounding to FP8 moves some scores past others. Such a token trains another expert, and gradients differ by far more
-    than by rounding though both runs are right. A token is the one with the nearest hidden state: whatever ranks and
-    microbatches have made of the batch.
+    Rounding to FP8 moves some scores past others. Such a token would train another expert, and gradients would differ
+    by far more than rounding although both runs are right. Tokens are matched by their nearest hidden state, because
+    ranks and microbatches divide the batch differently.
     """
     for name, mixture in _mixtures(stage):
         features, experts = (tensor.to(device) for tensor in routes[name])
@@ -201,7 +201,7 @@ def _features(hidden: Tensor) -> Tensor:
     return hidden.detach()[:, :COMPARED_FEATURES].float().clone()
 
 
-# -- how far a layout is from it -----------------------------------------------------------------------
+# -- deviations from the reference: relative differences, and what counts as rounding ----------------
 
 
 TOLERANCE = 1e-5
@@ -220,7 +220,7 @@ class Deviation:
 
 
 def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scale of each gradient's deviation: its largest element, or more where rounding of its layer exceeds that.
+    """What each gradient's deviation is relative to: its largest element, or more if its layer's rounding exceeds that.
 
     Some gradients are small differences of large terms: behind a softmax a score's is P·(dP − ΣP·dP), and if all dP
     are nearly equal, those of query and key are far smaller than the value's, which has the same terms. Each term is
@@ -234,7 +234,7 @@ def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
 def weight_scales(
     weights: Mapping[str, Tensor], steps: Sequence[Mapping[str, Tensor]], settings: Optimization
 ) -> dict[str, float]:
-    """The scale of each weight's deviation: its largest element, and how far AdamW amplifies rounding.
+    """What each weight's deviation is relative to: its largest element, plus rounding as AdamW amplifies it.
 
     A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ for g far below ϵ: there a gradient's rounding, ε times the largest
     of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much; less with clipping.

@@ -1,4 +1,4 @@
-"""The same layout on fewer processes, and the same model with fewer and narrower layers: what `verify` runs here."""
+"""Shrinks what `verify` runs: the same layout on fewer processes, the same model with fewer and narrower layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwise.spec.model import Model
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.strategy import Strategy
 
-MOST_TOKENS = 256  # of a sequence, where the caller asks for a small model
+MOST_TOKENS = 256  # in a sequence of a small model
 HEAD_SIZE, VOCABULARY = 16, 499  # a prime: no number of ranks divides it, so padding is tested too
 
 
 def on_fewer_ranks(job: Job, most: int) -> Job:
-    """The job itself if it has at most ``most`` ranks, else with every degree above one reduced to two.
+    """The job itself if it has at most ``most`` ranks, otherwise with every degree above one reduced to two.
 
-    Hybrid sharding keeps two shard groups, experts their own groups; the order of the dimensions stays.
+    Hybrid sharding keeps two shard groups, experts keep groups of their own, and dimensions their order.
     """
     if job.strategy.world <= most:
         return job
@@ -47,7 +47,7 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
 
 
 def _unlike(old: Strategy, dp: int, pp: int) -> dict[str, object]:
-    """Shares of two replicas, degrees of the first and the last stage, if they are unlike."""
+    """For unlike replicas the largest and smallest share; for unlike stages the degrees of the first and the last."""
     changes: dict[str, object] = {}
     if old.dp_shares is not None:
         shares = (max(old.dp_shares), min(old.dp_shares))
@@ -97,7 +97,7 @@ def _merged(counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def with_small_model(job: Job) -> Job:
-    """A model of the same kind, a few layers deep and some tens of features wide, that the layout still divides."""
+    """A model of the same kind, a few layers deep and some tens of features wide, that the layout can still divide."""
     strategy, model = job.strategy, job.model
     chunks = strategy.stages
     layers = 2 * chunks if chunks > 1 else min(model.layers, 4)

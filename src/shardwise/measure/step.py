@@ -1,4 +1,4 @@
-"""One training step on this machine's device, timed: what `train` runs, on random tokens, beside its prediction."""
+"""Times training steps on this machine's device, as `train` runs them but on random tokens, beside the prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.training.meeting import store_of
 from shardwise.training.memory import peak_during
 from shardwise.training.profile.nvtx import NvtxSteps
 
-# As drivers call devices: the preset that has them.
+# By the name that the driver gives a device: the preset that has it.
 PRESETS = {
     "NVIDIA H200": "dgx-h200",
     "NVIDIA H100 80GB HBM3": "dgx-h100",
@@ -46,7 +46,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Times of a job's steps on ``device_name``, in their order, and what a device held; beside its ``analysis``."""
+    """Times and memory of a job's steps, beside their prediction."""
 
     analysis: Analysis
     device_name: str
@@ -56,7 +56,7 @@ class MeasuredStep:
     first_loss: float
     last_loss: float
     graphs: str  # whether steps were launched as CUDA graphs, and if not, why
-    attention: str  # whose kernel computed it
+    attention: str  # which kernel computed it
 
     @property
     def job(self) -> Job:
@@ -72,17 +72,17 @@ class MeasuredStep:
 
     @property
     def mfu(self) -> float:
-        """By the same count of FLOPs and the same peak as the predicted one."""
+        """Model FLOPs utilisation, with the same FLOPs and peak as the predicted one."""
         return self.analysis.flops_per_step() / (self.median_seconds * self.analysis.peak_flops)
 
     @property
     def predicted_bytes(self) -> float:
-        """What the tensors of a rank take, without the framework's own memory, which no allocator counts."""
+        """Predicted bytes of a rank's tensors, without the framework's memory, which the allocator does not count."""
         return self.analysis.memory.total - self.analysis.memory.allowance
 
     @property
     def seconds_error(self) -> float:
-        """By how much of the measured time the prediction is too long."""
+        """How far the prediction is above the measured time, relative to it."""
         return self.analysis.predicted_seconds / self.median_seconds - 1
 
     @property
@@ -95,7 +95,7 @@ def device_type_here() -> str:
 
 
 def cluster_name_here(device_type: str) -> str:
-    """The preset whose device this machine has; raises SpecError if there is none of that name."""
+    """The preset whose device this machine has; raises SpecError if no preset is known for it."""
     if device_type == "cpu":
         return "laptop"
     called = torch.cuda.get_device_name(0)
@@ -105,7 +105,7 @@ def cluster_name_here(device_type: str) -> str:
 
 
 def require_measurable(job: Job, here: Started | None) -> None:
-    """Raises SpecError for a job that does not run, or not in the processes that were started."""
+    """Raises SpecError for a job that does not run, or has another number of ranks than were started."""
     require_runs(job)
     world, started = job.strategy.world, 1 if here is None else here.world
     if world != started:
@@ -135,11 +135,10 @@ def measure_step(
 ) -> MeasuredStep:
     """Times ``steps`` steps after ``warmup`` others, in which kernels are built.
 
-    There are more of the latter where they take less than ``warmup_seconds``: a card that was idle runs faster than one
-    whose power limit has lowered its clocks.
-
-    Steps follow each other as in training: the host waits for no step before it has launched the next one. On a CPU
-    memory is counted in one further step, which that slows down. With ``nvtx`` the timed steps are marked as ranges.
+    The warm-up lasts at least ``warmup_seconds``: an idle card runs faster than one whose power limit has lowered its
+    clocks. Steps follow each other as in training: the host launches the next step before it waits for the last one. On
+    a CPU memory is counted in one further step, since counting slows it down. With ``nvtx`` the timed steps are marked
+    as ranges.
     """
     on_progress("building the model")
     with _world(job, here):
@@ -175,7 +174,7 @@ def measure_step(
 
 @contextmanager
 def _world(job: Job, here: Started | None) -> Iterator[None]:
-    """The process group of the job's ranks; a job that is too large for the device ends in one line."""
+    """The process group of the job's ranks; running out of memory becomes a one-line DoesNotFit."""
     store = dist.HashStore() if here is None else store_of(here)  # type: ignore[attr-defined]
     rank, world = (0, 1) if here is None else (here.rank, here.world)
     try:
@@ -199,7 +198,7 @@ def _random_batch(engine: Engine, random: torch.Generator) -> Batch:
 
 
 def _peak_bytes(engine: Engine, batch: Batch) -> int:
-    """Of the fullest rank."""
+    """The peak of the fullest rank."""
     if engine.device.type == "cuda":
         own = torch.cuda.max_memory_allocated(engine.device)
     else:

@@ -1,7 +1,7 @@
 """A layout against a single process: loss, every gradient, every weight after a few steps.
 
-The layout runs on local processes (or GPUs), each of which compares its own shards with the reference that the single
-process wrote to a file: all replicas are checked, and only deviations are gathered.
+The layout runs on local processes (or GPUs). Each compares its own shards with the reference, which the single process
+wrote to a file: so all replicas are checked, and only deviations are gathered.
 """
 
 from __future__ import annotations
@@ -48,24 +48,21 @@ Result = TypeVar("Result")
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
-# With the usual 1e-8 an element whose gradient is only rounding moves by a full step, up or down: AdamW would turn
-# errors of 1e-7 into errors of 1e-4 and hide real ones.
+# Of AdamW. With the usual 1e-8 an element whose gradient is only rounding moves by a full step, up or down: errors of
+# 1e-7 would become errors of 1e-4 and hide real ones.
 EPSILON = 1e-5
 Watch = Callable[[str, Callable[[], int]], None]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The worst deviation of each kind, and where it is; ``job`` is what was run, in fp32 and perhaps smaller.
+    """The worst deviation of each kind, and where it is."""
 
-    ``in_fp8``: those of the same layout in the FP8 that the job asks for, if it does, see `measure.in_fp8`.
-    """
-
-    job: Job
+    job: Job  # as it was run: in fp32, perhaps smaller
     steps: int
     tolerance: float
     worst: dict[str, Deviation]
-    in_fp8: dict[str, Deviation] = field(default_factory=dict)
+    in_fp8: dict[str, Deviation] = field(default_factory=dict)  # of the same layout, if the job asks for FP8
 
     @property
     def ok(self) -> bool:
@@ -108,9 +105,9 @@ def verify(
 def verify_as_rank(
     job: Job, here: Started, *, steps: int = 3, seed: int = 0, tolerance: float = TOLERANCE, device: str = "cpu"
 ) -> Verification:
-    """The same on the ranks that a launcher has started: every one calls this, and gets the result.
+    """As `verify`, on ranks that a launcher has started: every rank calls this and gets the result.
 
-    Each host computes the single process for itself: hosts need no common storage.
+    Each host runs the single process for itself: hosts need no common storage.
     """
     comparison = _Comparison(job, _in_fp32(job), steps, seed, tolerance, device)
     if job.strategy.world != here.world:
@@ -143,7 +140,7 @@ class PoolProcesses:
 
 @dataclass(frozen=True)
 class StartedProcesses:
-    """Ranks that a launcher has started: ``alone`` runs a function on one of every host."""
+    """Ranks that a launcher has started: ``alone`` runs a function on one rank of every host."""
 
     ranks: StartedRanks
 
@@ -163,7 +160,7 @@ def _on_all(rank: Rank, function: Callable[..., Result], arguments: tuple[Any, .
 
 
 def _in_fp32(job: Job) -> Job:
-    """The job as it is compared; raises SpecError for one whose results a single process cannot reproduce."""
+    """The job as it is compared; raises SpecError if a single process cannot reproduce its results."""
     if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
         name = "compression" if job.strategy.compression.is_used else "synchronise"
         problem = "changes what is computed: a single process cannot reproduce it"
@@ -175,7 +172,7 @@ def _in_fp32(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The job as it was asked for and as it is compared, and how."""
+    """A comparison: the job as asked for and as compared, and the settings."""
 
     asked: Job
     job: Job
@@ -191,7 +188,7 @@ class _Comparison:
         references: Path,
         watch: Watch = lambda phase, done: None,
     ) -> Verification:
-        """The result, by these processes; ``folder`` and ``references`` are on storage of each host."""
+        """Runs the comparison on ``processes``; ``folder`` and ``references`` are local to each host."""
         job, asked, given = self.job, self.asked.training, (self.steps, self.seed)
         require_folder(job)
         require_memory(job, self.steps, available_bytes())
@@ -240,7 +237,7 @@ def available_bytes() -> int | None:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Steps that a worker has done, for the process that waits for it: the size of a file."""
+    """Counts the steps that a worker has done, for the process that waits for it, as the size of a file."""
 
     path: str
 
@@ -292,7 +289,7 @@ def _deviations(
     scales: Mapping[str, float],
     at: str = "",
 ) -> list[Deviation]:
-    """Of every parameter what this rank holds of its gradient or weight, against the whole one."""
+    """For every parameter, this rank's part of its gradient or weight against the whole one."""
     deviations = []
     for parameter in engine.parameters:
         tensor = held(parameter)

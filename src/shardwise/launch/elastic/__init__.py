@@ -1,1 +1,1 @@
-"""Runs on fewer devices than they were planned for, and on more again: the splits, and who is left of this machine."""
+"""Runs that go on with fewer devices than planned, and grow again: the splits, and which devices are left."""

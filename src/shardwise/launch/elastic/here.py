@@ -1,7 +1,7 @@
-"""The ranks of a job on this machine: on its devices, or on its virtual nodes; with `restarts.shrink`, on those left.
+"""The ranks of a job on this machine, on its devices or virtual nodes; with `restarts.shrink`, on those that are left.
 
-A virtual node is lost when it cannot be reached from the others. A device is, when restarts did not help its rank: a
-process that ends says nothing about the device, and of a GPU that is broken the next process ends as well.
+A virtual node is lost when the others cannot reach it. A device counts as lost only when restarts did not help its
+rank: one process that ends says nothing about the device, but on a broken GPU the next one ends as well.
 """
 
 from __future__ import annotations
@@ -32,21 +32,18 @@ _POLL_SECONDS = 0.2
 
 @dataclass
 class HereTarget:
-    """Places are the virtual nodes of ``network``, or else the devices of this machine; both by their numbers.
+    """A place, by its number, is a virtual node of ``network`` or, without one, a device of this machine."""
 
-    ``used`` has the place of each bundle of ``each`` consecutive ranks of the last attempt.
-    """
-
-    whole: Job
+    whole: Job  # as planned
     folder: RunFolder
     network: Network | None = None
     keepers: Keepers | None = None
     reach: Reach | None = None
     job: Job = field(init=False)  # as it runs now
-    used: tuple[int, ...] = field(init=False)
-    each: int = field(init=False)
+    used: tuple[int, ...] = field(init=False)  # in the last attempt: the place of every bundle of ranks
+    each: int = field(init=False)  # consecutive ranks in a bundle
     notes: Sequence[str] = ()
-    _left_out: dict[int, float] = field(default_factory=dict)  # a place, and when it is tried again
+    _left_out: dict[int, float] = field(default_factory=dict)  # by place: when it is tried again
     _begun: bool = False  # the last attempt had its places
 
     def __post_init__(self) -> None:
@@ -66,7 +63,7 @@ class HereTarget:
     def start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
     ) -> RankGroup:
-        """One attempt, on the places that are there once those of the last attempt are, or were waited for."""
+        """Starts one attempt, after waiting for the places of the last attempt to be there again."""
         if self.shrinks:
             there = self._awaited(stopped)
             self._begun = self._laid_out(there)
@@ -85,7 +82,7 @@ class HereTarget:
         return RankProcesses(command, gang, folder, {**environment, **self._visible()}, seats)
 
     def better(self) -> str | None:
-        """Whether places are there again that make room for more ranks."""
+        """Why to restart: places have come back that make room for more ranks; None if not."""
         now = self.job.strategy.world
         if not self.shrinks or now == self.whole.strategy.world:
             return None
@@ -98,11 +95,11 @@ class HereTarget:
         return f"there is room for {larger.strategy.world} ranks instead of {now}"
 
     def leave_out(self, failure: Failure) -> str | None:
-        """Goes on without the place of the rank that failed, if it is one rank."""
+        """Leaves out the place of the rank that failed, if a single rank is to blame."""
         if not self._begun or failure.rank is None:
             return None
         place = self.used[node_of(failure.rank, self.each)]
-        self._left_out[place] = math.inf  # until there is an attempt without it
+        self._left_out[place] = math.inf  # at least until an attempt has run without it
         if next(self.splits.on(self._rooms(self._there())), None) is None:
             del self._left_out[place]
             return None
@@ -125,18 +122,18 @@ class HereTarget:
             time.sleep(_POLL_SECONDS)
 
     def _there(self) -> tuple[int, ...]:
-        """Those that are left out come back by `better` alone: where a run that trains would grow."""
+        """The places that can be used now. Only `better` brings back those left out, to let a training run grow."""
         reached = range(self._places) if self.reach is None else self.reach.nodes()
         return tuple(place for place in reached if place not in self._left_out)
 
     def _rooms(self, places: Sequence[int]) -> list[int]:
-        """Devices are of one node."""
+        """How many ranks each node has room for; all devices of this machine are one node."""
         if self.network is None:
             return [len(places)]
         return [self.network.emulation.ranks_per_node] * len(places)
 
     def _laid_out(self, places: Sequence[int]) -> bool:
-        """Whether there is a layout for these places: it is the run's from now on."""
+        """Adopts the layout for these places, if there is one; whether there is."""
         if len(places) == self._places:
             job, each = self.whole, 1 if self.network is None else self.network.emulation.ranks_per_node
         else:
@@ -157,7 +154,7 @@ class HereTarget:
         return [here // each] * len(places)
 
     def _visible(self) -> dict[str, str]:
-        """The GPUs that are used, where some are left out."""
+        """The variable that names the GPUs in use, if some are left out."""
         if self.network is not None or self.whole.run_device != "cuda" or len(self.used) == self._places:
             return {}
         named = os.environ.get(_VISIBLE)

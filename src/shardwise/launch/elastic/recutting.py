@@ -1,4 +1,4 @@
-"""Ranks whose pipeline is cut anew during the run: they save, end, and start with the better cut."""
+"""Pipelines that are cut anew during the run: the ranks save, end, and restart with the better cut."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardwise.spec.job import Job
 
 
 class FindsRecuts(Protocol):
-    """Knows of better cuts of a run, by what its ranks have recorded."""
+    """Finds better cuts of a run from the profiles that its ranks record."""
 
-    def found(self, since_ns: int) -> tuple[Job, str] | None:
-        """The run's job with a better cut, by a record that is newer than this moment; and why."""
+    def better_cut(self, since_ns: int) -> tuple[Job, str] | None:
+        """The run's job with a better cut, from profiles newer than ``since_ns``, and why it is better."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class RecutTarget:
         why = self.target.better()
         if why is not None:
             return why
-        better = self.recuts.found(self._since_ns)
+        better = self.recuts.better_cut(self._since_ns)
         if better is None:
             return None
         self._next, why = better

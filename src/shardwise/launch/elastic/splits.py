@@ -1,6 +1,6 @@
-"""A run on fewer devices than it was planned for: the planner's split for what is left.
+"""A run on fewer devices than planned: the planner's split for those that are left.
 
-The batches stay the same, and checkpoints are loaded under any layout: only the split changes.
+Batches stay the same, and a checkpoint can be loaded under any layout: only the split changes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DEGREES = ("dp", "tp", "pp")
 
 
 def job_for(job: Job, devices: int) -> Job | None:
-    """The same job with the planner's best split for so many of its devices; None if it has none."""
+    """The job with the planner's best split for ``devices`` of its devices; None if there is none."""
     if devices == job.strategy.world:
         return job
     try:
-        cluster = replace(job.cluster, wiring=None).with_devices(devices)  # what is left is wired otherwise
+        cluster = replace(job.cluster, wiring=None).with_devices(devices)  # the wiring described all devices
     except SpecError:  # not a whole number of nodes
         return None
     run = replace(job.run, emulate=_emulation(job.run.emulate, devices))
@@ -51,7 +51,7 @@ class SmallerSplits:
         self._planned: dict[int, Job | None] = {}
 
     def on(self, rooms: Sequence[int], more_than: int = 0) -> Iterator[Job]:
-        """Those that nodes with ``rooms`` for so many ranks hold, for most devices first."""
+        """The splits that fit nodes with ``rooms`` for ranks (of each node how many), most devices first."""
         most = min(self.job.strategy.world, sum(rooms))
         for devices in range(most, max(self.least, more_than + 1) - 1, -1):
             if devices not in self._planned:
@@ -62,19 +62,19 @@ class SmallerSplits:
 
 
 def bundle_sizes(strategy: Strategy, node_devices: int) -> list[int]:
-    """How many ranks may share a node, the best first: as many as on a node of the plan, whole tensor-parallel groups.
+    """Sizes of bundles (consecutive ranks that share a node), best first.
 
-    Such a bundle of consecutive ranks is never split over nodes.
+    The best has as many ranks as a node of the plan; all hold whole tensor-parallel groups.
     """
     planned = min(node_devices, strategy.world)
     sizes = [size for size in range(planned, 0, -1) if strategy.world % size == 0]
     groups = division(strategy, along(strategy, "tp"))
     whole = [size for size in sizes if all(len({node_of(rank, size) for rank in group}) == 1 for group in groups)]
-    return whole or sizes[:1]  # a plan whose TP crosses nodes knows it: its nodes are not made smaller still
+    return whole or sizes[:1]  # a plan whose TP crosses nodes: keep its nodes as large as planned
 
 
 def bundle_size(sizes: Sequence[int], world: int, rooms: Sequence[int]) -> int | None:
-    """The first of ``sizes`` of which nodes with these ``rooms`` hold enough bundles; None if they do of none."""
+    """The first of ``sizes`` for which nodes with these ``rooms`` hold all ranks; None if there is none."""
     return next((size for size in sizes if sum(room // size for room in rooms) * size >= world), None)
 
 
@@ -83,14 +83,14 @@ def bundle_size_of(job: Job, rooms: Sequence[int]) -> int | None:
 
 
 def _emulation(whole: Emulation | None, devices: int) -> Emulation | None:
-    """Of the virtual nodes that are left; None if they are not whole ones, or no other is left."""
+    """The emulation of the nodes that are left; None for part of a node, or for a single node."""
     if whole is None or devices % whole.ranks_per_node or devices <= whole.ranks_per_node:
         return None
     return replace(whole, nodes=devices // whole.ranks_per_node)
 
 
 def _split(job: Job, name: str, devices: int) -> Strategy:
-    """All devices along one dimension, and what no search varies."""
+    """All devices along one dimension; the rest of the strategy is what no search varies."""
     degree: dict[str, Any] = {name: devices}
     return replace(plain_strategy(job), **degree)
 

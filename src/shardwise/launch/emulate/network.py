@@ -1,4 +1,4 @@
-"""Virtual nodes for the duration of a `with` statement, and a pool of workers that run on them."""
+"""Virtual nodes for the duration of a `with` statement, a pool of workers on them, and which nodes still answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANSWER_SECONDS = 20.0
 
 
 class Network:
-    """``emulation.nodes`` nodes that reach each other; made by `emulated`."""
+    """Virtual nodes that reach each other; made by `emulated`."""
 
     def __init__(self, emulation: Emulation, holder: subprocess.Popen[bytes]) -> None:
         self.emulation = emulation
@@ -48,8 +48,8 @@ class Network:
         return self.environment_on(node_of(rank, each), local_rank(rank, each), each)
 
     def environment_on(self, node: int, local: int, ranks_here: int) -> dict[str, str]:
-        """The environment variables of the rank number ``local`` of ``ranks_here`` on a node."""
-        # NCCL would notice that all nodes are one machine, and bypass the link between them.
+        """The environment variables of local rank ``local`` of ``ranks_here`` on a node."""
+        # Otherwise NCCL notices that all nodes are one machine, and bypasses the links between them.
         apart = {"NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), namespace.INTERFACE)
         return {**interfaces, **apart, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks_here)}
@@ -66,7 +66,7 @@ class Network:
         loss: float | None = None,
         pair: tuple[int, int] | None = None,
     ) -> None:
-        """Changes bytes/s, one-way seconds or the share lost from now on; of all links, or of one ``pair`` of nodes."""
+        """Changes bytes/s, one-way seconds or the share lost: of all links, or between one ``pair`` of nodes."""
         self._request({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
 
     def partition(self, node: int, other: int) -> None:
@@ -79,7 +79,7 @@ class Network:
 
     def _request(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: `_answer` finds that
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._answer()
 
@@ -121,7 +121,7 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
 
 @contextmanager
 def wired(emulation: Emulation, wiring: Wiring | None) -> Iterator[Network]:
-    """The same, with the links of a wiring: virtual node i stands for its i-th host."""
+    """As `emulated`, with the links of a wiring: virtual node i stands for its i-th host."""
     links = {} if wiring is None else {
         pair: link for pair in combinations(range(emulation.nodes), 2) if (link := wiring.link(*pair))
     }  # fmt: skip
@@ -186,7 +186,7 @@ def _enter_node(path: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-# -- which nodes reach each other ----------------------------------------------------------------------
+# -- which nodes reach each other: datagrams between all of them, of which a lost node answers none --
 
 
 TRY_SECONDS = 1.0
@@ -195,7 +195,7 @@ _TOKEN_BYTES = 8
 
 
 class Reach:
-    """A socket on every node of a network, until `close`."""
+    """Finds out which nodes answer, through a socket on every node; `close` closes them."""
 
     def __init__(self, network: Network) -> None:
         self._sockets: list[socket.socket] = []
@@ -208,7 +208,7 @@ class Reach:
                 self._sockets.append(own)
 
     def nodes(self, seconds: float = TRY_SECONDS) -> tuple[int, ...]:
-        """The most nodes that all reach each other within so many seconds."""
+        """The largest set of nodes that all reach each other within ``seconds``."""
         token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + seconds
         count = len(self._sockets)
         missing = {(sender, other) for sender in range(count) for other in range(count) if sender != other}
@@ -237,7 +237,7 @@ class Reach:
 
 
 def most_together(nodes: int, apart: set[tuple[int, int]]) -> tuple[int, ...]:
-    """A large set of nodes of which no two are ``apart``, the first of equals: from each node on, whoever fits."""
+    """A large set of nodes of which no two are ``apart``: the largest of those built greedily from each node on."""
     best: tuple[int, ...] = ()
     for begin in range(nodes):
         together: list[int] = []

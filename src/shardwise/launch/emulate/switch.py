@@ -1,4 +1,9 @@
-"""Our own switch between virtual nodes: computes when each packet arrives, and delivers it then."""
+"""The process that holds the virtual nodes, and the two switches that can join them: our own, or the kernel's.
+
+It runs as a module; its arguments are an `Emulation` and the backend that shapes the links. It prints the handles of
+the namespaces as one line of JSON, then reads lines with changes and answers each. It ends when its input closes, and
+everything it created goes with it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ from shardwise.launch.emulate.namespace import INTERFACE, MTU
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
-ACKNOWLEDGED_SECONDS = 1e-3  # on top of the delay, until a sender knows that a packet has arrived
+ACKNOWLEDGED_SECONDS = 1e-3  # beyond the delay, until a sender learns that a packet has arrived
 QUEUE_BYTES = 32 * 2**20  # in one node's port before it drops packets: more than TCP has in flight
 _EARLY_SECONDS = 30e-6  # a packet may arrive early by less than it takes to sleep and wake
 _PR_SET_TIMERSLACK = 29
@@ -66,7 +71,7 @@ def _wire_bytes(packet: bytes) -> int:
     return size + (size // segment) * _SEGMENT_HEADERS if segment else size
 
 
-# -- the switch --------------------------------------------------------------------------------------
+# -- our own switch: computes when each packet arrives, and delivers it then -------------------------
 
 
 @dataclass
@@ -207,8 +212,8 @@ class PacketSwitch:
         return max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else None
 
     def _adapt(self) -> None:
-        """Makes the nodes fit their wires: packets are lost one by one; a full pipe needs its buffers."""
-        # Whether TCP hands over up to 64 KiB at once, as it does to a network card; else every packet by itself.
+        """Adapts the nodes to their wires: lossy ones need single packets, fast ones large buffers."""
+        # With _SEGMENTS TCP hands over up to 64 KiB at once, as to a network card; without, each packet by itself.
         offload = _CHECKSUMS if self.wires.lossy else _CHECKSUMS | _SEGMENTS
         with namespace.returning():
             for node, handle in zip(self.namespaces, self._interfaces):
@@ -218,14 +223,15 @@ class PacketSwitch:
 
 
 def _raise_priority() -> None:
-    """On busy cores a switch that waits for its turn would be a slower link."""
+    """A switch that waits for a core would look like a slower link."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up on time, not soon after
     gc.disable()
 
 
-# -- nodes joined and shaped by the kernel: a bridge, netem and tbf ------------------------------------
+# -- the kernel as the switch: a bridge in its own namespace, netem and tbf on the sending side ------
+# Cheaper and faster than our own switch, but few kernels have netem; without it only a rate can be enforced, by tbf.
 
 
 _UNUSED_MAC = "02:00:00:00:00:ff"  # a hardware address that no interface has
@@ -234,7 +240,7 @@ _SEGMENT_BYTES = 65536  # what TCP hands over at once
 
 
 class KernelSwitch:
-    """The interface of `switch.PacketSwitch`, with the kernel doing the work: this only holds the namespaces."""
+    """The same interface as `PacketSwitch`; the kernel does the work, this object only holds the namespaces."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
@@ -268,7 +274,7 @@ class KernelSwitch:
             pass
 
     def _add_node(self, node: int) -> int:
-        """A namespace with an interface whose other end is a port of the hub, in whose namespace this thread is."""
+        """A new namespace whose interface is wired to a port of the hub; this thread is in the hub's namespace."""
         made = namespace.new_namespace()
         namespace.disable_ipv6()
         namespace.enter_open(self._hub)
@@ -287,7 +293,7 @@ class KernelSwitch:
         self._emulation = wanted
         for node, inside in enumerate(self.namespaces):
             _inside(inside, self._shape_sending)
-            # What a node receives shares its port, too.
+            # What a node receives is limited by its port as well.
             _inside(self._hub, partial(_limit, f"port{node}", wanted.rate))
 
     def _shape_sending(self) -> None:
@@ -313,7 +319,7 @@ def kernel_has_netem() -> bool:
 
 
 def _has_netem() -> bool:
-    """Tried in this thread's namespace, which must be a new one."""
+    """Tries netem in this thread's namespace, which must be a new one."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     probe = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", "rate", "1gbit"]
@@ -353,7 +359,7 @@ def _run(*command: str) -> None:
         raise OSError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
 
 
-# -- the process ---------------------------------------------------------------------------------------
+# -- the process -------------------------------------------------------------------------------------
 
 
 _POLL_SECONDS = 1.0
@@ -377,7 +383,7 @@ def main(text: str, shaping: str) -> None:
 
 
 def _exit_with(parent: int) -> None:
-    """A process forked from the dead parent may still hold our input open."""
+    """Ends this process with ``parent``: one forked from it may still hold our input open."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os._exit(0)
@@ -387,13 +393,13 @@ def _nodes(emulation: Emulation, shaping: str) -> PacketSwitch | KernelSwitch:
     if shaping == "kernel":
         return KernelSwitch(emulation)
     if shaping == "auto" and kernel_has_netem():
-        with contextlib.suppress(OSError):  # it has netem, but something else is missing
+        with contextlib.suppress(OSError):  # the kernel has netem, but lacks something else
             return KernelSwitch(emulation)
     return PacketSwitch(emulation)
 
 
 def _controlled(nodes: PacketSwitch | KernelSwitch, control: int) -> bool:
-    """Applies pending changes; False once there will be no more."""
+    """Applies pending changes; False once the input has closed."""
     read = os.read(control, 2**16)
     for line in read.splitlines():
         try:

@@ -1,7 +1,7 @@
 """The state of a run for Prometheus: its text format, and a small server on loopback.
 
-The format is version 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/. It is written by hand: a
-client library would bring a registry of its own, and all that is said here is read from the run's folder.
+The format is version 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/. It is written by hand: all
+figures are read from the run's folder, and a client library would only add a registry of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATH = "/metrics"
 
 @dataclass(frozen=True)
 class Metric:
-    """A name, what it means, and a value for each set of labels; a counter only grows while its run goes on."""
+    """A name, its meaning, and a value per set of labels; a counter never falls while its run goes on."""
 
     name: str
     meaning: str
@@ -32,7 +32,7 @@ class Metric:
 
 
 def metrics_of(state: RunState) -> Iterator[Metric]:
-    """What is known of a run; a figure that is not known is left out."""
+    """The known figures of a run."""
     figures, job = state.figures, state.job
     model = "" if job is None else str(job.model.name)
     yield Metric("run_info", "The run and its model.", (({"run": state.folder, "model": model}, 1.0),))
@@ -114,7 +114,7 @@ def _number(value: float) -> str:
 
 
 class MetricsServer(LoopbackServer):
-    """Bound when it is made, to loopback; `serving` answers. ``port`` 0 takes a free one."""
+    """Bound to loopback on creation, answering during `serving`; ``port`` 0 takes any free one."""
 
     def __init__(self, port: int, field: str) -> None:
         super().__init__(port, field, _Handler)
@@ -127,7 +127,7 @@ class MetricsServer(LoopbackServer):
 
     @contextmanager
     def serving(self, folder: RunFolder) -> Iterator[None]:
-        """Answers in a thread with the state of the run, read when it is asked for."""
+        """Answers in a thread with the state of the run, read anew for each request."""
         observer, one_at_a_time = RunObserver(folder), threading.Lock()
 
         def text() -> str:
@@ -149,7 +149,7 @@ class MetricsServer(LoopbackServer):
 class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
     server_version = "shardwise"
-    timeout = MOST_SECONDS  # of a silence, and of sending the answer
+    timeout = MOST_SECONDS  # for the client to send something, and to take the answer
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -175,4 +175,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """The terminal is the progress bar's."""
+        """Prints nothing: the terminal belongs to the progress bar."""

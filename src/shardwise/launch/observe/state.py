@@ -1,7 +1,7 @@
-"""The state of a run, from what it records: one description that `status` prints and Prometheus scrapes.
+"""The state of a run as its files tell it: the one description that `status` prints and Prometheus scrapes.
 
-It is read from the folder alone, by anybody who can read it, and is true of a run that goes on, has ended, or was
-killed: what no file says is None.
+Only the run's folder is read, by anybody who may read it, whether the run goes on, has ended, or was killed. What no
+file says is None.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from shardwise.spec.job import Job
 
 Word = Literal["not started", "starting", "running", "stalled", "restarting", "stopped", "ended", "failed", "killed"]
 ALIVE: tuple[Word, ...] = ("starting", "running", "stalled", "restarting")
-FRESH_SECONDS = 20 * BEAT_SECONDS  # a heartbeat on a network disk is seen late
-UNHEARD_SECONDS = 300.0  # of a run on another host whose ranks have no heartbeat: since its last step
-STALLED_SECONDS, STALLED_STEPS = 30.0, 10  # without a new step: the longer of the two
+FRESH_SECONDS = 20 * BEAT_SECONDS  # a heartbeat through a network disk is seen late
+UNHEARD_SECONDS = 300.0  # since the last step, for a run on another host whose ranks have no heartbeat
+STALLED_SECONDS, STALLED_STEPS = 30.0, 10  # a run is stalled without a new step for the longer of the two
 _PROGRESS = re.compile(r"rank-(\d+)\.progress")
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is: in ``phase`` of ``step`` for so long; its last heartbeat was ``silent_seconds`` ago."""
+    """Where a rank is in its run."""
 
     rank: int
     phase: str
     step: int
-    phase_seconds: float
-    silent_seconds: float
+    phase_seconds: float  # in this phase so far
+    silent_seconds: float  # since its last heartbeat
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The newest commit; of a copy in the memory of nodes, too."""
+    """The newest checkpoint, or copy in the memory of nodes."""
 
     step: int
     age_seconds: float
@@ -60,11 +60,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class RunState:
-    """``why`` is the newest failure, or what is known of it; ``goodput`` the share of the run's time that trained."""
+    """What `status` and Prometheus report of a run."""
 
     folder: str
     state: Word
-    why: str
+    why: str  # the newest failure, or what is known of it
     job: Job | None
     figures: RecentSteps
     ranks: tuple[RankState, ...]
@@ -93,7 +93,7 @@ class RunState:
 
     @property
     def goodput(self) -> float | None:
-        """Seconds of steps that count over the seconds in which the run was up."""
+        """The share of the time the run was up that went into steps that count."""
         if not self.running_seconds or not self.figures.useful_seconds:
             return None
         return min(1.0, self.figures.useful_seconds / self.running_seconds)
@@ -104,7 +104,7 @@ class RunState:
 
 
 class RunObserver:
-    """`state` reads what is new since it was last asked; a long run is read once."""
+    """`state` reads only what is new since the last call, so that a long run is read once."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -175,7 +175,7 @@ class RunObserver:
         return "running", ""
 
     def _is_up(self, last: RunEvent | None, ranks: Sequence[RankState], quiet: float | None) -> bool:
-        """The lock says it on its own machine; elsewhere what was written lately does."""
+        """On the run's own machine its lock tells; elsewhere what was written lately does."""
         in_use = self.folder.in_use
         if in_use or (in_use is False and (last is None or last.host == gethostname())):
             return bool(in_use)
@@ -211,7 +211,7 @@ def _end(last: RunEvent, failed: str) -> tuple[Word, str]:
 
 
 def rank_states(attempt: Path, now: float) -> tuple[RankState, ...]:
-    """By the progress files of an attempt; clocks of other hosts do not matter."""
+    """The ranks as the progress files of an attempt show them; the clocks of other hosts do not matter."""
     states = []
     with suppress(OSError):
         for path in attempt.iterdir():
@@ -232,13 +232,13 @@ def _rank_state(attempt: Path, rank: int, now: float) -> RankState | None:
         os.close(file)
     if progress is None:
         return None
-    # Both of its times are of one clock; how long ago the later one was, the file's own time says.
+    # Both times are of the rank's own clock; how long ago the later one was, the file's modification time tells.
     since = max(0.0, progress.beat - progress.since) + silent
     return RankState(rank, progress.phase, progress.step, since, silent)
 
 
 def _attempt_folder(folder: RunFolder, start: RunEvent | None) -> Path | None:
-    """Of the last start; the folder may have been moved since."""
+    """The attempt folder of the last start; the run's folder may have been moved since."""
     if start is None or start.folder is None:
         return None
     moved = folder.attempts / Path(start.folder).name
@@ -246,16 +246,16 @@ def _attempt_folder(folder: RunFolder, start: RunEvent | None) -> Path | None:
 
 
 def _restarts(events: Sequence[RunEvent]) -> int:
-    """Starts that followed a failure by themselves."""
+    """How often the launcher restarted the ranks after a failure."""
     return sum(event.kind == STARTED and event.attempt > 0 for event in events)
 
 
 def _running_seconds(events: Sequence[RunEvent], last_sign: float, now: float | None) -> float:
-    """From every start of the run to its end; of a command that was killed, to the next sign of it."""
+    """Sums the time from each start of the run to its end; for a command that was killed, to its last event."""
     total, begun = 0.0, None
     for number, event in enumerate(events):
         if event.kind == STARTED and event.attempt == 0:
-            if begun is not None:  # killed before: the last that it told
+            if begun is not None:  # the command before was killed: count up to its last event
                 total += max(0.0, events[number - 1].at - begun)
             begun = event.at
         elif event.kind == STARTED and begun is None:

@@ -1,4 +1,8 @@
-"""The Ray cluster: one that is there, or one of this machine alone; its nodes, and the place for a gang on them."""
+"""The Ray cluster (an existing one, or one of this machine alone), its nodes, and the place for a gang on them.
+
+A gang is placed in bundles of ranks, none of which is split over nodes (`elastic/splits.py` knows their sizes); Ray
+spreads the bundles over its nodes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from shardwise.spec.units import counted
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node as Ray reports it; ``room`` is how many ranks its resources are for, busy or not."""
+    """A node as Ray reports it; ``room`` is how many ranks its resources allow, busy or not."""
 
     number: str
     address: str
@@ -38,10 +42,10 @@ class RayNode:
 def ranks_of_bundles(
     nodes_of_bundles: Sequence[str], size: int, addresses: Mapping[str, str], wanted: Sequence[str] = ()
 ) -> list[range]:
-    """For every bundle its ranks, given the node that Ray put it on: bundles of one node get neighbouring ranks.
+    """The ranks of every bundle, given the node that Ray put it on: bundles of one node get neighbouring ranks.
 
-    Nodes are taken in the order of their addresses, so a restart on the same nodes has the same ranks there; before
-    that those that are ``wanted``, by their addresses, in that order.
+    The ``wanted`` addresses come first, in that order; then nodes by address, so that a restart on the same nodes puts
+    the same ranks there.
     """
     first = {address: place for place, address in enumerate(wanted)}
 
@@ -55,7 +59,7 @@ def ranks_of_bundles(
 
 
 def wanted_order(job: Job, addresses: Sequence[str]) -> Sequence[str]:
-    """The best order of the nodes that Ray chose, where the job's wiring knows them by their addresses."""
+    """The best order of the nodes that Ray chose, if the job's wiring knows their addresses."""
     placement = place_nodes(job, sorted(set(addresses), key=_address_order)) if job.run.reorder else None
     return () if placement is None else placement.hosts
 
@@ -66,7 +70,7 @@ def _address_order(address: str) -> tuple[tuple[int, str], ...]:
 
 
 def missing_words(world: int, device: str, sizes: Sequence[int], nodes: Sequence[RayNode], free: float) -> str:
-    """What was asked for, what there is and where."""
+    """Says what was asked for, and what the nodes have."""
     asked = f"asked for {counted(world, device)}"
     if sizes[-1] > 1:
         asked += f", {sizes[-1]} or more of them on one node (whole tensor-parallel groups)"
@@ -85,24 +89,24 @@ _RESOURCES = {"cpu": "CPU", "cuda": "GPU"}
 
 
 def outliving() -> dict[str, str]:
-    """Variables under which Ray lets this process live when the cluster is lost: who asks then must wait `within`.
+    """Variables that keep Ray from ending this process with a lost cluster; calls must then be limited by `within`.
 
-    Otherwise Ray ends it by _Exit(1): 60 s after the head was lost, and, where the parent of this process has ended or
-    is process 1, as soon as the raylet is (ray_config_def.h, raylet_ipc_client.cc of Ray 2.60).
+    Otherwise Ray calls _Exit(1) 60 s after the head was lost and, if the parent of this process has ended or is process
+    1, as soon as the raylet is lost (ray_config_def.h, raylet_ipc_client.cc of Ray 2.60).
     """
     return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6), "RAY_RAYLET_PID": str(os.getpid())}
 
 
 @contextmanager
 def ray_cluster(address: str | None, processors: int) -> Iterator[RayCluster]:
-    """Joins the cluster at ``address``, or starts one with so many ``processors`` on this machine's loopback."""
+    """Joins the cluster at ``address``, or starts one with ``processors`` CPUs on this machine's loopback."""
     given = {"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
     if address:
         _require_listener(address)
         with variables(given), _joined(address=address):
             yield RayCluster()
         return
-    # Its token is in the environment of its processes, not in a file at home.
+    # Its token stays in the environment of its processes, instead of a file in the home directory.
     given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with OwnedFolder("ray", Path("/tmp")) as folder, variables(given):  # its sockets need short names
         own = {"num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
@@ -132,7 +136,7 @@ def _joined(**given: Any) -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Ray itself would try for a minute or more; other forms of an address (auto, ray://...) are for Ray to find."""
+    """Fails early, where Ray would try for a minute or more; only for host:port, not for other forms (auto, ray://...)."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         try:
@@ -152,10 +156,10 @@ def _not_joined(address: str, error: Exception) -> SpecError:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Signals end this process at once, as they would without Ray.
+    """Lets signals end this process at once while Ray starts, as they would without Ray.
 
-    Ray waits for up to a minute in a call that no Python handler interrupts, and installs such a handler before; it
-    gets its place afterwards. What it has started here ends with this process.
+    Ray waits for up to a minute in a call that no Python handler can interrupt, after installing such a handler; here
+    it is installed afterwards. What Ray has started on this machine ends with this process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -193,7 +197,7 @@ def variables(given: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Ray prints the reports of its daemons to standard output, which may have to be JSON; no option prevents it."""
+    """Keeps Ray from printing its daemons' reports to standard output, which may have to be JSON; no option does."""
     worker = importlib.import_module("ray._private.worker")
     before = getattr(worker, _PRINTS, None)
     setattr(worker, _PRINTS, lambda *_, **__: None)
@@ -241,7 +245,7 @@ class RayCluster:
     """The cluster that this process has joined."""
 
     def nodes(self, device: str) -> list[RayNode]:
-        """Those that are alive and have such devices."""
+        """The living nodes that have such devices."""
         import ray
 
         alive = [
@@ -255,7 +259,7 @@ class RayCluster:
         return self.nodes(_RESOURCES[job.run_device])
 
     def actor_on(self, node: RayNode, module: str, environment: dict[str, str]) -> Any:
-        """A module of ours on a node, beside any gang: it has no part of the node's resources."""
+        """Runs a module of ours on a node, outside any gang and without claiming resources."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -264,15 +268,15 @@ class RayCluster:
         return ray.remote(concurrency_groups=GROUPS)(AgentActor).options(**options).remote(module, environment)
 
     def free(self, job: Job) -> float:
-        """Devices of the whole cluster that nobody uses."""
+        """How many devices of the whole cluster are idle."""
         import ray
 
         return float(ray.available_resources().get(_RESOURCES[job.run_device], 0.0))
 
     def placed(self, job: Job, seconds: float, stopped: Callable[[], bool] = lambda: False) -> PlacedGang | None:
-        """A place for all ranks; None if ``stopped`` before there is one. Raises DoesNotFit after ``seconds``.
+        """Waits for a place for all ranks; None if ``stopped`` before. Raises DoesNotFit after ``seconds``.
 
-        Nodes may come meanwhile, or smaller ones than planned be free sooner.
+        The size of bundles is chosen anew while waiting: nodes may join, or smaller ones than planned become free.
         """
         device, deadline = _RESOURCES[job.run_device], time.monotonic() + seconds
         world, sizes = job.strategy.world, bundle_sizes(job.strategy, job.cluster.node_devices)
@@ -294,7 +298,7 @@ class RayCluster:
             _remove(group)
 
     def _bundles(self, group: Any, size: int, job: Job) -> list[Bundle]:
-        """In the order of their ranks; none if a node was lost since."""
+        """The bundles of a group in the order of their ranks; none if a node was lost since."""
         from ray.util.placement_group import placement_group_table
 
         nodes = {node.number: node for node in self.nodes_for(job)}

@@ -1,6 +1,7 @@
 """An agent at the other end of Ray: an actor starts it in its bundle, and carries its lines as ssh does for hosts.
 
-The agent ends its ranks when its input ends. So nothing is left where the actor, its node or the launcher is lost.
+The agent ends its ranks when its input ends, so no rank outlives the actor, its node or the launcher. Calls to Ray are
+limited in time here: for a lost cluster Ray itself would wait forever.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOOK_SECONDS = 0.1
 
 
 def within(seconds: float, call: Callable[[], object]) -> bool:
-    """Calls it for so long at most, whatever becomes of it: a cluster that is lost needs no farewell."""
+    """Whether ``call`` returned within ``seconds``; errors are ignored: a cluster that is lost needs no farewell."""
     with suppress(Exception):
         answer(call, seconds)
         return True
@@ -34,7 +35,7 @@ def within(seconds: float, call: Callable[[], object]) -> bool:
 
 
 def answer(call: Callable[[], T], seconds: float = ANSWER_SECONDS, stopped: Callable[[], bool] = lambda: False) -> T:
-    """What Ray answers; raises SpecError if it does not in time, or ``stopped`` before."""
+    """What ``call`` returns; raises SpecError if Ray does not answer in time, or if ``stopped`` before."""
     answers: list[T] = []
     raised: list[Exception] = []
 
@@ -57,7 +58,7 @@ def answer(call: Callable[[], T], seconds: float = ANSWER_SECONDS, stopped: Call
     return answers[0]
 
 
-_READ_SECONDS = 0.5  # a call waits as long for a line
+_READ_SECONDS = 0.5  # that a call waits for a line
 LOST = -1  # the status of an agent whose actor is gone
 # The actor reads while it writes; each in the order of the calls.
 READING, WRITING = "reading", "writing"
@@ -65,10 +66,10 @@ GROUPS = {READING: 1, WRITING: 1}
 
 
 class AgentActor:
-    """Runs on the node, by the cluster's own Python."""
+    """Runs on the node, under the cluster's own Python."""
 
     def __init__(self, module: str, environment: dict[str, str]) -> None:
-        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's: of this actor
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # set by Ray
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._agent = subprocess.Popen(
             [sys.executable, "-m", module], env={**own, **environment, "PYTHONUNBUFFERED": "1"},
@@ -78,7 +79,7 @@ class AgentActor:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def write(self, line: bytes) -> None:
-        """Nothing ends the agent's input."""
+        """Passes a line to the agent; an empty one ends its input."""
         assert self._agent.stdin is not None
         if not line:
             self._agent.stdin.close()
@@ -108,7 +109,7 @@ class AgentActor:
 
 
 class RayPipe:
-    """The actor as a process of this machine: what is written to ``stdin`` the agent reads, and the other way round."""
+    """Makes the actor look like a local process: the agent reads ``stdin``, and its lines come out of ``stdout``."""
 
     pid = 0
 
@@ -140,7 +141,7 @@ class RayPipe:
 
     def _send(self, lines: IO[bytes]) -> None:
         write = self._actor.write.options(concurrency_group=WRITING)
-        with lines, suppress(Exception):  # a lost actor is noticed by who reads
+        with lines, suppress(Exception):  # `_receive` notices that the actor is lost
             for line in lines:
                 write.remote(line)
             write.remote(b"")

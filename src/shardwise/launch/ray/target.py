@@ -1,7 +1,7 @@
 """`--on ray`: the ranks of a job in a placement group, supervised and restarted as ranks on hosts are.
 
-Ray decides where ranks run and says which nodes are left. What was trained is in the run's folder: a restart goes on
-from the last checkpoint that was committed there.
+Ray decides where ranks run and says which nodes are left. A restart goes on from the last checkpoint committed in the
+run's folder.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def start_on(request: TargetRequest) -> Iterator[RayTarget]:
 
 @dataclass
 class RayTarget:
-    """A gang that has its place and whose agents have answered serves the first attempt."""
+    """Places a gang for each attempt; the gang that is placed and checked on entry serves the first one."""
 
     request: TargetRequest
     cluster: RayCluster
     splits: SmallerSplits | None
     job: Job  # as it runs now
-    written: Job  # what the run's folder has, but for another cut of its stages
+    written: Job  # as it is in the run's folder, up to the cut of its stages
     folder: Path
     keepers: Keepers | None = None
     gang: PlacedGang | None = None
@@ -93,12 +93,12 @@ class RayTarget:
     def start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
     ) -> HostRanks:
-        """One attempt; after the first, a new place is waited for among the nodes that are left."""
+        """Starts one attempt; after the first, waits for a new place among the nodes that are left."""
         if not self.connected:
             try:
                 if not self.connect(folder, stopped):
                     return HostRanks.never_begun(self._places(), folder)
-            except SpecError as error:  # it had one before
+            except SpecError as error:  # there was a place before
                 if stopped():
                     return HostRanks.never_begun(self._places(), folder)
                 return HostRanks.lost(self._places(), folder, str(error))
@@ -114,7 +114,7 @@ class RayTarget:
         return HostRanks(agents, command, folder, {**threads, **environment})
 
     def better(self) -> str | None:
-        """Whether there is room for more ranks of a run that has fewer than planned."""
+        """Why to restart: a run with fewer ranks than planned has room for more; None if not."""
         with suppress(SpecError):  # the ranks may go on without the cluster's head
             if self.job is not self.request.job and self._more():
                 self.growing = True
@@ -122,11 +122,11 @@ class RayTarget:
         return None
 
     def leave_out(self, failure: Failure) -> str | None:
-        """Ray says which nodes are left."""
+        """Nothing: Ray itself decides which nodes are used."""
         return None
 
     def connect(self, folder: Path, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """An agent in every bundle of a new placement group; False if ``stopped`` before there is one."""
+        """Starts an agent in every bundle of a new placement group; False if ``stopped`` before there is one."""
         self.close()
         self.gang = self._placed(stopped)
         if self.gang is None:
@@ -146,7 +146,7 @@ class RayTarget:
         return True
 
     def _keeper_on(self, node: RayNode) -> KeeperPlace:
-        """In an actor of its own: it outlives the gang, and ends with this process or its node."""
+        """A keeper in an actor of its own: it outlives the gang, and ends with this process or its node."""
 
         def start() -> RayPipe:
             actor = answer(lambda: self.cluster.actor_on(node, KEEPER, _variables()))
@@ -155,7 +155,7 @@ class RayTarget:
         return KeeperPlace(node.number, node.address, start)
 
     def _placed(self, stopped: Callable[[], bool]) -> PlacedGang | None:
-        """A place for all ranks, or after a while for as many as there is room for; at once, to make use of more."""
+        """A place for all ranks or, after waiting, for as many as have room; a run that grows hardly waits."""
         growing, self.growing, self.job = self.growing, False, self.request.job
         wait_seconds = self.job.run.restarts.wait
         if growing:
@@ -167,7 +167,7 @@ class RayTarget:
                 raise
             for split in self.splits.on(self._rooms()):
                 self.job = split
-                with suppress(DoesNotFit):  # others use it, or a node is lost and not yet known to be
+                with suppress(DoesNotFit):  # in use by others, or on a node that is lost without Ray knowing yet
                     return self._placed_within(_SHORT_SECONDS, stopped)
             raise
 
@@ -182,14 +182,14 @@ class RayTarget:
         return [node.room for node in answer(lambda: self.cluster.nodes_for(self.job))]
 
     def _more(self) -> bool:
-        """Whether a larger split has room, beside what this run has itself."""
+        """Whether a larger split fits into the idle devices and those that this run has."""
         assert self.splits is not None
         free, now = answer(lambda: self.cluster.free(self.job)), self.job.strategy.world
         larger = self.splits.on(self._rooms(), more_than=now)
         return any(split.strategy.world - now <= free for split in larger)
 
     def close(self) -> None:
-        """Nothing of this run is left in the cluster."""
+        """Removes everything of this run from the cluster."""
         agents, self.connected = self.connected, []
         for agent in agents:
             agent.close()
@@ -198,7 +198,7 @@ class RayTarget:
             gang.close()
 
     def _name(self, bundle: Bundle) -> str:
-        """Its address; of several nodes at one address, with Ray's number of it."""
+        """The address of its node, with Ray's node number if several nodes share that address."""
         assert self.gang is not None
         same = {other.node.number for other in self.gang.bundles if other.node.address == bundle.node.address}
         return bundle.node.address if len(same) == 1 else f"{bundle.node.address} (node {bundle.node.number[:8]})"
@@ -208,6 +208,6 @@ class RayTarget:
 
 
 def _variables() -> dict[str, str]:
-    """What finds our code on the nodes."""
+    """The variables by which nodes find our code."""
     path = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": path} if path else {}

@@ -1,1 +1,1 @@
-"""Where a command's ranks can be started, past this machine: what `--on` names."""
+"""What `--on` names: where a command's ranks can be started beyond this machine."""

@@ -1,7 +1,7 @@
-"""The agent of a host: starts its ranks, tells the launcher how they are, and ends them when the launcher is gone.
+"""The agent of a host: starts its ranks, reports on them to the launcher, and ends them when the launcher is gone.
 
-`python -m shardwise.launch.targets.agent`, started by ssh. It reads and writes JSON lines. When its input ends, or is
-silent for too long, the connection is lost: no rank is left running. It is itself guarded as any launcher is.
+It is started by ssh as `python -m shardwise.launch.targets.agent`, and reads and writes JSON lines. When its input ends
+or stays silent for too long, the connection is lost, and it ends all ranks. A guard watches it as any launcher.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardwise.launch.ranks import Gang, RankProcess, RankProcesses
 from shardwise.launch.targets.installed import installed
 from shardwise.run.attempt import RankProgress, rank_file, read_failure
 
-MARK = "shardwise-agent "  # begins every line: a login script may print others
+MARK = "shardwise-agent "  # at the start of every line: a login script may print other lines
 BEAT_SECONDS = 0.5
-LOST_SECONDS = 20.0  # without a word from the other side
+LOST_SECONDS = 20.0  # of silence, after which the other side counts as lost
 _POLL_SECONDS = 0.05
-_LOG_BYTES = 2**16  # of a rank in one message
+_LOG_BYTES = 2**16  # of a log in one message
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def say(**message: Any) -> None:
-    """A line to the launcher; if it is gone, its silence will end this process."""
+    """Sends a line to the launcher; ends this process if the launcher is gone."""
     try:
         sys.stdout.write(f"{MARK}{json.dumps(message)}\n")
         sys.stdout.flush()
@@ -127,7 +127,7 @@ def _started(given: Mapping[str, Any]) -> _Agent | None:
 
 
 def own_address() -> str | None:
-    """The address by which the launcher reached this host: sshd says "CLIENT PORT SERVER PORT"."""
+    """The address by which the launcher reached this host; sshd sets "CLIENT PORT SERVER PORT"."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
 
@@ -139,7 +139,7 @@ def _free_port() -> int:
 
 @dataclass
 class _Agent:
-    """The ranks of this host, and what the launcher knows of each."""
+    """The ranks of this host, and what the launcher has been told of each."""
 
     ranks: RankProcesses
     folder: OwnedFolder
@@ -150,7 +150,7 @@ class _Agent:
     _ended: set[int] = field(default_factory=set)
 
     def relay(self) -> None:
-        """What is new since the last time; how a rank ended comes after all else of it."""
+        """Sends what is new since the last call; how a rank ended comes after everything else about it."""
         self.ranks.poll()
         while self.ranks.news:
             say(news=self.ranks.news.pop(0))
@@ -168,7 +168,7 @@ class _Agent:
         self.relay_flights()
 
     def relay_flights(self) -> None:
-        """Records of collectives that were written since the last time."""
+        """Sends the flight records that were written since the last call."""
         for rank in self.ranks.all:
             age = rank.flight_age(0.0)
             text = _flight(rank) if age is not None and age != self._flights.get(rank.number) else None
@@ -177,7 +177,7 @@ class _Agent:
                 say(rank=rank.number, flight=text)
 
     def close(self, seconds: float) -> None:
-        """Ends all ranks, and relays the last of them."""
+        """Ends all ranks, and sends the last news of them."""
         self.ranks.end(seconds)
         self.relay()
         self.folder.close()
@@ -191,12 +191,12 @@ class _Agent:
             if not new:
                 return
             self._log_at[rank.number] = self._log_at.get(rank.number, 0) + len(new)
-            say(rank=rank.number, log=new.decode("latin-1"))  # every byte is a letter of it
+            say(rank=rank.number, log=new.decode("latin-1"))  # it has a letter for every byte
             if not whole:
                 return
 
     def _relay_progress(self, rank: RankProcess) -> None:
-        """Times as ages: clocks of hosts differ."""
+        """Sends times as ages: the clocks of hosts differ."""
         progress = rank.progress()
         if progress is None or progress == self._progress.get(rank.number):
             return

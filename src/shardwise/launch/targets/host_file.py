@@ -1,4 +1,4 @@
-"""Files of hosts as DeepSpeed, Open MPI and MPICH write them: `host slots=8`, `host:8`; and which ranks each gets."""
+"""Host files as DeepSpeed, Open MPI and MPICH write them (`host slots=8`, `host:8`), and the ranks of each host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Host:
-    """``slots`` is how many ranks it may have; None: as many as a node of the job's cluster has devices."""
+    """A line of a host file."""
 
     name: str
-    slots: int | None = None
+    slots: int | None = None  # how many ranks it may have; None: as many as a node of the cluster has devices
 
     @property
     def address(self) -> str:
-        """Its name without a user."""
+        """Its name without a user (USER@)."""
         return self.name.rpartition("@")[2]
 
 
@@ -61,9 +61,9 @@ def _host(line: str, field: str) -> Host:
 
 
 def placed(hosts: Sequence[Host], world: int, node_devices: int) -> list[tuple[Host, range]]:
-    """The ranks of each host that is needed, the first ones, all with equally many.
+    """The ranks of each host that is needed: the first hosts, all with equally many ranks.
 
-    That is a node's devices, or the slots where these are fewer and divide the world.
+    That number is a node's devices, or the smallest number of slots if that is less; it must divide the world.
     """
     wanted = min(node_devices, world)
     room = min((wanted if host.slots is None else host.slots) for host in hosts)

@@ -1,4 +1,4 @@
-"""`--on hosts.txt`: which hosts the ranks of a job are on, which of them answer, and how it goes on without."""
+"""`--on hosts.txt`: which hosts a job's ranks run on, which of them answer, and how to go on without a lost one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_on(request: TargetRequest) -> Iterator[HostTarget]:
 
 
 def in_order(hosts: list[Host], job: Job) -> list[Host]:
-    """As the job's wiring has them, which is the order of its ranks; the others after them."""
+    """Hosts in the order of the job's wiring, which is that of its ranks; hosts outside it come last."""
     wanted = () if job.cluster.wiring is None else job.cluster.wiring.hosts
     places = {name: place for place, name in enumerate(wanted)}
     return sorted(hosts, key=lambda host: places.get(host.address, len(places)))
@@ -54,9 +54,9 @@ def in_order(hosts: list[Host], job: Job) -> list[Host]:
 
 @dataclass
 class HostTarget:
-    """Hosts that have answered; the agents that did serve the first attempt.
+    """Connects to hosts for each attempt; the agents that answered on entry serve the first one.
 
-    A host that does not answer is waited for; one that is listed and idle takes its place at once.
+    A host that does not answer is waited for, unless an idle one of the file can take its place.
     """
 
     request: TargetRequest
@@ -66,7 +66,7 @@ class HostTarget:
     keepers: Keepers | None = None
     places: Places = ()
     connected: list[Agent] = field(default_factory=list)
-    _left_out: dict[str, float] = field(default_factory=dict)  # a host's name, and when it is tried again
+    _left_out: dict[str, float] = field(default_factory=dict)  # by host name: when it is tried again
     _returned: ReturningHosts | None = None
     _begun: bool = False  # the last attempt had its hosts
 
@@ -93,7 +93,7 @@ class HostTarget:
     def start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stopped: Callable[[], bool]
     ) -> HostRanks:
-        """One attempt; after the first the hosts are connected anew."""
+        """Starts one attempt; after the first, connects to the hosts again."""
         if not self.connected:
             try:
                 if not self.connect(folder, stopped):
@@ -113,7 +113,7 @@ class HostTarget:
         return HostRanks(agents, command, folder, environment)
 
     def better(self) -> str | None:
-        """Whether hosts answer again that make room for more ranks."""
+        """Why to restart: hosts answer again that make room for more ranks; None if not."""
         now = self.job.strategy.world
         if self.splits is None or now == self.request.job.strategy.world:
             return None
@@ -130,20 +130,20 @@ class HostTarget:
         return f"{counted(layout[0].strategy.world, 'rank')} have room again instead of {now}"
 
     def leave_out(self, failure: Failure) -> str | None:
-        """Goes on without the host of the rank that failed, if it is one rank."""
+        """Leaves out the host of the rank that failed, if a single rank is to blame."""
         if failure.rank is None or not self._begun:
             return None
         name = next(host.name for host, ranks in self.places if failure.rank in ranks)
-        self._left_out[name] = math.inf  # until there is an attempt without it
+        self._left_out[name] = math.inf  # at least until an attempt has run without it
         if self._layout(self._usable()) is None:
             del self._left_out[name]
             return None
         return f"goes on without {name}"
 
     def connect(self, folder: Path, stopped: Callable[[], bool] = lambda: False, *, strict: bool = False) -> bool:
-        """An agent on every host of a layout; False if ``stopped`` before there is one.
+        """Starts an agent on every host of a layout; False if ``stopped`` before there is one.
 
-        Raises SpecError where hosts do not answer in time and there is no layout without them; if ``strict``, for the
+        Raises SpecError if hosts do not answer in time and there is no layout without them; if ``strict``, for the
         first that does not answer.
         """
         self.close()
@@ -177,11 +177,11 @@ class HostTarget:
         self.job, self.places, self._begun = job, places, True
 
     def _usable(self) -> list[Host]:
-        """Those that are left out come back by `better` alone: where a run that trains would grow."""
+        """The hosts not left out. Only `better` brings those back, to let a training run grow."""
         return [host for host in self.hosts if host.name not in self._left_out]
 
     def _layout(self, hosts: Sequence[Host], *, whole_only: bool = False) -> tuple[Job, Places] | None:
-        """The job as planned, or the largest split of it that these hosts hold."""
+        """The job as planned, or the largest split of it that fits these hosts; None if none does."""
         rooms = [self.request.job.cluster.node_devices if host.slots is None else host.slots for host in hosts]
         smaller = self.splits.on(rooms) if self.splits is not None and not whole_only else iter(())
         for job in [self.request.job, *smaller] if hosts else []:
@@ -192,7 +192,7 @@ class HostTarget:
         return None
 
     def close(self) -> None:
-        """Ends the agents that no attempt has, and the look for lost hosts."""
+        """Ends the agents that no attempt uses, and the search for lost hosts."""
         agents, self.connected = self.connected, []
         for agent in agents:
             agent.close()
@@ -202,14 +202,14 @@ class HostTarget:
 
 
 def _keeper_beside(agent: Agent, folder: Path) -> KeeperPlace:
-    """By a connection of its own: it outlives the agent, and the ranks."""
+    """A keeper with a connection of its own: it outlives the agent and the ranks."""
     host, log = agent.host, folder / f"keeper-{agent.host.address}.log"
     address = agent.facts.get("address") or host.address
     return KeeperPlace(host.name, address, lambda: ssh_process(host.name, log, KEEPER))
 
 
 class ReturningHosts:
-    """Tries to reach hosts that were lost, in a thread; ``names`` are those that have answered since."""
+    """Keeps trying to reach lost hosts, in a thread; ``names`` are those that answered last."""
 
     def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
         self._hosts, self._folder = hosts, folder

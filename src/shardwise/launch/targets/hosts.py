@@ -1,7 +1,7 @@
-"""Ranks on other hosts, over ssh: an agent on each of them starts its ranks, which end when anything is lost.
+"""Ranks on other hosts, over ssh: an agent on each host starts its ranks, and ends them when the connection is lost.
 
-What the agents tell is written into the attempt's folder as local ranks would write it, in this machine's time: logs,
-progress, failures and stacks. So they are supervised, and failures diagnosed, as local ranks are.
+What agents report (logs, progress, failures, stacks) is written into the attempt's folder as local ranks would write
+it, in this machine's time. So these ranks are supervised, and their failures diagnosed, like local ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONNECT_SECONDS, ANSWER_SECONDS = 15, 60.0
 _END_SECONDS = 10.0  # for an agent to say how its ranks ended
 _STACKS_SECONDS = 1.0
 AGENT = "shardwise.launch.targets.agent"
-# What ranks of other hosts get of this environment; never a place of this process.
+# What ranks on other hosts inherit from this environment; not what describes this process's own place.
 _PASSED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "CUDA_", "HF_", "WANDB_", "PYTHON", "SHARDWISE_", "FI_", "UCX_")
 _OWN = (
     "SHARDWISE_LAUNCHER", "SHARDWISE_ATTEMPT_FOLDER", "SHARDWISE_RENDEZVOUS", HOST, "TORCHELASTIC",
@@ -49,9 +49,9 @@ def agent_on(host: Host, ranks: range, log: Path) -> Agent:
 
 
 def compared(agents: list[Agent], run_folder: Path | None) -> list[Agent]:
-    """The agents, if what is installed where they are is the same as here; raises SpecError, and closes all, if not.
+    """The agents, if their hosts have the same software as this one; otherwise closes all and raises SpecError.
 
-    Of one that does not answer, HostLost.
+    Raises HostLost for an agent that does not answer.
     """
     job_file = None if run_folder is None else (run_folder / "job.yaml").resolve()
     try:
@@ -73,7 +73,7 @@ class HostLost(SpecError):
 
 
 class AgentProcess(Protocol):
-    """A process that leads to an agent, as subprocess has them; when it ends, its log has the last words."""
+    """A process that connects to an agent, like a subprocess.Popen; its log says why it ended."""
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None
@@ -85,7 +85,7 @@ class AgentProcess(Protocol):
 
 
 class Agent:
-    """The connection to one host: a process, a thread that listens to it, and one that shows it that we live."""
+    """The connection to one host: a process, a thread that listens to it, and one that sends heartbeats."""
 
     def __init__(self, host: Host, ranks: range, log: Path, process: AgentProcess, remedy: str) -> None:
         self.host, self.ranks, self._log, self.process, self._remedy = host, ranks, log, process, remedy
@@ -103,7 +103,7 @@ class Agent:
             self.process.stdin.flush()
 
     def answer(self, name: str) -> Any:
-        """What the agent answers to a question; raises HostLost if it does not."""
+        """Waits for the agent's answer of this name; raises HostLost if there is none."""
         deadline = time.monotonic() + ANSWER_SECONDS
         with self._changed:
             while name not in self.facts and time.monotonic() < deadline and self.process.poll() is None:
@@ -115,7 +115,7 @@ class Agent:
         raise HostLost(self.host.name, reason, self._remedy)
 
     def lost(self) -> str | None:
-        """Why there is no connection any more."""
+        """Why the connection is lost; None if it is not."""
         status = self.process.poll()
         if status is not None:
             words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -130,7 +130,7 @@ class Agent:
         return taken
 
     def close(self, seconds: float = 0.0) -> None:
-        """Lets the agent end, and the connection with it; an agent whose input ends leaves no rank."""
+        """Ends the connection; an agent whose input ends leaves no rank running."""
         self._closed.set()
         with suppress(OSError, ValueError):
             assert self.process.stdin is not None
@@ -170,7 +170,7 @@ def _ssh(host: str) -> list[str]:
 
 
 def ssh_process(host: str, log: Path, module: str = AGENT) -> subprocess.Popen[bytes]:
-    """A module of ours on a host; what it prints to standard error is in the log."""
+    """Runs a module of ours on a host; its standard error goes to the log."""
     with log.open("wb") as errors:
         return subprocess.Popen(
             ssh_command(host, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
@@ -179,7 +179,7 @@ def ssh_process(host: str, log: Path, module: str = AGENT) -> subprocess.Popen[b
 
 
 def ssh_command(host: str, module: str = AGENT) -> list[str]:
-    """By the same Python and from the same place as here."""
+    """Runs a module under the same Python and PYTHONPATH as here."""
     path = os.environ.get("PYTHONPATH")
     variables = [f"PYTHONPATH={path}"] if path else []
     command = shlex.join(["env", *variables, "PYTHONUNBUFFERED=1", sys.executable, "-m", module])
@@ -188,7 +188,7 @@ def ssh_command(host: str, module: str = AGENT) -> list[str]:
 
 @dataclass
 class RemoteProcess:
-    """A rank's process on another host, as far as its agent tells; there is no process of it here."""
+    """A rank's process on another host, as its agent reports it."""
 
     agent: Agent | None
     returncode: int | None = None
@@ -235,7 +235,7 @@ class HostRanks:
 
     @classmethod
     def lost(cls, places: Sequence[tuple[Host, range]], folder: Path, why: str) -> HostRanks:
-        """An attempt whose hosts could not be connected: all of it has failed."""
+        """An attempt whose hosts could not be reached: all of its ranks have failed."""
         attempt = cls.never_begun(places, folder)
         for rank in attempt.all:
             attempt._fail(rank, why)
@@ -284,7 +284,7 @@ class HostRanks:
         await_flights(self.running, asked_at, _STACKS_SECONDS + 2 * FLIGHT_SECONDS, self.poll)
 
     def end(self, seconds: float) -> None:
-        """Every agent ends its ranks; one that does not answer loses its connection, which has the same effect."""
+        """Lets every agent end its ranks; one that does not answer is cut off, which has the same effect."""
         for agent in self._agents:
             agent.say(end=seconds)
         for agent in self._agents:

@@ -1,4 +1,4 @@
-"""The image that manifests name and the `Dockerfile` builds (`make image`): its name, its user, what lies where."""
+"""The image that manifests name and `make image` builds: its name, its user, and where files are in it."""
 
 from __future__ import annotations
 

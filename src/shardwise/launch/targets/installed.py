@@ -15,7 +15,7 @@ PACKAGES = ("torch", "numpy", "safetensors")
 
 
 def installed(working_folder: Path, job_file: Path | None = None) -> dict[str, str]:
-    """By name, in the order in which differences should be reported; "missing" for what is not there."""
+    """Versions and hashes by name, in the order in which differences are reported; "missing" for what is not there."""
     versions = {"Python": platform.python_version()}
     versions |= {name: _version(name) for name in PACKAGES}
     versions |= {
@@ -41,7 +41,7 @@ def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, f
 
 
 def code_hash(folder: Path) -> str:
-    """Of all Python files, whatever compiled files lie beside them."""
+    """A hash of all Python files; compiled ones do not count."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()} {_hash(path)}\n".encode())

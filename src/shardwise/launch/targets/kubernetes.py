@@ -33,7 +33,7 @@ MOST_JOB_BYTES = 2**20  # of a ConfigMap
 _GPUS = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 _TRAINER, _JOBSET = "trainer.kubeflow.org/v1alpha1", "jobset.x-k8s.io/v1alpha2"
 _SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}  # as their charts install them
-_SCHEDULE_SECONDS = 600  # in which a gang must find room; it is tried again after
+_SCHEDULE_SECONDS = 600  # for a gang to find room, before it is queued again
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -47,7 +47,7 @@ def write_for(
 
 
 def documents(run: ManifestJob) -> list[dict[str, Any]]:
-    """In the order in which they must be there."""
+    """The manifests, in the order in which they must be created."""
     _require_possible(run)
     made = [_config_map(run)]
     if run.options.kind == "jobset":
@@ -97,7 +97,7 @@ def _config_map(run: ManifestJob) -> dict[str, Any]:
 
 
 def _train_job(run: ManifestJob) -> dict[str, Any]:
-    """Trainer's torch policy gives every pod the variables that name its place (`PET_...`)."""
+    """Trainer's torch policy gives every pod the variables that name its rank and world (`PET_...`)."""
     return {
         "apiVersion": _TRAINER,
         "kind": "TrainJob",
@@ -125,7 +125,7 @@ def _runtime(run: ManifestJob) -> dict[str, Any]:
 
 
 def _job_set(run: ManifestJob) -> dict[str, Any]:
-    """Its pods find each other by name: JobSet makes a Service without an address of its own."""
+    """Its pods find each other by name, through the headless Service that JobSet creates."""
     job: dict[str, Any] = {}
     if run.options.gang == "volcano":  # it makes the pod group of a Job by itself
         job["metadata"] = {"annotations": {"scheduling.volcano.sh/group-min-member": str(run.nodes)}}
@@ -153,7 +153,7 @@ def _job_set_spec(run: ManifestJob, job: dict[str, Any], places: list[dict[str, 
 
 
 def _failure_policy(run: ManifestJob) -> dict[str, Any]:
-    """A mistake ends it; a pod that was stopped or evicted counts as no failure; all else is a restart that counts."""
+    """A mistake ends the run; a stopped or evicted pod is restarted freely; any other failure counts as a restart."""
     statuses = "|".join(map(str, run.final_statuses))
     by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
@@ -186,7 +186,7 @@ def _job_spec(run: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pod(run: ManifestJob, places: list[dict[str, Any]]) -> dict[str, Any]:
-    """As the strictest of Kubernetes' pod security standards wants it, unless it locks memory for RDMA."""
+    """Meets the strictest of Kubernetes' pod security standards, unless it locks memory for RDMA."""
     options = run.options
     volumes = _volumes(run)
     made: dict[str, Any] = {
@@ -242,7 +242,7 @@ def _gpus(run: ManifestJob) -> str:
 
 
 def _resources(run: ManifestJob) -> dict[str, Any]:
-    """Extended resources are limits; a CPU rank wants a core."""
+    """GPUs and RDMA devices are limits; a CPU rank requests a core."""
     options = run.options
     limits: dict[str, int | str] = {_gpus(run): run.ranks_per_node} if run.is_gpu else {}
     if options.rdma is not None:
@@ -253,7 +253,7 @@ def _resources(run: ManifestJob) -> dict[str, Any]:
 
 
 def _volumes(run: ManifestJob) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Where each is mounted, and what it is. Without a claim for the runs each node has a folder that ends with it."""
+    """Pairs of a mount and its volume. Without a claim for the runs, each pod has a folder that is lost with it."""
     memory = {"medium": "Memory", "sizeLimit": f"{-(-shared_bytes(run) // 2**20)}Mi"}
     made: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"name": "shm", "mountPath": "/dev/shm"}, {"name": "shm", "emptyDir": memory}),
@@ -275,7 +275,7 @@ def _volumes(run: ManifestJob) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def shared_bytes(run: ManifestJob) -> int:
-    """What the ranks of a node may share: as given, or so much for each, and what data is copied there."""
+    """Size of /dev/shm: as given, or an amount per rank plus the data that is staged there."""
     if run.options.shared_memory_bytes is not None:
         return run.options.shared_memory_bytes
     data = run.job.run.data

@@ -1,6 +1,7 @@
-"""What a manifest says of a job, whoever runs it: nodes, folders in their volumes, and the script of a node.
+"""What manifests of all managers share: `--manifest NAME=VALUE`, nodes, folders in volumes, and the script of a node.
 
-The cluster's manager starts one process per node, which starts the ranks of its node (`launch/node.py`).
+Options say what no job does, such as an image, claims or a namespace. The cluster's manager starts one process per
+node, which starts the ranks of its node (`launch/node.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from shardwise.spec.job import Job
 from shardwise.spec.units import parse
 
 FLAG = "--manifest"
-_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035, which Kubernetes demands of a Service, and JobSet makes one
-MOST_NAME = 40  # JobSet adds "-node-0-" and numbers: a pod's host name has 63 characters at most
+_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035: JobSet creates a Service, whose name Kubernetes restricts so
+MOST_NAME = 40  # JobSet appends "-node-0-" and numbers, and a pod's host name has at most 63 characters
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][\w./:@-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
@@ -36,7 +37,7 @@ _PLAIN = re.compile(r"[^\s\0]+")
 
 @dataclass(frozen=True)
 class Mount:
-    """``source`` (a claim, a volume, a URI) as the folder ``path`` of every node."""
+    """Mounts ``source`` (a claim, a volume, a URI) as the folder ``path`` on every node."""
 
     path: str
     source: str
@@ -49,7 +50,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class ManifestOptions:
-    """As given; None where nothing was."""
+    """The options as given; None for those that were not."""
 
     name: str | None = None
     image: str = IMAGE
@@ -82,11 +83,11 @@ class ManifestOptions:
 
 @dataclass(frozen=True)
 class ManifestOption:
-    """What an option is, as an error says it; whether a text is one; whether it may be given several times."""
+    """An option of one target."""
 
-    what: str
-    accepts: Callable[[str], object]
-    several: bool = False
+    what: str  # the value, in the words of an error
+    accepts: Callable[[str], object]  # whether a text is such a value
+    several: bool = False  # it may be given several times
 
 
 def _one_of(*names: str) -> Callable[[str], object]:
@@ -148,13 +149,13 @@ def is_name(text: str) -> bool:
 
 
 def name_from(text: str) -> str:
-    """A name of the cluster's kind from any other."""
+    """Turns any text into a name that the cluster accepts."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return re.sub(r"^[^a-z]*", "", name)[:MOST_NAME].strip("-") or "shardwise"
 
 
 def manifest_options(target: str, given: Sequence[str]) -> ManifestOptions:
-    """Raises SpecError for the first that is unknown, malformed or given twice."""
+    """Raises SpecError for the first option that is unknown, malformed or given twice."""
     table = OPTIONS[target]
     values: dict[str, list[str]] = {}
     for text in given:
@@ -223,7 +224,7 @@ def _mount(text: str) -> Mount:
 
 
 def _require_apart(mounts: Sequence[Mount]) -> None:
-    """Every folder is one volume's."""
+    """Raises SpecError if two volumes are mounted at or below the same folder."""
     seen = [RUNS]
     for mount in mounts:
         clash = next((path for path in seen if f"{mount.path}/".startswith(f"{path}/")), None)
@@ -240,7 +241,7 @@ STANDARD_OUTPUT = "-"
 
 @dataclass(frozen=True)
 class ManifestJob:
-    """``job`` as its nodes read it; all have ``ranks_per_node`` ranks."""
+    """A job with its folders inside the nodes' volumes; every node has ``ranks_per_node`` ranks."""
 
     job: Job
     name: str
@@ -255,11 +256,11 @@ class ManifestJob:
 
     @property
     def final_statuses(self) -> list[int]:
-        """Exit statuses after which a restart would fail again: a mistake; on one node its launcher has retried."""
+        """Exit statuses after which a restart is useless: a mistake; on a single node any failure, retried there."""
         return [1, MISTAKE] if self.nodes == 1 else [MISTAKE]
 
     def script(self, job_file: str) -> str:
-        """For bash on every node. A node that is asked to stop saves, and leaves with a status of `STOPS`."""
+        """The bash script of every node. A node that is asked to stop saves, and exits with a status of `STOPS`."""
         grace = f"{self.grace_seconds:g}s"
         command = shlex.join([EXECUTABLE, "train", job_file, "--grace", grace])
         return _SCRIPT.replace("@command@", command)
@@ -284,7 +285,7 @@ exit "$status"
 
 
 def manifest_job(job: Job, options: ManifestOptions, named: str, grace_seconds: float) -> ManifestJob:
-    """Raises SpecError for a job whose folders no node would see, or that is no whole number of nodes."""
+    """Raises SpecError if nodes would not see the job's folders, or its ranks do not fill whole nodes."""
     world = job.strategy.world
     here = min(job.cluster.node_devices, world)
     if world % here:
@@ -296,7 +297,7 @@ def manifest_job(job: Job, options: ManifestOptions, named: str, grace_seconds: 
 
 
 def _run_folder(job: Job, options: ManifestOptions, name: str) -> str:
-    """In the volume of the runs; without one each node has its own, and only checkpoints in a store last."""
+    """The run's folder in the volume of the runs; without a volume, checkpoints must go to a store to last."""
     folder = str(PurePosixPath(job.run.folder or f"{RUNS}/{name}"))
     if options.runs is None:
         kept = job.run.checkpoints.folder

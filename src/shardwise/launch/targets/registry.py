@@ -1,8 +1,9 @@
 """The launch targets by name. A target that `starts` ranks supervises them; the others write a file to submit.
 
-One that `writes` shares this machine's storage, where the run is prepared; one that `renders` a manifest does not: the
-job file is in it. A new one is a row here and a module with `start_on(request)`, or with `write_for(request, ...)` and,
-if its file can be submitted from here, `submitted(written)` and `run_command(request, command)`.
+A target that `writes` shares this machine's storage, where the run is prepared; one that `renders` a manifest does not,
+and puts the job file into it. A new target is a row here and a module with `start_on(request)`, or with
+`write_for(request, ...)` and, if its file can be submitted from here, `submitted(written)` and
+`run_command(request, command)`.
 """
 
 from __future__ import annotations
@@ -47,19 +48,16 @@ TARGETS = {
         LaunchTarget("skypilot", "a task for SkyPilot", "renders", "shardwise.launch.targets.skypilot"),
     )
 }
-_DEVICES = ("cpu", "cuda")  # which `--on` named before it named targets
+_DEVICES = ("cpu", "cuda")  # the meaning of `--on` in earlier versions
 
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What is to be started on ``named``, as it was given: a job's ranks; in ``folder``, for a run.
+    """A job whose ranks are to be started on a target."""
 
-    ``ray_address`` is that of a Ray cluster.
-    """
-
-    named: str
+    named: str  # the target, as the user gave it
     job: Job
-    folder: Path | None = None
+    folder: Path | None = None  # of a run; None for other commands
     ray_address: str | None = None
 
 
@@ -73,7 +71,7 @@ class SubmittedJob(Protocol):
 
 
 class StartsRanks(Layouts, Protocol):
-    """A target that starts ranks: `start`, a `StartRanks`, starts one attempt; ``notes`` are for the user."""
+    """A target that starts ranks: `start` starts one attempt; ``notes`` are for the user."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -107,7 +105,7 @@ def target_named(text: str) -> LaunchTarget:
 
 
 def hosts_named(target: LaunchTarget, named: str) -> list[str] | None:
-    """The hosts of a file, in its order; None where a manager chooses them."""
+    """The hosts of a host file, in its order; None if a manager chooses the hosts."""
     if target is not HOSTS:
         return None
     return [host.address for host in read_hosts(read_text(named, "file of hosts", errors="replace"), named)]
@@ -125,7 +123,7 @@ def submitted(target: LaunchTarget, written: Written) -> SubmittedJob:
 
 
 def command_status(target: LaunchTarget, request: TargetRequest, command: Sequence[str]) -> int:
-    """The exit status of a command as the job's ranks, on a target that `writes` but can also run one."""
+    """Runs a command as the job's ranks, on a target that `writes` but can also run one; its exit status."""
     run = getattr(importlib.import_module(target.module), "run_command", None)
     if run is None:
         raise SpecError("--on", f"{target.name} only writes a file for `train`", "name a file of hosts, or slurm")

@@ -1,7 +1,7 @@
 """A task for SkyPilot: nodes with GPUs on any cloud or Kubernetes, recovered by its managed jobs.
 
-SkyPilot starts the command on every node with `SKYPILOT_...` variables, all nodes or none, and ends all when one fails.
-Shared memory is SkyPilot's own: a share of the memory in containers, all of it on Kubernetes. Sources: the published
+SkyPilot starts the command on all nodes or none, with `SKYPILOT_...` variables, and ends all nodes when one fails. It
+sizes shared memory itself: a share of the memory in containers, all of it on Kubernetes. Sources: the published
 schema (tests/launch/schemas); docs.skypilot.co "Distributed jobs", "Managed jobs", "Using containers".
 """
 
@@ -98,13 +98,13 @@ def _accelerator(run: ManifestJob) -> str:
 
 
 def _setup(run: ManifestJob) -> str:
-    """The job file, on every node."""
+    """Writes the job file on every node."""
     text = run.job.to_yaml()
     assert _END not in text
     return f"mkdir -p {Path(_JOB).parent}\ncat > {_JOB} <<'{_END}'\n{text}{_END}\n"
 
 
 def _run(run: ManifestJob) -> str:
-    """SkyPilot counts GPUs, and CPU ranks are none."""
+    """The script; for CPU ranks it also sets SkyPilot's number of GPUs, from which ranks are counted."""
     ranks = "" if run.is_gpu else f"export SKYPILOT_NUM_GPUS_PER_NODE={run.ranks_per_node}\n"
     return ranks + run.script(_JOB)

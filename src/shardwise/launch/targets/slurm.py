@@ -1,7 +1,7 @@
-"""A complete script for sbatch that trains a prepared run, one task per rank; and its job, submitted and followed.
+"""A script for sbatch that trains a prepared run with one task per rank; and the submitted job, which can be followed.
 
-The script starts the tasks again after a failure, as the local launcher does. Before the time limit Slurm signals the
-script: the ranks save a checkpoint, and the job is put back into the queue, from where it resumes.
+The script restarts the tasks after a failure, as the local launcher does. Before the time limit Slurm signals the
+script: the ranks save a checkpoint, and the job is requeued, to resume later.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_for(
 
 
 def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str] = (), debug: bool = False) -> str:
-    """For ``job``, prepared in ``folder``, which is on storage that all nodes share."""
+    """The script for ``job``, which is prepared in ``folder`` on storage that all nodes share."""
     directives = {**_directives(job, folder, grace_seconds), **_given(sbatch)}
     heading = "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in directives.items())
     values = {
@@ -83,7 +83,7 @@ def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str |
 
 
 def _resources(job: Job) -> dict[str, str | None]:
-    """A task for every rank."""
+    """The options that give every rank a task."""
     world = job.strategy.world
     here = min(job.cluster.node_devices, world)
     if world % here:
@@ -101,7 +101,7 @@ def _order(directives: Mapping[str, str | None]) -> str:
 
 
 def _given(options: Sequence[str]) -> dict[str, str | None]:
-    """More options of sbatch; those that follow from the job are its own."""
+    """The user's options of sbatch; those that follow from the job are refused."""
     given: dict[str, str | None] = {}
     for text in options:
         match = _OPTION.fullmatch(text.strip())
@@ -114,7 +114,7 @@ def _given(options: Sequence[str]) -> dict[str, str | None]:
 
 
 def _exports(*, debug: bool) -> str:
-    """sbatch hands on the environment; where a site turns that off, the code must still be found."""
+    """Sets PYTHONPATH again: sites may keep sbatch from passing on the environment, and our code must be found."""
     path = os.environ.get("PYTHONPATH")
     exports = [f"export PYTHONPATH={shlex.quote(path)}" if path else "# PYTHONPATH was not set"]
     return "\n".join([*exports, *(f"export {name}={value}" for name, value in DEBUG.items() if debug)])
@@ -176,7 +176,7 @@ if [ "$warned" -eq 1 ]; then
 fi
 exit "$status"
 """
-# Slurm has chosen the nodes by now: the ranks may be better in another order than its own.
+# By now Slurm has chosen the nodes: another order of the ranks than its own may be faster.
 _ORDER = """  first=$(@command@ "$run" "$logs/hosts") || exit
   if [ -n "$first" ]; then
     export MASTER_ADDR="$first" SLURM_HOSTFILE="$logs/hosts"
@@ -203,14 +203,14 @@ class SlurmJob:
     number: str
 
     def facts(self) -> Mapping[str, str]:
-        """What the controller says of it; empty once it has forgotten it."""
+        """What the controller says of the job; empty once it has forgotten the job."""
         done = subprocess.run(
             ["scontrol", "show", "job", "--oneliner", self.number], capture_output=True, text=True, timeout=60
         )
         return dict(part.partition("=")[::2] for part in done.stdout.split() if "=" in part)
 
     def wait(self) -> int:
-        """Until it has ended and is not in the queue again; its exit status, 1 if it was cancelled or lost."""
+        """Waits until it has ended and is not requeued; its exit status, 1 if it was cancelled or lost."""
         facts: Mapping[str, str] = {}
         while True:
             now = self.facts()

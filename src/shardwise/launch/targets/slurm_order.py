@@ -1,8 +1,8 @@
-"""The nodes of a Slurm job in the order of its ranks. The script asks before each start: Slurm chooses the nodes.
+"""Orders the nodes of a Slurm job for its ranks; the script asks before each start, when Slurm has chosen the nodes.
 
-`python -m shardwise.launch.targets.slurm_order RUN FILE` prints nothing where the ranks follow Slurm's own order. Else
-it writes the node of every task, which `srun --distribution=arbitrary` reads from SLURM_HOSTFILE (srun(1)), and prints
-the address of the first: rank 0 is then not on the first node of Slurm's list.
+`python -m shardwise.launch.targets.slurm_order RUN FILE` prints nothing if the ranks follow Slurm's own order. If not,
+it writes the node of every task to FILE, which `srun --distribution=arbitrary` reads from SLURM_HOSTFILE (srun(1)), and
+prints the address of the first: rank 0 need not be on the first node of Slurm's list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def in_order(
 ) -> tuple[Job, tuple[str, ...], list[str]]:
     """The job, the hosts in the order of its ranks, and notes.
 
-    Its wiring decides where it knows all of them, else the ``switches`` above them, if Slurm knows these.
+    The job's wiring decides if it knows all hosts; otherwise the ``switches`` above them, if Slurm knows these.
     """
     wiring, notes = job.cluster.wiring, list[str]()
     unknown = [] if wiring is None else [host for host in hosts if host not in wiring.hosts]
@@ -47,7 +47,7 @@ def in_order(
         wiring = Wiring(hosts=tuple(hosts), switches=above, source="scontrol show topology")
     placed, said = on_nodes(_wired(job, wiring), hosts, started=False)
     order = tuple(hosts) if placed.cluster.wiring is None else placed.cluster.wiring.hosts
-    # A requeued job may get other nodes: what is known of them stays.
+    # A requeued job may get other nodes, so hosts that are not used now stay in the wiring.
     rest = tuple(host for host in wiring.hosts if host not in order)
     return _wired(job, replace(wiring, hosts=(*order, *rest))), order, notes + said
 
@@ -57,7 +57,7 @@ def _wired(job: Job, wiring: Wiring) -> Job:
 
 
 def _switches() -> Switches:
-    """As the controller knows them; none where the site has not described any."""
+    """The switches that Slurm's controller knows; none if the site has not described any."""
     try:
         done = subprocess.run(["scontrol", "show", "topology"], capture_output=True, text=True, timeout=60)
         return read_slurm(done.stdout, "scontrol show topology")
@@ -66,7 +66,7 @@ def _switches() -> Switches:
 
 
 def _address(host: str) -> str:
-    """The node's name, or its address where only Slurm knows it."""
+    """The node's name, or its address if only Slurm can resolve the name."""
     try:
         socket.getaddrinfo(host, None)
         return host

@@ -29,7 +29,7 @@ from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
-# -- what was measured of a device, each figure with all that its price depends on -------------------
+# -- the figures of a device, each with everything that its price depends on -------------------------
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AttentionSample:
 
 @dataclass(frozen=True)
 class CopySample:
-    """``bytes`` read and as many written."""
+    """A copy that reads ``bytes`` and writes as many."""
 
     bytes: int
     seconds: float
@@ -66,18 +66,17 @@ class CopySample:
 
 @dataclass(frozen=True)
 class HostLinkSample:
-    """The link between a GPU and its host's pinned memory: bytes/s to the device, from it, and in the slower direction
-    while both are busy; seconds of a copy of next to nothing among others."""
+    """The link between a GPU and its host's pinned memory."""
 
-    into: float
-    out: float
-    both: float
-    latency: float
+    into: float  # bytes/s to the device
+    out: float  # bytes/s from the device
+    both: float  # bytes/s in the slower direction while both are busy
+    latency: float  # seconds of a tiny copy among others
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """A small decoder that is trained on a batch of its own."""
+    """A small decoder and its batch."""
 
     layers: int
     hidden: int
@@ -90,7 +89,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepSample:
-    """Passes and update of one step of a model on a device of its own."""
+    """Seconds of the passes and of the update of one step on one device."""
 
     shape: StepShape
     precision: str
@@ -100,7 +99,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """All figures of one device, while its neighbours on the node were measured too."""
+    """All figures of one device, taken while its neighbours on the node were busy with the same."""
 
     device_name: str
     threads: int
@@ -114,7 +113,7 @@ class DeviceSamples:
     gpu: GpuSamples | None = None
 
 
-# -- The job of one step of a small model on one device, as it is measured and as it is priced -------
+# -- the job of one step of a small model on one device, as it is measured and as it is priced -------
 
 
 def step_job(shape: StepShape, precision: str, device: Device | None = None) -> Job:
@@ -139,7 +138,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: sizes usual on the device, each in a different ratio."""
+    """What is measured: sizes that are usual on the device, in different proportions."""
 
     precisions: tuple[str, ...]
     matmuls: tuple[tuple[int, int, int], ...]  # rows, inner, columns
@@ -164,7 +163,7 @@ CPU = Sizes(
 
 
 def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> DeviceSamples:
-    """Runs on every process of a node at once: a device is measured while its neighbours are busy."""
+    """Runs on every process of a node at once, so that a device is measured while its neighbours are busy."""
     torch.set_num_threads(threads)
     if device_type == "cuda":
         return _measure_gpu(rank, threads, base)
@@ -179,7 +178,7 @@ def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> 
 
 
 def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
-    """Its figures in the form of `GpuSamples`; what ranks are compared by also as every device's."""
+    """The figures as `GpuSamples`; those by which ranks are compared also in the form that every device has."""
     device = torch.device("cuda", local_rank(rank.number, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     barrier = StoreBarrier(rank.store, rank.world)
@@ -225,11 +224,11 @@ def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterat
 
 _COPIED, _LITTLE = 2**26, 2**10  # bytes of a copy
 _MULTIPLIED = 8192  # rows and columns of a product
-_IN_A_ROW = 32  # copies, as offload has many: the start of the first does not count
+_IN_A_ROW = 32  # copies, as in offload: the start of the first hardly counts
 
 
 def _host_link(device: torch.device, barrier: StoreBarrier) -> HostLinkSample:
-    """As offload uses it: copies in a row on a stream for each direction, while the device multiplies."""
+    """Measures the link as offload uses it: many copies on a stream per direction, while the device multiplies."""
     streams = {out: copy_stream(device) for out in (False, True)}
     hosts, there = (
         {out: torch.ones(_COPIED, dtype=torch.uint8, **where) for out in streams}
@@ -266,7 +265,7 @@ class _Busy:
         self._seconds = seconds_of(self._product, device, barrier)
 
     def seconds_beside(self, call: Callable[[], None]) -> float:
-        """Of one call in an undisturbed round, with products for longer than it takes."""
+        """Seconds of one call in an undisturbed round, beside enough products to outlast it."""
         products = math.ceil(2 * seconds_of(call, self.device, self.barrier) / self._seconds)
         seconds = []
         for _ in range(ROUNDS):
@@ -312,7 +311,7 @@ def _name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device, ranks_per_host: int) -> int:
-    """The memory of a device; of a CPU the process's part of the host's."""
+    """The memory of a device; for a CPU, the process's share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host

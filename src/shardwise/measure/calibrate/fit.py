@@ -1,4 +1,4 @@
-"""From measured figures to the constants that `plan` prices with: each term is fitted where it dominates."""
+"""Fits the constants that `plan` prices with to measured figures, each term where it dominates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardwise.spec.network import NetworkLevel, Transport
 
 Numbers = NDArray[np.float64]
 NEGLIGIBLE = 1e-9
-_DRAWN = 0.03  # of a value twice its expected one costs as much as an error of 1%
+_DRAWN = 0.03  # weight of the expected values: being off by 100% costs as much as one residual of 3%
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def fit(
 ) -> Fit:
     """Minimises the relative errors of ``known + features · values``; every value is zero or more.
 
-    Where values are ``expected``, each is drawn to its own, a little: it stays there if no measurement depends on it.
+    Values are weakly drawn to their ``expected`` ones, where they stay if no measurement depends on them.
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
     """
     measured = np.asarray(seconds, dtype=float)
@@ -63,7 +63,7 @@ def fit(
     if expected is not None:
         drawn = _DRAWN / (np.asarray(expected, dtype=float) * scales)
         matrix, target = np.vstack([matrix, np.diag(drawn)]), np.append(target, np.full(len(drawn), _DRAWN))
-    parts = _nonnegative(matrix, target)  # of the measurement that it explains most of
+    parts = _nonnegative(matrix, target)  # each as a share of the measurement that depends on it most
     values = np.where(parts < NEGLIGIBLE, 0.0, parts) / scales
     model = base + np.asarray(features, dtype=float) @ values
     return Fit(tuple(values.tolist()), tuple((model / measured - 1).tolist()))
@@ -92,15 +92,15 @@ def _nonnegative(matrix: Numbers, target: Numbers) -> Numbers:
 
 
 # -- the device --------------------------------------------------------------------------------------
-# A coefficient's feature is the price (`cost.compute.roofline`) with only that coefficient set: there is no second
-# model of a kernel here.
+# The feature of a coefficient is the price (`cost.compute.roofline`) with only that coefficient set, so there is no
+# second model of a kernel here.
 
 NOTHING = Efficiency(operand_traffic=0.0, elementwise_traffic=0.0, operator_seconds=0.0, step_seconds=0.0)
 
 
 @dataclass(frozen=True)
 class Residual:
-    """How well one kind of figure is explained: relative errors."""
+    """How well one kind of figure is explained, as relative errors."""
 
     what: str
     figures: int
@@ -114,10 +114,10 @@ class Residual:
 
 
 def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:
-    """``base`` with all that was measured, as the median over devices.
+    """``base`` with everything that was measured, as the median over devices.
 
-    With ``known_peak`` the data sheet's peaks stay and shares of them are fitted; else the peak is what large matmuls
-    approach.
+    With ``known_peak`` the data sheet's peaks stay, and shares of them are fitted; otherwise the peak is the rate that
+    large matmuls approach.
     """
     device_figures = _middle(samples)
     copied = max(2 * copy.bytes / copy.seconds for copy in device_figures.copies)
@@ -126,7 +126,7 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         device = replace(base, driver_memory=max(0.0, base.memory - device_figures.memory_bytes))
     else:
         device = replace(base, memory_bandwidth=copied, memory=float(device_figures.memory_bytes), driver_memory=0.0)
-    # What one machine cannot show: how unequal many are, and what mixtures of experts wait for.
+    # What one machine cannot show: how much devices differ, and what mixtures of experts wait for.
     unseen = {name: getattr(base.efficiency, name) for name in ("routing_seconds", "device_spread", "layer_jitter")}
     device = replace(device, efficiency=replace(NOTHING, memory=memory_share, **unseen))
     residuals = []
@@ -170,7 +170,7 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
 def _with_matmuls(
     device: Device, data_type: str, matmuls: Sequence[MatmulSample], *, known_peak: bool
 ) -> tuple[Device, Fit]:
-    """The asymptotic rate, the loss by short inner dimensions, the traffic of operands, and the cost of a call."""
+    """Fits the asymptotic rate, the loss from short inner dimensions, operand traffic, and the cost of a call."""
     width = 4 if data_type == "fp32" else 2
     features = []
     for matmul in matmuls:
@@ -197,7 +197,7 @@ def _with_matmuls(
 
 
 def _with_formats(device: Device, formats: Sequence[MatmulSample]) -> Device:
-    """Peaks of other formats from fp32's, by the ratio of one matmul: a format without instructions is far slower."""
+    """Peaks of other formats relative to fp32, by one matmul: a format without instructions is far slower."""
     seconds = {matmul.data_type: matmul.seconds for matmul in formats}
     others = {name: device.peak["fp32"] * seconds["fp32"] / spent for name, spent in seconds.items() if name != "fp32"}
     return replace(device, peak=FrozenMapping({**device.peak, **others}))
@@ -233,7 +233,7 @@ def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tu
 
 
 def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fit]:
-    """The traffic of elementwise kernels over their minimum, and the cost of starting one."""
+    """Fits the traffic of elementwise kernels relative to its minimum, and the cost of starting one."""
 
     def priced(step: StepSample, **changes: float) -> float:
         efficiency = replace(device.efficiency, **changes)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fi
 
 
 def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
-    """The cost of an update besides its memory traffic."""
+    """Fits the cost of an update beyond its memory traffic."""
     beside = []
     for step in steps:
         job = step_job(step.shape, step.precision, device)
@@ -261,7 +261,7 @@ def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
 
 # -- the levels of the network -----------------------------------------------------------------------
 # The features of a collective on a level are those that price its schedule: successive steps, and bytes over the
-# busiest link while all groups work at once.
+# busiest link while all groups work at the same time.
 
 _FAST = 1e15  # bytes/s of the other levels
 
@@ -277,9 +277,9 @@ class Wire:
 def fitted_level(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
 ) -> tuple[NetworkLevel, list[Residual]]:
-    """``base`` with what was measured of the backend and of our executor; ``wire`` if its speed is known.
+    """``base`` with what was measured of the backend's collectives and of our own; ``wire`` if its speed is known.
 
-    Otherwise the bandwidth is that of the faster of the two, and the latency is part of the steps' overhead.
+    Otherwise the faster of the two gives the bandwidth, and the latency is part of the overhead of a step.
     """
     transports, rates, residuals = {}, {}, []
     for runner, whose in {"backend": "the backend's", "schedules": "our"}.items():
@@ -304,7 +304,7 @@ def fitted_level(
 def _transport(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
 ) -> tuple[Transport, float, Fit]:
-    """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate; and the rate, bytes/s."""
+    """Fits seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate, in bytes/s."""
     several_delays = wire is not None and len({sample.delay for sample in samples}) > 1
     features, known = [], []
     for sample in samples:
@@ -325,7 +325,7 @@ def _transport(
 
 
 def demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:
-    """Successive steps and bytes over the busiest link, of all groups that ran at once."""
+    """Successive steps, and bytes over the busiest link, with all groups running at once."""
     levels = tuple(
         Level(Switch(width), 1.0 if place == index else _FAST, 1.0 if place == index else 0.0,
               ports=base.ports if place == index else None)

@@ -1,4 +1,4 @@
-"""From what was measured on a GPU to the constants that its steps are priced with."""
+"""Fits the constants that steps on a GPU are priced with to what was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.spec.training import RECIPES
 
 _HEAD_FEATURES = 64  # cuDNN and FlashAttention have kernels of 64, 128, 192 and 256 features
 _KEPT = ("device_spread", "layer_jitter", "overlapped_tp_exposed", "routing_seconds", "elementwise_traffic",
-         "older_attention", "stored_scores_traffic", "routing_traffic")  # fmt: skip  # what one GPU of ours cannot show
+         "older_attention", "stored_scores_traffic", "routing_traffic")  # fmt: skip  # what a single GPU cannot show
 _NOTHING = EngineKernels(
     eager=FrozenMapping(dict.fromkeys(PASSES, 0.0)), compiled=FrozenMapping(dict.fromkeys(PASSES, 0.0)),
     layer_seconds=FrozenMapping(), host_seconds=FrozenMapping(), update_traffic=0.0, loss_traffic=0.0,
@@ -37,7 +37,7 @@ _NOTHING = EngineKernels(
 
 
 def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[Device, list[Residual]]:
-    """``base`` with its data sheet's peaks, and all that was measured as shares of them."""
+    """``base`` with its data sheet's peaks, and everything that was measured as shares of them."""
     copies = [figure for figure in samples.figures if isinstance(figure, CopyFigure)]
     copied = max(2 * copy.bytes / copy.seconds for copy in copies if 2 * copy.bytes > 4 * base.cache)
     slowest, of_attention, other = fitted_power(samples.mixes)
@@ -67,7 +67,7 @@ def fitted_gpu(base: Device, samples: GpuSamples, memory_bytes: int) -> tuple[De
 
 
 def fitted_power(mixes: Sequence[Mix]) -> tuple[float, float, float]:
-    """``power_slowdown``, ``attention_slowdown`` and ``other_power`` that explain both beside more and more copies."""
+    """The ``power_slowdown``, ``attention_slowdown`` and ``other_power`` that best explain the measured mixes."""
     matmuls, attentions = ([mix for mix in mixes if mix.attention == wanted] for wanted in (False, True))
     best = float("inf"), Efficiency()
     for other in range(40, 100, 2):
@@ -87,13 +87,13 @@ def _misfit(mixes: Sequence[Mix], slowdown_at: Callable[[float], float]) -> floa
 
 
 def _slowed_figures(efficiency: Efficiency, samples: GpuSamples) -> float:
-    """What the power limit did to all figures, which were launched in turn for about as long each."""
+    """How much the power limit slowed down the figures, which were launched in turn for about equally long."""
     kinds = [isinstance(figure, AttentionFigure) for figure in samples.figures if not isinstance(figure, CopyFigure)]
     attention = samples.figures_share * sum(kinds) / len(kinds)
     return efficiency.slowdown_at(samples.figures_share - attention, attention)
 
 
-# -- kernels: a feature is the price with one coefficient, so there is no second model of a kernel ----
+# -- kernels: the feature of a coefficient is its price, so there is no second model of a kernel -----
 
 
 def _changed(device: Device, **changes: Any) -> Device:
@@ -116,7 +116,7 @@ def _priced(figure: ProductFigure, device: Device) -> float:
 
 
 def _with_products(device: Device, figures: Sequence[ProductFigure]) -> tuple[Device, list[Residual]]:
-    """The asymptotic rate, the loss by short inner dimensions, by the last wave of tiles, and by operands."""
+    """Fits the asymptotic rate, and what short inner dimensions, the last wave of tiles and operands cost."""
     plain = [figure for figure in figures if figure.matrices == 1 and not figure.scaling]
 
     def at(**changes: float) -> list[float]:
@@ -166,7 +166,7 @@ def _with_scaled(device: Device, figures: Sequence[ProductFigure]) -> tuple[Devi
 
 
 def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple[Device, list[Residual]]:
-    """Of each pass the rate, the FLOPs of a score, and the keys that a tile on the diagonal adds."""
+    """Fits, for each pass, the rate, the FLOPs per score, and the keys that a tile on the diagonal adds."""
     device = _changed(device, exponential_flops=0.0, head_features=_HEAD_FEATURES)
     plain = [figure for figure in figures if figure.window is None and figure.softcap is None]
     forward = [figure for figure in plain if not figure.both]
@@ -192,7 +192,10 @@ def _with_attention(device: Device, figures: Sequence[AttentionFigure]) -> tuple
 
 
 def _attention_pass(figures: Sequence[AttentionFigure]) -> tuple[float, Fit]:
-    """The best rolloff, and seconds of a FLOP and of a score. Errors as they are: some sizes have their own kernels."""
+    """The best rolloff, with the fitted seconds per FLOP and per score.
+
+    The best has the smallest absolute errors, not squared ones: some sizes have kernels of their own.
+    """
     seconds = [figure.seconds for figure in figures]
     tries = [(float(rolloff), fit([_attention_work(figure, rolloff) for figure in figures], seconds))
              for rolloff in range(0, 1025, 32)]  # fmt: skip
@@ -207,7 +210,7 @@ def _attention(figure: AttentionFigure) -> Operator:
 
 
 def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, float]:
-    """FLOPs of whole tiles of features, and scores, behind the mask."""
+    """FLOPs (in whole tiles of features) and scores that the mask leaves."""
     operator, features = _attention(figure), (figure.features + figure.value_features) / 2
     whole = _HEAD_FEATURES * math.ceil(features / _HEAD_FEATURES) / features
     seen = operator.attended + min(1.0, rolloff / operator.columns)
@@ -216,7 +219,7 @@ def _attention_work(figure: AttentionFigure, rolloff: float) -> tuple[float, flo
 
 # -- whole steps -------------------------------------------------------------------------------------
 
-# Roughly what PyTorch's kernels move: drawn to where no step tells.
+# Roughly what PyTorch's kernels move: expected values, for what no measured step determines.
 _EXPECTED = {"eager": (1.6, 5.0, 20.0, 1.8), "compiled": (1.1, 3.0, 1.6, 1.0)}
 _LARGEST_UPDATES = 5
 _LAYER_SECONDS = {"eager": (2e-4, 3e-4), "compiled": (1.5e-4, 1.5e-4)}
@@ -250,7 +253,7 @@ def _with_steps(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, li
 
 
 def _with_accumulation(device: Device, cases: Sequence[CaseSample]) -> Device:
-    """What steps of several microbatches take beyond their passes and the update."""
+    """Fits what steps of several microbatches take beyond their passes and the update."""
     times = []
     for sample in cases:
         job, more = (case_job(sample.case, _own_changed(device, accumulation_traffic=value)) for value in (0.0, 1.0))
@@ -263,7 +266,7 @@ Change = Callable[[Device, float], Device]
 
 
 def _setting(name: str, key: str | None = None) -> Change:
-    """Gives a constant of our own engine a value; of a mapping, one of its keys."""
+    """A function that sets a constant of our own engine, or one key of it."""
 
     def change(device: Device, value: float) -> Device:
         own = device.efficiency.own
@@ -289,9 +292,9 @@ def _with_passes(device: Device, cases: Sequence[CaseSample]) -> tuple[Device, F
 def _with(
     device: Device, cases: Sequence[CaseSample], changes: Mapping[str, Change], expected: Sequence[float]
 ) -> tuple[Device, Fit]:
-    """The constants that explain what the passes of ``cases`` take beyond their matmuls and attention.
+    """Fits the constants that explain what the passes of ``cases`` take beyond their matmuls and attention.
 
-    These are slowed down as the measured step says: prices are linear in the constants but for that.
+    The power slowdown of those is taken from the measured step: apart from it prices are linear in the constants.
     """
     if not cases:
         return device, Fit((), ())
@@ -314,7 +317,7 @@ def _passes(job: Job) -> float:
 
 
 def _slowed(device: Device, sample: CaseSample) -> float:
-    """Seconds that the power limit adds to a measured step: `Efficiency.slowdown`, where the whole step is known."""
+    """Seconds that the power limit adds to a measured step, by `Efficiency.slowdown_at` as a fixed point."""
     matmuls, attention, _ = unslowed_seconds(case_job(sample.case, device))
     slower = 1.0
     for _ in range(12):
@@ -328,7 +331,7 @@ def _update(job: Job) -> float:
 
 
 def _with_host(device: Device, cases: Sequence[CaseSample]) -> Device:
-    """The host's time for a layer and for the rest of a step, where kernels are so small that it is all that counts."""
+    """Fits the host's time per layer and for the rest of a step, on steps whose kernels are too small to matter."""
 
     def alike(*, rotary: bool, moe: bool = False, compiled: bool = False) -> list[CaseSample]:
         chosen = [

@@ -1,4 +1,7 @@
-"""Measures one GPU: kernels one by one on a hot card, what its power limit does, and whole steps of small models."""
+"""Measures one GPU: kernels one by one on a hot card, what its power limit does, and whole steps of small models.
+
+The kernels are matmuls of many shapes, of experts and in FP8, attention, and copies.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,20 @@ PRODUCTS: tuple[Product, ...] = ("forward", "input", "weight")
 
 @dataclass(frozen=True)
 class ProductFigure:
-    """One of the three products of a linear layer: its output, or the gradient of its input or of its weight.
+    """One of the three products of a linear layer of ``inner`` by ``columns``."""
 
-    ``rows`` tokens times a matrix of ``inner`` by ``columns``, or divided evenly among ``matrices`` of them.
-    ``scaling`` of FP8, or nothing in bf16.
-    """
-
-    rows: int
+    rows: int  # tokens
     inner: int
     columns: int
-    product: Product
-    matrices: int = 1
-    scaling: str = ""
+    product: Product  # the output, or the gradient of the input or of the weight
+    matrices: int = 1  # experts, among which rows are divided evenly
+    scaling: str = ""  # of FP8; empty for bf16
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class AttentionFigure:
-    """Causal attention, of ``key_heads`` that serve all ``heads``; forward, or forward and backward."""
+    """Causal attention, with ``key_heads`` shared by all ``heads``."""
 
     batch: int
     seq: int
@@ -51,7 +50,7 @@ class AttentionFigure:
     key_heads: int
     features: int  # of a query and a key
     value_features: int
-    both: bool
+    both: bool  # forward and backward, not only forward
     window: int | None = None
     softcap: float | None = None
     seconds: float = 0.0
@@ -59,7 +58,7 @@ class AttentionFigure:
 
 @dataclass(frozen=True)
 class CopyFigure:
-    """``bytes`` read and as many written."""
+    """A copy that reads ``bytes`` and writes as many."""
 
     bytes: int
     seconds: float = 0.0
@@ -187,7 +186,7 @@ _FIGURES_SECONDS, _MIX_SECONDS = 7.0, 0.6
 
 @dataclass(frozen=True)
 class GpuSamples:
-    """All that was measured of one GPU; figures and cases stand in the same order for every one of its kind."""
+    """Everything that was measured of one GPU; figures and cases have the same order on all GPUs of a kind."""
 
     figures: tuple[GpuFigure, ...]
     figures_share: float  # of the time, while they were measured
@@ -198,7 +197,7 @@ class GpuSamples:
 def measure_gpu(
     base: Device, device: torch.device, *, compiles: bool = True, meet: Callable[[], None] = lambda: None
 ) -> GpuSamples:
-    """``compiles``: for all GPUs of its host, which ``meet`` before they measure."""
+    """With ``compiles`` this rank compiles for all GPUs of its host, which ``meet`` before they measure."""
     cases = [case for case in CASES if "fp8" in base.peak or not case.precision.startswith("fp8")]
     compiling = Compiling(cases if compiles else (), device.index or 0)
 

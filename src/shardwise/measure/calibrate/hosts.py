@@ -1,4 +1,4 @@
-"""What devices share of their host, measured on all of them at once: its memory, its cores, its disk."""
+"""Measures what the devices of a host share (its memory, cores and disk), on all of them at once."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ _ELEMENTS = 2**23  # 128 MiB of weights, gradients and moments, which no core's 
 
 @dataclass(frozen=True)
 class HostSample:
-    """Of one rank, while its neighbours were busy: bytes per second read and written by copies; parameters per second
-    updated by its threads, and by one of them; and the cores that the host lets it use."""
+    """What one rank measured while its neighbours were busy."""
 
-    copied: float
-    updates: float
-    core_updates: float
-    cores: int
+    copied: float  # bytes/s that copies read and write
+    updates: float  # parameters/s that its threads update
+    core_updates: float  # parameters/s that one thread updates
+    cores: int  # that the host lets it use
 
 
 def measure_host(rank: Rank, threads: int) -> HostSample:
-    """AdamW as our engine runs it where the host updates offloaded states."""
+    """Times copies, and AdamW as our engine runs it on the host for offloaded states."""
     cpu, barrier = torch.device("cpu"), StoreBarrier(rank.store, rank.world)
     values, gradients, first, second = (torch.ones(_ELEMENTS) for _ in range(4))
     update = Update("adamw", Optimization(), 1e-3, 0.1, torch.ones(()), None, None)
@@ -50,7 +49,7 @@ def measure_host(rank: Rank, threads: int) -> HostSample:
 
 
 def with_host(cluster: Cluster, samples: Sequence[HostSample], hosts: Sequence[str]) -> Cluster:
-    """The cluster with its hosts as fast as the slowest of them."""
+    """The cluster with all hosts as fast as the slowest."""
     of_hosts = [[sample for sample, host in zip(samples, hosts) if host == name] for name in dict.fromkeys(hosts)]
     bandwidth, updates = (
         min(sum(getattr(sample, name) for sample in some) for some in of_hosts) for name in ("copied", "updates")
@@ -71,7 +70,7 @@ def with_host(cluster: Cluster, samples: Sequence[HostSample], hosts: Sequence[s
 
 @dataclass(frozen=True)
 class DiskSample:
-    """``size`` bytes written and synced, and read where the page cache can be left out. Or a ``problem``."""
+    """Seconds to write and sync ``size`` bytes, and to read them past the page cache; or a ``problem``."""
 
     size: int
     write_seconds: float
@@ -80,7 +79,7 @@ class DiskSample:
 
 
 def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
-    """By the first rank of every host; others have none."""
+    """Measured by the first rank of every host; None on the others."""
     if not rank.first_of_host:
         return None
     path = folder / f".shardwise-calibrate-{rank.number}"  # hosts may share the folder
@@ -95,7 +94,7 @@ def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
 
 
 def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: Sequence[str]) -> Cluster:
-    """The cluster with its first storage as fast as the slowest host's."""
+    """The cluster with its first storage as fast as that of the slowest host."""
     on_hosts = [(sample, host) for sample, host in zip(samples, hosts) if sample is not None]
     for sample, host in on_hosts:
         if sample.problem:

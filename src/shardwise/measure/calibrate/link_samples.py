@@ -1,4 +1,4 @@
-"""Measures the levels of a network: collectives of the backend and of our executor, among the ranks of each level."""
+"""Measures the levels of a network: collectives by the backend and by our schedules, among the ranks of each level."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class LinkSample:
-    """``groups`` of ranks ran a collective of ``size_bytes`` at the same time, each in ``seconds``.
-
-    ``delay`` is the wire's, if known (else 0).
-    """
+    """A collective that all ``groups`` of ranks ran at the same time."""
 
     level: int
     runner: Runner
@@ -39,7 +36,7 @@ class LinkSample:
     groups: tuple[tuple[int, ...], ...]
     size_bytes: int
     seconds: float
-    delay: float = 0.0
+    delay: float = 0.0  # of the wire; 0 if unknown
 
 
 # Runner, collective and algorithm.
@@ -54,14 +51,14 @@ CASES: tuple[tuple[Runner, CollectiveKind, str], ...] = (
 
 
 def level_groups(widths: Sequence[int], level: int) -> Division:
-    """The ranks that one level connects: ranks count through the innermost level fastest."""
+    """The groups of ranks that one level connects; rank numbers vary fastest along the innermost level."""
     return division_of(prod(widths), [RankRun(prod(widths[:level]), widths[level])])
 
 
 def measure_links(
     rank: Rank, widths: tuple[int, ...], device: str, threads: int, sizes: tuple[int, ...] = SIZES
 ) -> list[LinkSample]:
-    """On every rank of a cluster with levels of ``widths``: the seconds that this rank measured."""
+    """Called on every rank of a cluster with levels of ``widths``; what this rank measured."""
     torch.set_num_threads(threads)
     with joined(rank.number, rank.world, rank.store, device=device):
         samples = []
@@ -98,7 +95,7 @@ def _call(
 
 
 def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:
-    """The seconds of a call: several back to back, so that it does not matter who left the barrier first."""
+    """The seconds of a call, of several back to back: it then hardly matters which rank left the barrier first."""
     seconds = []
     for _ in range(rounds):
         dist.barrier()
@@ -111,13 +108,13 @@ def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:
     return undisturbed(seconds)
 
 
-# -- How much communication slows concurrent computation: on a CPU both run on the same cores --------
+# -- how much communication slows concurrent computation: on a CPU both run on the same cores --------
 
 OVERLAP_ROUNDS, OVERLAP_ELEMENTS = 7, 2**20
 
 
 def measure_overlap(rank: Rank, device: str, threads: int) -> float:
-    """The share of an overlapped all-reduce's time that it adds to concurrent matmuls; 1: nothing is hidden."""
+    """The share of an overlapped all-reduce that is not hidden behind concurrent matmuls; 1 if nothing is."""
     torch.set_num_threads(threads)
     with joined(rank.number, rank.world, rank.store, device=device):
         world = dist.group.WORLD

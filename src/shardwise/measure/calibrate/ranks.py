@@ -1,4 +1,4 @@
-"""The ranks that measure: processes of a pool, or this one and others that a launcher started."""
+"""The ranks that measure: processes of a pool, or this process and others that a launcher has started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``world`` ranks that measure at once; ``store`` is new for each call and shared by all."""
+    """One of ``world`` ranks that measure at the same time; ``store`` is new for each call and shared by all."""
 
     number: int
     world: int
@@ -46,9 +46,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class PoolRanks:
-    """Processes of this machine, which is the only host: virtual nodes share its resources.
+    """Processes of this machine, which counts as one host: virtual nodes share its resources.
 
-    Where they count as hosts nevertheless, as for what is between them, each has ``ranks_per_host``.
+    ``ranks_per_host`` makes virtual nodes count as hosts, for measurements between them.
     """
 
     pool: Pool
@@ -70,7 +70,7 @@ def _in_pool(
 
 
 class StartedRanks:
-    """Every rank makes the same calls, and each gets what all of them returned."""
+    """Every rank makes the same calls, and gets the results of all ranks."""
 
     def __init__(self, here: Started, store: Store) -> None:
         self._here, self._store, self._calls = here, store, 0
@@ -87,7 +87,7 @@ class StartedRanks:
         return [pickle.loads(own.get(name)) for name in names]
 
     def leave(self) -> None:
-        """Rank 0 may host the store: it leaves last."""
+        """Rank 0 leaves last, since it may host the store."""
         gone = self._store.add("left", 1)
         while self._here.rank == 0 and gone < self._here.world:
             time.sleep(_LOOK_SECONDS)
@@ -120,7 +120,7 @@ def hosts_of(ranks: Ranks) -> list[str]:
 
 
 def node_names(hosts: Sequence[str], ranks_per_host: int) -> list[str]:
-    """The name of every node; where two have the same, with their number."""
+    """The name of every node; with its number if several have the same name."""
     names = list(hosts[::ranks_per_host])
     return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
 
@@ -132,13 +132,13 @@ def _host(rank: Rank) -> tuple[str, int]:
 # -- the seconds of a call while the other processes of the node do the same -------------------------
 
 ROUNDS = 7
-ROUND_SECONDS = 0.02  # of a round, at least: long compared with the clock's resolution and an interrupt
+ROUND_SECONDS = 0.02  # that a round takes at least: long compared with the clock's resolution and an interrupt
 
 
 class StoreBarrier:
     """Lets processes start their measurements at the same time, so that each is measured under contention.
 
-    It counts in a store and needs no collective: what is measured has its own process group.
+    It counts in a store instead of using a collective: what is measured has its own process group.
     """
 
     def __init__(self, store: Store, world: int) -> None:

@@ -45,7 +45,7 @@ class SlowRank:
 
 
 def slow_ranks(what: str, seconds: Mapping[int, Sequence[float]], hosts: Sequence[str]) -> Iterator[SlowRank]:
-    """Of every rank the same figures, in the same order; ``hosts`` by rank."""
+    """``seconds`` has the same figures for every rank, in the same order; ``hosts`` are by rank."""
     for rank, own in seconds.items():
         others = zip(*(figures for other, figures in seconds.items() if other != rank))
         shares = [spent / statistics.median(same) for spent, same in zip(own, others)]
@@ -67,7 +67,7 @@ def slow_devices(samples: Sequence[DeviceSamples], hosts: Sequence[str]) -> Iter
 def slow_links(
     of_ranks: Sequence[Sequence[LinkSample]], level: int, name: str, hosts: Sequence[str]
 ) -> Iterator[SlowRank]:
-    """Among the groups of one level while all of them worked: the ranks of a group wait for each other."""
+    """Compares the groups of one level while all of them worked: the ranks of a group wait for each other."""
     seconds = {
         rank: [
             sample.seconds
@@ -83,24 +83,20 @@ def slow_links(
 
 PARTS = ("device", "host", "links", "storage")
 _PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.engine.collectives")
-_DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays separate the wire's part of a step from the software's
+_DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays tell the wire's part of a step from the software's
 
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """``cluster`` is what is measured, as far as it is known; each of its devices is a process.
+    """What to measure, and on which processes."""
 
-    All are processes of this machine, or the ranks of a world that ``started`` is one of: then every rank makes the
-    same request and gets the same answer.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # as far as it is known; each of its devices is a process
     device: str  # cpu or cuda
     threads: int
     folder: Path  # whose disk is measured
     emulation: Emulation | None = None
     parts: tuple[str, ...] = PARTS
-    started: Started | None = None
+    started: Started | None = None  # if a launcher started the ranks; then all make the same request
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class Calibration:
 
 
 def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Calibration:
-    """Measures and fits the requested parts; ``report`` is called with what is measured next."""
+    """Measures and fits the requested parts; calls ``report`` before each measurement."""
     cluster, residuals, slow = request.cluster, list[Residual](), list[SlowRank]()
     with _ranks(request) as (ranks, network):
         hosts = hosts_of(ranks)

@@ -1,4 +1,7 @@
-"""Whole training steps of small models on a GPU, as our engine runs them: what kernels measured alone do not show."""
+"""Whole training steps of small models on a GPU, as our engine runs them: what kernels measured alone do not show.
+
+As a program, with the index of a device and numbers of cases, it compiles the kernels of these cases.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ CASES = (
 def case_job(case: StepCase, device: Device) -> Job:
     """The job of one step, as it is measured and as it is priced."""
     cluster: Cluster = replace(cluster_from("laptop:1"), device=device)
-    recorded = case.graphs and not (case.compile and case.model.moe)  # what `auto` does, without a word about it
+    recorded = case.graphs and not (case.compile and case.model.moe)  # what `auto` decides, but without its warning
     training = Training(
         global_batch=case.sequences, seq=case.seq, precision=case.precision, compile=case.compile,
         graphs="auto" if recorded else False,
@@ -143,7 +146,7 @@ def _measured(case: StepCase, base: Device, device: torch.device) -> CaseSample:
 
 
 def run_once(case: StepCase, device_index: int) -> None:
-    """A first step, which compiles what its kernels are made of."""
+    """Runs a first step, which compiles its kernels."""
     device = torch.device("cuda", device_index)
     with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         engine = Engine(case_job(case, cluster_from("dgx-h100").device), device=str(device))
@@ -165,21 +168,24 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def update_again(engine: Engine) -> None:
-    """Repeats an update: the gradients that it frees are restored."""
+    """Runs an update that can be repeated: the gradients that it frees are restored."""
     kept = [(held.parameter, held.parameter.grad) for held in engine.parameters]
     engine.update()
     for parameter, gradient in kept:
         parameter.grad = gradient
 
 
-# -- compiled ahead ------------------------------------------------------------------------------------
+# -- compiling ahead: a layer takes the compiler ten seconds, on one core ----------------------------
 
 
 _LONGEST_SECONDS = 120.0
 
 
 class Compiling:
-    """Started at once; `wait` ends when all are done. One that fails leaves its case to be compiled where it runs."""
+    """Compiles ``cases`` in parallel processes, into PyTorch's cache on disk; `wait` returns when all are done.
+
+    A case whose process fails is compiled when it runs.
+    """
 
     def __init__(self, cases: Sequence[StepCase], device_index: int) -> None:
         numbers = [str(CASES.index(case)) for case in cases if case.compile]

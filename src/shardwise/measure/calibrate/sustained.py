@@ -1,8 +1,8 @@
-"""Seconds of kernels on a GPU as a long step has them: on a hot card, one kind after the other, from its own queue.
+"""Times kernels on a GPU as a long step runs them: on a hot card, different kernels in turn, launched without gaps.
 
-A cold card runs a burst of matmuls a quarter faster than a step that lasts: its power limit then lowers the clocks. And
-what surrounds a matmul in a step draws less power than matmuls alone. So all figures are recorded as CUDA graphs and
-launched in turn, in an order that changes from round to round; each has operands that no cache holds.
+A cold card runs a burst of matmuls a quarter faster than a long step does, before its power limit lowers the clocks.
+The other kernels of a step draw less power than matmuls alone. So all figures are recorded as CUDA graphs and launched
+in turn, in an order that changes from round to round; each has operands that no cache holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.models.dot_product import AttentionArguments, dot_product_attenti
 
 _logger = logging.getLogger("shardwise.measure")
 Call = Callable[[], Any]
-_FIGURE_SECONDS = 1e-3  # of one launch of a figure: long compared with the clock of events
+_FIGURE_SECONDS = 1e-3  # of one launch of a figure: long compared with the resolution of events
 _MOST_CALLS = 40
 _NOISE = 2**30  # elements
 _PAIRS = 20
@@ -36,7 +36,7 @@ CACHED_BYTES = 2e8  # more than any GPU's cache
 
 
 class RandomOperands:
-    """Random numbers that operands are parts of: what a matmul draws depends on its data, and zeros are faster."""
+    """Operands as parts of one block of random numbers: a matmul of zeros would draw less power and run faster."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         self._numbers = torch.randn(_NOISE, device=device, dtype=dtype)
@@ -59,7 +59,7 @@ class TimedCalls:
 
 
 def sets_of(moved_bytes: float) -> int:
-    """Operand sets of so many bytes that together leave no cache."""
+    """How many operand sets of ``moved_bytes`` it takes to exceed any cache."""
     return max(1, min(8, math.ceil(CACHED_BYTES / moved_bytes)))
 
 
@@ -67,7 +67,7 @@ def sets_of(moved_bytes: float) -> int:
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     calls: int
-    kept: TimedCalls  # its operands, which the graph reads
+    kept: TimedCalls  # keeps the operands alive, which the graph reads
 
 
 def _record(figure: TimedCalls, stream: torch.cuda.Stream, pool: Any) -> _Recorded | None:
@@ -95,7 +95,7 @@ def _record(figure: TimedCalls, stream: torch.cuda.Stream, pool: Any) -> _Record
 
 
 def heat(device: torch.device, seconds: float) -> None:
-    """Matmuls until the clocks have settled."""
+    """Runs matmuls until the clocks have settled."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -107,12 +107,11 @@ def heat(device: torch.device, seconds: float) -> None:
 def sustained_seconds(
     figures: Sequence[TimedCalls], device: torch.device, seconds: float, ready: Call = lambda: None
 ) -> tuple[list[float | None], float]:
-    """The median seconds of a call of each figure, and the share of the time that all of them took.
+    """The median seconds of a call of each figure, and the share of the time that figures (not copies) took.
 
-    None of one that the device or the installation cannot run.
-
-    They are measured within about so many ``seconds``, each beside copies, as a step has element-wise kernels beside
-    its matmuls. ``ready`` is waited for before the first is timed.
+    None for a figure that the device or the installation cannot run. All are measured within about ``seconds``, with
+    copies between them, as a step has element-wise kernels between its matmuls. ``ready`` is called before the first is
+    timed.
     """
     stream, pool = torch.cuda.Stream(device), new_graph_pool()  # type: ignore[no-untyped-call]
     tries = ((number, _record(calls, stream, pool)) for number, calls in enumerate(figures))
@@ -137,7 +136,7 @@ def sustained_seconds(
 
 @dataclass(frozen=True)
 class Mix:
-    """Seconds of a matmul or of attention while that runs in ``share`` of the time, and copies in the rest."""
+    """Seconds of a matmul or of attention that runs for ``share`` of the time, with copies in the rest."""
 
     share: float
     seconds: float
@@ -145,7 +144,7 @@ class Mix:
 
 
 def mixes(device: torch.device, seconds: float) -> list[Mix]:
-    """The same matmul beside more and more copies, and the same attention, each mix for about so many ``seconds``."""
+    """Times one matmul, and one attention, beside different numbers of copies, each mix for about ``seconds``."""
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     query, key, value, gradient = (
         torch.randn(4, 4096, heads, 128, device=device, dtype=torch.bfloat16).requires_grad_(graded)
@@ -184,7 +183,7 @@ def _mixed(call: Call, beside: Call, copies: int, seconds: float) -> Mix:
 
 
 def _round(recorded: Sequence[_Recorded], beside: Call) -> tuple[list[float], float]:
-    """Seconds of each, and from the first to the last."""
+    """Seconds of each figure, and from the first to the last."""
     marks = []
     for figure in recorded:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The matrix of a cluster: bandwidth and latency between every two nodes, measured by messages there and back."""
+"""The matrix of a cluster: bandwidth and latency between every two nodes, measured by round trips."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardwise.spec.wiring import PairLink, Wiring
 
 Pair = tuple[int, int]  # of nodes, the lower number first
 
-# -- one pair ----------------------------------------------------------------------------------------------
+# -- one pair ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PairFigures:
-    """Bytes/s in one direction and seconds one way, of the slowest of the ranks that sent at once."""
+    """Bytes/s in one direction and seconds one way, of the slowest rank among those that sent at once."""
 
     bandwidth: float
     latency: float
@@ -32,7 +32,7 @@ _FIRST_BYTES, _MOST_BYTES, _ENOUGH_SECONDS = 2**18, 2**26, 0.05
 
 
 def rounds_of_pairs(nodes: int) -> list[list[Pair]]:
-    """Every two nodes once, each node once in a round: a round-robin tournament (Kirkman 1847)."""
+    """Pairs every two nodes once, each node at most once in a round: a round-robin tournament (Kirkman 1847)."""
     seats: list[int | None] = list(range(nodes)) + [None] * (nodes % 2)
     rounds = []
     for _ in range(len(seats) - 1):
@@ -43,7 +43,7 @@ def rounds_of_pairs(nodes: int) -> list[list[Pair]]:
 
 
 def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> dict[Pair, PairFigures]:
-    """Rank i of a node with rank i of another, all of them and all pairs of a round at once."""
+    """Measures rank i of a node with rank i of another, for all i and all pairs of a round at once."""
     own, place = divmod(rank.number, rank.ranks_per_host)
     measured: dict[Pair, PairFigures] = {}
     with joined(rank.number, rank.world, rank.store, device=device, seconds=600):
@@ -59,7 +59,7 @@ def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> 
 
 
 def _one_pair(other: int, device: str, *, asks: bool) -> PairFigures | None:
-    """The lower rank asks: it says how much is sent next, and measures; the other sends everything back."""
+    """The rank of the lower node ``asks``: it announces each size, and measures; the other sends everything back."""
     if not asks:
         while size := _received_size(other):
             message = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -104,7 +104,7 @@ def _wait(device: str) -> None:
 
 
 def slowest_of_ranks(of_ranks: Sequence[Mapping[Pair, PairFigures]]) -> dict[Pair, PairFigures]:
-    """One figure for every pair of nodes, of what each rank measured."""
+    """The figures of every pair of nodes, from those that each rank measured."""
     by_pair: dict[Pair, list[PairFigures]] = {}
     for own in of_ranks:
         for pair, figures in own.items():
@@ -119,7 +119,7 @@ def better(first: PairFigures, other: PairFigures) -> PairFigures:
     return PairFigures(max(first.bandwidth, other.bandwidth), min(first.latency, other.latency))
 
 
-# -- all of them -------------------------------------------------------------------------------------------
+# -- all pairs ---------------------------------------------------------------------------------------
 
 SLOW = 1.3  # times slower than the others
 LATE = 3.0  # times the others' latency
@@ -127,7 +127,7 @@ _AGAIN = 2  # times that slow pairs are measured again
 
 
 def measured_matrix(ranks: Ranks, nodes: int, device: str) -> dict[Pair, PairFigures]:
-    """Of every two nodes; what is slower than the others is measured again, alone: something else may have run."""
+    """Measures every two nodes; slow pairs again by themselves, since something else may have run meanwhile."""
     matrix = slowest_of_ranks(ranks.run(measure_pairs, device, rounds_of_pairs(nodes)))
     for _ in range(_AGAIN):
         slow = slow_pairs(matrix)
@@ -139,14 +139,14 @@ def measured_matrix(ranks: Ranks, nodes: int, device: str) -> dict[Pair, PairFig
 
 
 def usual(figures: Mapping[Pair, float], best: Callable[[Iterable[float]], float]) -> float:
-    """The median of every node's ``best``: one bad node has a part in two thirds of the pairs of three nodes."""
+    """The median of every node's ``best`` figure: of three nodes, one bad one spoils two thirds of the pairs."""
     nodes = {node for pair in figures for node in pair}
     bests = [best(figure for pair, figure in figures.items() if node in pair) for node in nodes]
     return (statistics.median_high if best is max else statistics.median_low)(bests)
 
 
 def slow_pairs(matrix: Mapping[Pair, PairFigures]) -> list[Pair]:
-    """Those that are much slower than most."""
+    """The pairs that are much slower than most."""
     rate = usual({pair: figures.bandwidth for pair, figures in matrix.items()}, max)
     late = usual({pair: figures.latency for pair, figures in matrix.items()}, min)
     return [
@@ -160,7 +160,7 @@ def wiring_of(
     source: str,
     switches: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Wiring:
-    """For `cluster.wiring` of a job; ``switches`` are those above the hosts, where they are known."""
+    """The `cluster.wiring` of a job; ``switches`` are those above the hosts, if known."""
     links = tuple(
         PairLink(
             between=(hosts[a], hosts[b]), bandwidth=_rounded(measured.bandwidth), latency=_rounded(measured.latency)

@@ -1,4 +1,4 @@
-"""What is measured, on which ranks, and the bandwidths that a time stands for."""
+"""Which collectives are measured on which ranks, and the bandwidths that follow from a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALLEST_BYTES = 8
 
 @dataclass(frozen=True)
 class MeasuredLevel:
-    """The ranks that one level of the network connects, all groups of them at once; "world" is all ranks."""
+    """A level of the network, of which all groups of ranks are measured at once; "world" connects all ranks."""
 
     name: str
     runs: tuple[RankRun, ...]
@@ -57,13 +57,13 @@ class CollectiveRequest:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """``size_bytes`` is the size of the collective (see `CollectiveKind`); seconds are those of the slowest rank."""
+    """The time of a collective on its slowest rank."""
 
     level: str
     kind: str
     algorithm: str
     ranks: int
-    size_bytes: int
+    size_bytes: int  # as `CollectiveKind` defines it
     repeats: int
     median_seconds: float
     least_seconds: float
@@ -77,12 +77,12 @@ class MeasuredCollective:
 
     @property
     def bus_bandwidth(self) -> float:
-        """nccl-tests' busbw: what a port carries if the algorithm is the best possible."""
+        """nccl-tests' busbw: bytes/s through a port, if the algorithm is the best possible."""
         return self.algorithm_bandwidth * bus_factor(CollectiveKind(self.kind), self.ranks)
 
 
 def bus_factor(kind: CollectiveKind, n: int) -> float:
-    """nccl-tests doc/PERFORMANCE.md."""
+    """busbw over algbw, by nccl-tests' doc/PERFORMANCE.md."""
     if kind is CollectiveKind.ALL_REDUCE:
         return 2 * (n - 1) / n
     if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.SEND_RECV):
@@ -91,7 +91,7 @@ def bus_factor(kind: CollectiveKind, n: int) -> float:
 
 
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
-    """Each ``factor`` times the one before; the largest is always included."""
+    """Sizes that grow by ``factor``; the largest is always included."""
     sizes, size = [], smallest
     while size < largest:
         sizes.append(size)
@@ -102,7 +102,7 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ..
 def offered(
     kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster, wanted: tuple[str, ...] | None
 ) -> tuple[str, ...]:
-    """Those of ``wanted`` that exist for this collective on the level, by their names there; all if None."""
+    """The ``wanted`` algorithms (None: all) that exist for this collective on the level, by their names there."""
     topology = by_schedules(cluster, level.runs)
     wanted = (BACKEND, *algorithm_names(kind, topology)) if wanted is None else wanted
     named = [name if name in (BACKEND, AUTO) else named_on(name, topology) for name in wanted]

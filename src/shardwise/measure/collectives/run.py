@@ -1,4 +1,4 @@
-"""Runs requests on the ranks of a pool, or on those of a world that others have started."""
+"""Runs requests on the ranks of a pool, or on ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PERIOD = 13  # of the values: small integers, whose sums are exact
 
 
 class Operation:
-    """Call ``prepare`` before each run and ``is_right`` after it."""
+    """A collective whose result is known: call ``prepare`` before each run and ``is_right`` after it."""
 
     def __init__(self, kind: CollectiveKind, group: dist.ProcessGroup, size_bytes: int, device: torch.device) -> None:
         self.kind, self.group, self.n, self.rank = kind, group, group.size(), group.rank()
@@ -55,7 +55,7 @@ class Operation:
         self.output = torch.zeros(blocks * self.block, device=device) if receives else None
 
     def _given(self, rank: int) -> Tensor:
-        """What a rank puts in."""
+        """The input of a rank."""
         elements = self.block * (self.n if self.kind in _SENDS_ALL else 1)
         places = torch.arange(elements, device=self.device, dtype=torch.int64)
         return ((places + rank) % _PERIOD).float()
@@ -70,9 +70,9 @@ class Operation:
         return lambda: communicator.run(schedule, self.input, self.output)
 
     def by_backend(self) -> Callable[[], object]:
-        """gloo's reduce-scatter is an all-reduce, and never used: the engine's own is measured instead."""
+        """The backend's collective; for reduce-scatter the engine's own, as gloo's is an all-reduce and never used."""
         group, root = self.group, dist.get_global_rank(self.group, 0)
-        input: Any = self.input  # some are None on some ranks, as the backend wants it
+        input: Any = self.input  # None on some ranks, as the backend expects
         output: Any = self.output
         sent = self._blocks(input) if self.kind is CollectiveKind.SCATTER else None
         received = self._blocks(output) if self.kind is CollectiveKind.GATHER else None
@@ -108,7 +108,7 @@ class Operation:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """Computed here from what every rank put in; None if a rank gets nothing."""
+        """The expected result, computed locally from every rank's input; None if this rank gets nothing."""
         own = slice(self.rank * self.block, (self.rank + 1) * self.block)
         everyone = (self._given(rank) for rank in range(self.n))
         match self.kind:
@@ -156,7 +156,7 @@ def _work(place: WorkerPlace, request: CollectiveRequest) -> list[MeasuredCollec
 
 
 def measure(request: CollectiveRequest, device: torch.device) -> list[MeasuredCollective]:
-    """To be called by every rank of the world; all return the same."""
+    """Called by every rank of the world; all return the same."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [(ranks, dist.new_group(list(ranks))) for ranks in request.level.groups(world)]
     group = next(group for ranks, group in groups if rank in ranks)
@@ -188,7 +188,7 @@ def _schedule(request: CollectiveRequest, algorithm: str, size: int) -> Schedule
 def _timed(
     request: CollectiveRequest, algorithm: str, operation: Operation, run: Callable[[], object]
 ) -> MeasuredCollective:
-    """Every run is timed alone, started together; the slowest rank's time counts."""
+    """Times every run by itself, from a barrier on; the slowest rank's time counts."""
     seconds: list[float] = []
     right = True
     repeats, count = request.repeats, 0
@@ -223,7 +223,7 @@ def _timed(
 
 
 def _slowest(seconds: list[float]) -> list[float]:
-    """The slowest rank's time of each run, by the CPU backend, which is always there."""
+    """The slowest rank's time of each run, exchanged by the CPU backend, which always exists."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return [float(slowest) for slowest in times]

@@ -1,4 +1,4 @@
-"""A run against its prediction: every part of the step and of the memory, the largest differences with their causes."""
+"""A run against its prediction: every part of the step and of memory, and likely causes of the largest differences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WORTH = 0.02  # of the step: a smaller difference is not explained
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a step, or bytes of memory; hidden seconds are not part of it, and None if they are not known."""
+    """Seconds of a step, or bytes of memory; hidden seconds are not included, and None if unknown."""
 
     name: str
     predicted: float
@@ -126,7 +126,7 @@ def cause_of(evidence: Evidence) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``usual_seconds`` of the steps that were not profiled; ``slowness`` of ranks, relative to the usual one."""
+    """A profiled run beside its prediction."""
 
     job: Job
     found: Measured
@@ -134,8 +134,8 @@ class Comparison:
     parts: tuple[Part, ...]
     memory: tuple[Part, ...]
     differences: tuple[Part, ...]  # the largest first
-    usual_seconds: float | None
-    slowness: tuple[float, ...] | None
+    usual_seconds: float | None  # of steps that were not profiled
+    slowness: tuple[float, ...] | None  # of every rank, relative to the usual one
     slow_rank: int | None
     slow_link: SlowLink | None
     sent: tuple[SentBytes, ...] = ()  # of the rank whose step is shown
@@ -175,14 +175,14 @@ def compare(run: ProfiledRun) -> Comparison:
 
 
 def _hidden(name: str, expected: Predicted, recorded: Measured) -> tuple[float | None, float | None]:
-    """Unknown for pipeline messages: how long one was in flight is not recorded."""
+    """Hidden seconds, predicted and measured; unknown for pipeline messages, whose time in flight is not recorded."""
     if name not in DIMENSIONS:
         return None, None
     return expected.hidden.get(name, 0.0), None if name == "pp" else recorded.busiest.hidden.get(name, 0.0)
 
 
 def _memory(job: Job, recorded: Measured, lines: list[dict[str, object]]) -> tuple[Part, ...]:
-    """Of the fullest rank; if no step was counted, what rank 0 holds between steps."""
+    """The memory of the fullest rank; if no step was counted, what rank 0 holds between steps."""
     counted = [line["memory_bytes_of_ranks"] for line in lines if isinstance(line.get("memory_bytes_of_ranks"), list)]
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
     rank = peaks.index(max(peaks)) if peaks else 0
@@ -198,7 +198,7 @@ def _memory(job: Job, recorded: Measured, lines: list[dict[str, object]]) -> tup
 
 
 def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[Part]:
-    """Between two steps, where ZeRO-1 and 2 hold only the optimizer's own copy of a shard of the weights."""
+    """What is held between two steps; ZeRO-1 and 2 then hold weights only as the optimizer's own shard."""
     if job.strategy.zero in (1, 2):
         return [Part("optimizer and its weights", expected.optimizer, sum(held.values()))]
     return [Part(name, getattr(expected, name), held[name]) for name in ("weights", "optimizer")]

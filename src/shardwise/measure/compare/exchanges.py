@@ -1,4 +1,7 @@
-"""The same collective as seen by all its ranks: when each started, and how long it took once all had."""
+"""Collectives as seen by all their ranks: when each rank began, and how long it took once all had.
+
+And the bytes that a rank sent according to the backend's own record, against the plan.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shardwise.spec.job import Job
 
 @dataclass
 class Participation:
-    """One rank's share in a collective: when it started, when its host was blocked on it, when it was done."""
+    """One rank's part in a collective: when it began, when its host was blocked on it, and when it was done."""
 
     rank: int
     label: Label
@@ -49,22 +52,22 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """From when the last rank had begun."""
+        """Seconds since the last rank had begun."""
         return max(0.0, self.end - self.complete)
 
     def waited_for_others(self, rank: int) -> float:
-        """Seconds that a rank was blocked before the last one had started."""
+        """Seconds that a rank was blocked before the last one had begun."""
         return sum(max(0.0, min(wait.end, self.complete) - wait.start) for wait in self.blocked.get(rank, ()))
 
     @property
     def shows_the_link(self) -> bool:
-        """Whether it completed while a rank was waiting for it; otherwise it may have completed long before."""
+        """Whether a rank waited until it completed; otherwise it may have completed long before anyone looked."""
         waits = [wait.end - max(wait.start, self.complete) for ranges in self.blocked.values() for wait in ranges]
         return max(waits, default=0.0) > 0.5 * self.seconds
 
 
 def exchanges_of(records: Sequence[RankRecord], steps: Sequence[Sequence[Step]]) -> tuple[Exchange, ...]:
-    """Of all steps; ``steps[r]`` are rank r's. Collectives that not all ranks of a group recorded are left out."""
+    """All exchanges; ``steps[r]`` are rank r's. Collectives that not all ranks of a group recorded are left out."""
     exchanges: list[Exchange] = []
     for of_step in zip(*steps):
         begun = [_participations(record, step) for record, step in zip(records, of_step)]
@@ -77,7 +80,7 @@ Participations = dict[tuple[str, str], list[Participation]]
 
 
 def _participations(record: RankRecord, step: Step) -> Participations:
-    """What a rank began, by dimension and name, each with its waits and the backend's work for it."""
+    """What a rank began, by dimension and name, with its waits and the end of the backend's work."""
     begun: Participations = defaultdict(list)
     waits: dict[tuple[str, str], int] = defaultdict(int)
     newest: list[tuple[float, Participation]] = []
@@ -109,7 +112,7 @@ def _exposed(collective: NamedRange, step: Step, part: str) -> list[NamedRange]:
 
 
 def _note_backend(newest: Sequence[tuple[float, Participation]], step: Step) -> None:
-    """Takes the end from the backend's last activity: it may be done long before a rank waits."""
+    """Corrects ends by the backend's last activity: it may be done long before a rank waits."""
     ended: dict[int, tuple[Participation, float]] = {}
     place = 0
     for work in sorted(step.backend, key=lambda activity: activity.start):
@@ -160,7 +163,7 @@ def _collectives(records: Sequence[RankRecord], begun: Sequence[Participations],
 def _messages(
     records: Sequence[RankRecord], begun: Sequence[Participations], of_step: Sequence[Step]
 ) -> Iterator[Exchange]:
-    """Between the stages of a pipeline: what one rank sends is what another waits for, in the same order."""
+    """Messages between pipeline stages: what one rank sends, another waits for in the same order."""
     for record, mine in zip(records, begun):
         for sends in mine.values():
             message = sends[0].label.message
@@ -177,7 +180,7 @@ def _messages(
                     yield Exchange(send.label, message, step, members, send.label.bytes, send.begin, wait.end, blocked)
 
 
-# -- bytes by the backend's own record -----------------------------------------------------------------
+# -- bytes by the backend's own record ---------------------------------------------------------------
 
 
 _EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # on all ranks of a group
@@ -191,18 +194,18 @@ _DIMENSION = (
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Of one rank in a step. ``unrecorded`` names what the engine began and the backend did not record: on gloo
-    messages, also those of a collective that runs as a schedule of its own. ``recorded`` is without them."""
+    """What one rank sends in a step."""
 
-    dimensions: tuple[str, ...]  # several where they have the same ranks
+    dimensions: tuple[str, ...]  # several if they have the same ranks
     collectives: float
     planned: float
     recorded: float
     unrecorded: tuple[str, ...] = ()
+    """Begun by the engine but not recorded by the backend: on gloo all messages, also those of our own schedules."""
 
 
 def sent_bytes(job: Job, record: RankRecord, steps: Sequence[Step]) -> tuple[SentBytes, ...]:
-    """``steps`` are the rank's: what is sent between them, or for an evaluation, is not planned for a step."""
+    """Bytes of the rank's ``steps``; what it sends between steps or in evaluations is not part of the plan."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     recorded: dict[tuple[str, ...], float] = defaultdict(float)
     planned: dict[str, float] = defaultdict(float)
@@ -250,7 +253,7 @@ def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
 
 
 def _unrecorded(flights: Sequence[Flight], begun: Sequence[NamedRange]) -> list[tuple[str, str]]:
-    """Dimension and name of what began while the backend recorded nothing, each once."""
+    """Dimension and name, each once, of what began without the backend recording anything."""
     starts = sorted(flight.start for flight in flights)
     labels = (
         label_of(named.name) for named in begun if bisect_left(starts, named.start) == bisect_right(starts, named.end)
@@ -259,7 +262,7 @@ def _unrecorded(flights: Sequence[Flight], begun: Sequence[NamedRange]) -> list[
 
 
 def _named(flight: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
-    """The collective by the engine's label, in whose range it began; None without a label."""
+    """The collective by the label of the engine's range in which the flight began; None if there is none."""
     number = bisect_right(begun, flight.start, key=lambda range: range.start) - 1
     inside = number >= 0 and flight.start <= begun[number].end
     return label_of(begun[number].name).collective if inside else None

@@ -1,4 +1,4 @@
-"""The training thread's time in segments: a moment belongs to the innermost enclosing range that names a part."""
+"""Divides the training thread's time into segments: a moment belongs to the innermost range that names a part."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 @dataclass(frozen=True)
 class Segment:
-    """``layer``: the layer's forward pass that it is part of, if any."""
+    """A time during which one part of the step ran."""
 
     start: float
     end: float
     part: str
-    layer: NamedRange | None = None
+    layer: NamedRange | None = None  # the layer's forward pass that it belongs to, if any
 
     @property
     def seconds(self) -> float:
@@ -29,14 +29,14 @@ class Segment:
 class Step:
     """One step on one rank: the ranges of the training thread, and the same time in segments without gaps.
 
-    Evaluation is left out, and what a checkpoint does inside: what is recorded here is the training's own.
+    Evaluations, and ranges inside a checkpoint, are left out.
     """
 
     number: int
     start: float
     end: float
     ranges: tuple[NamedRange, ...]
-    backend: tuple[NamedRange, ...]  # what it does on threads of its own
+    backend: tuple[NamedRange, ...]  # what the backend does on threads of its own
     segments: tuple[Segment, ...]
     flights: tuple[Flight, ...] = ()
 
@@ -51,7 +51,7 @@ class Step:
 
 
 def steps_of(record: RankRecord) -> tuple[Step, ...]:
-    """The steps of a rank's record, in order; a step that was repeated after a roll-back counts once."""
+    """The steps of a rank's record, in order; a step repeated after a roll-back counts once."""
     host = [named for named in record.ranges if named.lane == HOST]
     steps = {label_of(named.name).number: named for named in host if label_of(named.name).kind == "step"}
     found_steps = []
@@ -66,7 +66,7 @@ def steps_of(record: RankRecord) -> tuple[Step, ...]:
 
 
 class _OwnTime:
-    """From ``start`` to ``end`` without the evaluations and checkpoints among ``ranges``, which follow each other."""
+    """The time from ``start`` to ``end`` without the evaluations and checkpoints among ``ranges``."""
 
     def __init__(self, start: float, end: float, ranges: Sequence[NamedRange]) -> None:
         self.start, self.end = start, end
@@ -75,13 +75,13 @@ class _OwnTime:
         ]
 
     def has(self, event: NamedRange | Flight) -> bool:
-        """Whether it begins there; an evaluation or a checkpoint itself does."""
+        """Whether it begins in this time; an evaluation or a checkpoint itself does."""
         inside = any(other.start <= event.start < other.end and other is not event for other in self.others)
         return self.start <= event.start <= self.end and not inside
 
 
 def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
-    """``ranges`` are ordered by start, an outer one before those inside it."""
+    """``ranges`` are ordered by start, outer ones before those inside them."""
     open_ranges: list[tuple[NamedRange, str, NamedRange | None]] = []
     now = ranges[0].start
 
@@ -108,11 +108,11 @@ def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
     yield from until(float("inf"))
 
 
-# -- Steps on a GPU: the host runs ahead, so the kernels determine where the time went ---------------
-# A moment belongs to the computation that runs then, else to the (exposed) communication that runs then; if nothing
-# runs, to what the host does meanwhile, if that is data or a checkpoint, or to the host itself.
+# -- steps on a GPU: the host runs ahead, so the kernels determine where the time went ---------------
+# A moment belongs to the computation that runs then, or else to the (exposed) communication. If nothing runs, it is
+# counted as what the host does meanwhile, if that is data, a checkpoint or an evaluation, or as "host".
 
-_GAP_SECONDS = 20e-6  # a shorter gap between two kernels is a launch, and part of the kernel before
+_GAP_SECONDS = 20e-6  # shorter gaps between kernels are launches, and count as the kernel before
 _HOST_PARTS = ("data", "checkpoint", "evaluation")
 
 
@@ -125,7 +125,7 @@ class _Kernel:
 
 
 def device_steps(record: RankRecord) -> tuple[Step, ...]:
-    """A step lasts until the next one's first kernel. Flights are left out: no backend's there is read (`flights`)."""
+    """A step lasts until the first kernel of the next one. There are no flights: no GPU backend's record is read."""
     on_device = [named for named in record.ranges if named.lane >= STREAMS]
     marks = [named for named in on_device if label_of(named.name).kind not in ("none", "backend")]
     kernels = [kernel for lane in {named.lane for named in on_device} for kernel in _kernels(on_device, lane)]
@@ -195,7 +195,7 @@ def _device_segments(kernels: Sequence[_Kernel], host: Sequence[NamedRange], sta
             running[place].append(kernel)
     segments: list[Segment] = []
     for place, (begin, until) in enumerate(pairwise(moments)):
-        # Computation first: communication beside it costs nothing.
+        # Computation takes precedence: communication beside it costs nothing.
         now = min(running[place], key=lambda kernel: kernel.communicates, default=None)
         if now is not None:
             segments.append(Segment(begin, until, now.part, now.layer))

@@ -31,22 +31,18 @@ WAITS = (BUBBLE, LATE)
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of a step, as means over the profiled ones; ``parts`` add up to ``step_seconds``.
-
-    ``hidden``: communication of each dimension during computation. ``layers``: the forward pass of every layer,
-    without communication.
-    """
+    """Seconds of a step on one rank, as means over the profiled steps."""
 
     rank: int
     node: int
     step_seconds: float
-    parts: dict[str, float]
-    hidden: dict[str, float]
-    layers: dict[int, float]
+    parts: dict[str, float]  # these add up to the step
+    hidden: dict[str, float]  # by dimension: communication during computation
+    layers: dict[int, float]  # the forward pass of every layer, without communication
 
     @property
     def waits(self) -> float:
-        """For other ranks."""
+        """Seconds of waiting for other ranks."""
         return sum(self.parts.get(name, 0.0) for name in WAITS)
 
     @property
@@ -70,7 +66,7 @@ class Measured:
 
     @property
     def busiest(self) -> RankTimes:
-        """The rank that waits least for others: they wait for it."""
+        """The rank that waits least for others, and so the one they wait for."""
         return min(self.ranks, key=lambda rank: rank.waits)
 
     @property
@@ -79,7 +75,7 @@ class Measured:
 
 
 def measured(records: Sequence[RankRecord], *, pipelined: bool) -> Measured:
-    """``pipelined``: waiting for others may then be part of the schedule."""
+    """With ``pipelined``, waiting for others may be part of the schedule."""
     steps = tuple(device_steps(record) if record.device == "cuda" else steps_of(record) for record in records)
     if not steps[0] or any([step.number for step in own] != [step.number for step in steps[0]] for own in steps):
         raise SpecError("profile", "the ranks did not record the same steps", "profile the run again")
@@ -133,7 +129,7 @@ def _hidden(step: Step) -> dict[str, float]:
 
 
 def layers_of(steps: Sequence[Step]) -> dict[int, float]:
-    """The mean forward pass of each layer: a rank that shares its processor is slow in some passes only."""
+    """The mean forward pass of each layer; a median would miss a rank that is slow in some passes only."""
     each: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         passes: dict[NamedRange, float] = defaultdict(float)

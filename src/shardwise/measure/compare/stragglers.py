@@ -18,7 +18,7 @@ SLOW = 1.25  # times as long for a layer as on the usual rank
 
 
 def same_work(job: Job) -> tuple[Hashable, ...]:
-    """Of every rank what the time of a layer depends on: the degrees of its stage, and its kind of device."""
+    """For every rank, what the time of a layer depends on: the degrees of its stage, and its kind of device."""
     stages = (job.strategy.of_stage(coordinate(job.strategy, "pp", rank)) for rank in range(job.strategy.world))
     return tuple((own.tp, own.microbatch, kind_of(job, rank)) for rank, own in enumerate(stages))
 
@@ -28,8 +28,8 @@ def rank_slowness(
 ) -> tuple[float, ...] | None:
     """How many times as long each rank takes for a layer as the usual one; None if no layer was recorded.
 
-    Layers are compared with others of their kind, and ranks with those that are ``alike``, if that is given. The usual
-    rank is the median, of two the faster.
+    Layers are compared with others of their kind and, if ``alike`` is given, ranks with those of an equal value there.
+    The usual rank is the median; of two, the faster.
     """
     kinds: list[dict[Hashable, float]] = []
     for rank in recorded.ranks:
@@ -49,7 +49,7 @@ def rank_slowness(
 
 
 def straggler(slowness: tuple[float, ...] | None) -> int | None:
-    """The slowest rank, if it is slow."""
+    """The slowest rank, if it is much slower than the usual one."""
     if slowness is None or len(slowness) < 2:
         return None
     slowest = max(range(len(slowness)), key=lambda rank: slowness[rank])
@@ -57,7 +57,7 @@ def straggler(slowness: tuple[float, ...] | None) -> int | None:
 
 
 def straggler_of_steps(model: Model, recorded: Measured) -> int | None:
-    """The rank that is the slowest, and slow, in every one of the steps; None if no rank is."""
+    """The rank that is the straggler in every single step; None if there is none."""
     named = set()
     for number in range(len(recorded.numbers)):
         ranks = tuple(
@@ -70,13 +70,13 @@ def straggler_of_steps(model: Model, recorded: Measured) -> int | None:
 # -- slow links, found by the collectives and messages that cross them -------------------------------
 
 SLOW_LINK = 2.0  # times as long as the same exchange between other ranks
-FAR = 3.0  # times the ratio of measured to priced that everything else has
+FAR = 3.0  # times the ratio of measured to priced time of everything else
 WORTH = 0.02  # of the step: shorter exchanges are ignored
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Exchanges of one size between the same ranks: ``count`` of them in a step, and their median ``seconds``."""
+    """Exchanges of one size between the same ranks: how many there are in a step, and their median time."""
 
     dimension: str
     what: str
@@ -99,7 +99,7 @@ class MeasuredLink:
 
     @property
     def carries(self) -> tuple[str, str, int]:
-        """Links are compared if this is equal: messages of a pipeline are, whatever stage sends."""
+        """Links with an equal value are compared: pipeline messages of one size are, whichever stage sends."""
         return self.dimension, "" if self.is_message else self.what, self.bytes
 
     @property
@@ -117,7 +117,7 @@ class SlowLink:
 
 
 def links_of(job: Job, recorded: Measured) -> tuple[MeasuredLink, ...]:
-    """One for every size and name of exchange between the same ranks, in both directions."""
+    """A link for every size and name of exchange between the same ranks, both directions together."""
     same: dict[tuple[str, str, tuple[int, ...], int], list[Exchange]] = defaultdict(list)
     for exchange in recorded.exchanges:
         same[exchange.dimension, exchange.what, tuple(sorted(exchange.members)), exchange.bytes].append(exchange)
@@ -134,9 +134,9 @@ def links_of(job: Job, recorded: Measured) -> tuple[MeasuredLink, ...]:
 
 
 def slow_link(links: Sequence[MeasuredLink], step_seconds: float, compute_ratio: float) -> SlowLink | None:
-    """The link that costs most by being slow, if any is: against others that carry the same, else against its price.
+    """The slow link that costs most: slower than others that carry the same or, if none is, than its price.
 
-    Where everything takes longer than its price, computation too, the price is wrong and no link is to blame.
+    If everything takes longer than its price, even computation, the prices are wrong and no link is to blame.
     """
     worth = [link for link in links if link.step_seconds >= WORTH * step_seconds]
     slow_links = [slow for link in worth if (slow := _against_others(link, links)) is not None]

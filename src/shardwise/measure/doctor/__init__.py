@@ -1,1 +1,1 @@
-"""Checks of what a long run needs from this machine, before it starts; modules without torch come first."""
+"""Checks of what a long run needs from this machine before it starts; those without torch come first."""

@@ -1,4 +1,4 @@
-"""What a node says of itself, to be compared with the others: versions, GPUs, NVLinks, InfiniBand, file system."""
+"""What a node reports of itself, to be compared with the others: versions, GPUs, NVLinks, InfiniBand, file system."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SMI_SECONDS = 120  # with the driver not loaded it takes its time
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """``nvlinks`` are the states of each GPU's links, ``topology`` how GPUs and cards are joined; None if unknown."""
+    """What a node reports of itself; None for what is unknown."""
 
     versions: Mapping[str, str]
-    nvlinks: Mapping[int, Sequence[str]] | None
+    nvlinks: Mapping[int, Sequence[str]] | None  # the states of each GPU's links
     ports: tuple[InfinibandPort, ...]
-    topology: DeviceTopology | None = None
+    topology: DeviceTopology | None = None  # how GPUs and network cards are connected
 
 
 def node_facts() -> NodeFacts:
@@ -55,7 +55,7 @@ def _topology() -> DeviceTopology | None:
 
 
 def nvidia_smi(*arguments: str) -> str | None:
-    """What it prints; None where it is not installed or fails."""
+    """The output of nvidia-smi; None if it is not installed or fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -64,7 +64,7 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def file_system_of(folder: Path) -> str:
-    """The kind and the size of what a folder is on; the name of the device differs from host to host."""
+    """Kind and size of a folder's file system, without the device, whose name differs from host to host."""
     path, deepest = folder.resolve(), ("", "unknown")
     with Path("/proc/mounts").open(encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
@@ -79,13 +79,13 @@ def file_system_of(folder: Path) -> str:
 
 
 def odd_ones(values: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """What most hosts say (of equally many, the first), and those that say something else."""
+    """What most hosts say (in a tie, the first), and the hosts that say something else."""
     usual = Counter(values.values()).most_common(1)[0][0]
     return usual, {host: value for host, value in values.items() if value != usual}
 
 
 def told(what: str, values: Mapping[str, str]) -> str | None:
-    """Who differs from most, in words; None if nobody does."""
+    """A sentence on the hosts that differ from most; None if none does."""
     usual, odd = odd_ones(values)
     if not odd:
         return None
@@ -95,7 +95,7 @@ def told(what: str, values: Mapping[str, str]) -> str | None:
 
 
 def gpu_findings(facts: Mapping[str, NodeFacts], tp: int) -> Iterator[Checked]:
-    """Whether tensor-parallel groups are on the GPUs that are nearest to each other, and every GPU has a near card."""
+    """Checks that tensor-parallel groups are on GPUs near each other, and that every GPU has a network card near it."""
     for host, topology in ((host, node.topology) for host, node in facts.items()):
         if topology is None:
             continue
@@ -131,7 +131,7 @@ def _gpu_order(host: str, topology: DeviceTopology, tp: int) -> Checked:
 
 
 def compared(facts: Mapping[str, NodeFacts]) -> Iterator[Checked]:
-    """Of several hosts: what is not the same everywhere, with the odd host named."""
+    """Compares several hosts, and names the odd one where something differs."""
     yield _versions(facts)
     yield _nvlinks(facts)
     yield _infiniband(facts)

@@ -22,20 +22,16 @@ class Checked:
 
 @dataclass(frozen=True)
 class Examination:
-    """A run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
+    """The run that is examined for."""
 
-    ``others`` are hosts to compare clocks with, by ssh. Without a job neither its ``cluster`` nor the size of a
-    checkpoint is known. What is found between hosts is written to ``wiring``, beside the ``switches`` above them.
-    """
-
-    folder: Path
-    processes: int
+    folder: Path  # that it writes to
+    processes: int  # on each host
     device: str  # cpu or cuda
     host_count: int = 1
-    others: tuple[str, ...] = ()
-    checkpoint_bytes: float | None = None
+    others: tuple[str, ...] = ()  # hosts to compare clocks with, by ssh
+    checkpoint_bytes: float | None = None  # unknown without a job
     checkpoint_limit_seconds: float = 600
-    cluster: Cluster | None = None
+    cluster: Cluster | None = None  # unknown without a job
     tp: int = 1
-    wiring: Path | None = None
-    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    wiring: Path | None = None  # where to write what is measured between hosts
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # above the hosts, for that file

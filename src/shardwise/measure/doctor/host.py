@@ -1,4 +1,4 @@
-"""All checks in order; those without torch: loopback and ports, shared memory, open files, clocks, and the disk."""
+"""All checks in order, and those without torch: loopback, ports, shared memory, open files, clocks, and the disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Check = Callable[[Examination], Checked | Iterable[Checked]]
 
 
 def examine(request: Examination, *, beside_others: bool = False) -> Iterator[Checked]:
-    """The results as they come, the slowest check last; a failing one does not stop the rest.
+    """Yields findings as they come, the slowest check last; a check that fails does not stop the rest.
 
-    ``beside_others``: ranks have started on all hosts, and show together what one host cannot.
+    ``beside_others``: ranks on all hosts run this, and check together what one host cannot.
     """
     host: dict[str, _Check] = {
         "loopback": check_loopback,
@@ -70,7 +70,7 @@ _SSH_SECONDS = 10
 
 
 def check_loopback(request: Examination) -> Checked:
-    """Binds a loopback port, connects to it and sends a byte each way, as the processes of one machine do."""
+    """Binds a loopback port, connects to it and sends a byte each way, as processes of one machine do."""
     if not loopback_interface():
         return Checked("loopback", "fail", "there is no loopback interface", "bring `lo` up")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -87,7 +87,7 @@ def check_loopback(request: Examination) -> Checked:
 
 
 def check_ports(request: Examination) -> Checked:
-    """Several hosts rendezvous at a port of the first, and reach each other by name."""
+    """Checks what several hosts need: a rendezvous port on the first, and names that resolve."""
     if request.host_count == 1:
         return Checked("ports", "pass", "none is needed: processes of one machine rendezvous in a file")
     name = socket.gethostname()
@@ -129,7 +129,7 @@ def check_open_files(request: Examination) -> Checked:
 
 
 def check_clocks(request: Examination) -> Iterator[Checked]:
-    """This clock against that of the folder's file system, and of other hosts."""
+    """Compares this clock with that of the folder's file system and those of other hosts."""
     path = request.folder / f".shardwise-clock-{os.getpid()}"
     before = time.time()
     try:
@@ -174,7 +174,7 @@ _KEPT = 3  # checkpoints at a time: the last good one, one more, and the one bei
 
 
 def check_disk(request: Examination) -> Iterator[Checked]:
-    """Space and speed; the file written for that is bounded in size and time, and removed."""
+    """Checks space and speed; the file written for that is bounded in size and time, and removed."""
     usage = shutil.disk_usage(request.folder)
     yield _space(request, usage.free)
     room = min(MOST_BYTES, usage.free // 10)
@@ -219,7 +219,7 @@ def _speed(request: Examination, size: int, write_seconds: float, read_seconds: 
 
 
 def timed_write(path: Path, room: int) -> tuple[int, float]:
-    """Bytes written and synced, and the seconds that took: up to ``room`` bytes or the time limit."""
+    """Writes and syncs up to ``room`` bytes, within a time limit; the bytes written, and the seconds taken."""
     piece, size = os.urandom(_PIECE_BYTES), 0  # not zeros: some file systems do not store those
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Between nodes: open ports, clocks, and what was measured of every pair beside what the plan counts on."""
+"""Checks between nodes: open ports, clocks, every pair's bandwidth and latency beside the plan, a shared folder."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def closed_ports(rank: Rank, address: str | None) -> list[tuple[int, str]]:
-    """By the first rank of every node: the nodes whose ports it cannot reach, and why. Others have nothing to say.
+    """The nodes whose ports the first rank of this node cannot reach, and why; empty on other ranks.
 
-    ``address`` is that of rank 0, by which every node knows its own.
+    ``address`` is rank 0's: towards it every node finds out its own address.
     """
     barrier = StoreBarrier(rank.store, rank.world // rank.ranks_per_host)
     if not rank.first_of_host or address is None:
@@ -95,7 +95,7 @@ def _why_closed(rank: Rank, node: int, first_address: str) -> str:
 
 
 def ports_finding(closed: Sequence[Sequence[tuple[int, str]]], hosts: Sequence[str]) -> Checked:
-    """``closed`` by node; the node that most others cannot reach is the odd one."""
+    """``closed`` is by node; names the node that most of the failed pairs have in common."""
     seen = [(tried, node, why) for tried, unreached in enumerate(closed) for node, why in unreached]
     if not seen:
         figure = f"every one of {len(hosts)} hosts reaches {LISTENING} ports of every other"
@@ -115,9 +115,9 @@ _READINGS = 8
 
 
 def clock_offsets(rank: Rank) -> list[float]:
-    """Over the process group: how far each node's clock is ahead of the first node's; known to rank 0 only.
+    """How far each node's clock is ahead of the first node's; only rank 0 knows.
 
-    By the exchange of NTP (RFC 5905, section 8), of which the quickest of several is the most exact.
+    Measured like NTP (RFC 5905, section 8), by the quickest of several exchanges, which is the most exact.
     """
     nodes, offsets = rank.world // rank.ranks_per_host, [0.0]
     with joined(rank.number, rank.world, rank.store):
@@ -143,21 +143,21 @@ def _asked(other: int) -> tuple[float, float]:
 
 
 def clocks_finding(offsets: Sequence[float], hosts: Sequence[str]) -> Checked:
-    """Against the median of all: the first node may itself be the odd one."""
+    """Compares with the median of all: the first node may itself be the odd one."""
     middle = statistics.median(offsets)
     node = max(range(len(hosts)), key=lambda other: abs(offsets[other] - middle))
     seconds = abs(offsets[node] - middle)
     return skew_finding("clocks", f"the others' ({hosts[node]} is farthest)", seconds)
 
 
-# -- what was found, beside the plan ---------------------------------------------------------------------
+# -- bandwidth and latency of pairs, beside the plan -------------------------------------------------
 
 VERY_SLOW = 3.0  # times slower than the others
-_LATE_SECONDS = 1e-3  # later than the others, at least
+_LATE_SECONDS = 1e-3  # at least so much later than the others
 
 
 def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
-    """What the cluster's description promises to one device while all devices of both nodes send."""
+    """What the cluster's description promises each device while all devices of both nodes send."""
     level = joining_level(cluster, *pair)
     return PairFigures(rate_for_each(cluster, level), level.latency_per_step)
 
@@ -165,7 +165,7 @@ def planned_pair(cluster: Cluster, pair: Pair) -> PairFigures:
 def pairs_findings(
     figures: Mapping[Pair, PairFigures], hosts: Sequence[str], cluster: Cluster | None
 ) -> Iterator[Checked]:
-    """Pairs that are slower than the others, and all of them against the plan."""
+    """Names pairs that are slower than the others, and compares all with the plan."""
     planned = {pair: None if cluster is None else planned_pair(cluster, pair) for pair in figures}
     alike: dict[PairFigures | None, list[Pair]] = {}
     for pair, promised in planned.items():
@@ -205,7 +205,7 @@ def _latency(seconds: Mapping[Pair, float], hosts: Sequence[str], promised: Pair
 def named(
     odd: Mapping[Pair, float], every: Mapping[Pair, float], hosts: Sequence[str], say: Callable[[float], str]
 ) -> str:
-    """The host that all odd pairs have in common, if it has no other pairs; else the pairs."""
+    """The host that all odd pairs share, if all of its pairs are odd; otherwise the pairs."""
     for node in range(len(hosts)):
         of_node = [pair for pair in every if node in pair]
         if len(of_node) > 1 and set(of_node) <= set(odd) and all(node in pair for pair in odd):
@@ -214,16 +214,16 @@ def named(
     return ", ".join(shown) + (f" and {len(odd) - 4} more pairs" if len(odd) > 4 else "")
 
 
-# -- one folder on all nodes ---------------------------------------------------------------------------
+# -- whether all nodes see one folder: each writes a file, and looks for those of the others ---------
 
 
-SEEN_SECONDS = 10.0  # NFS remembers for some seconds what a folder holds (nfs(5): acdirmin is 30 s, unless it is read)
+SEEN_SECONDS = 10.0  # NFS caches a folder's content for some seconds (nfs(5): acdirmin is 30 s, unless it is read)
 _LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class SeenFiles:
-    """What one node sees: whose files, of which file system; or why it cannot write there."""
+    """Whose files one node sees, on which file system; or why it cannot write there."""
 
     nodes: frozenset[int]
     file_system: str
@@ -231,7 +231,7 @@ class SeenFiles:
 
 
 def seen_files(rank: Rank, folder: Path) -> SeenFiles | None:
-    """By the first rank of every node; others have nothing to say."""
+    """What the first rank of every node sees; None on other ranks."""
     if rank.number == 0:
         rank.store.set("token", secrets.token_hex(8))
     if not rank.first_of_host:
@@ -270,7 +270,7 @@ def _seen(folder: Path, token: str, nodes: int) -> frozenset[int]:
 
 
 def shared_finding(seen: Sequence[SeenFiles], hosts: Sequence[str], folder: Path, *, is_run: bool) -> Checked:
-    """``found`` by node; ``is_run``: a run will be there, which needs a folder that all share."""
+    """``seen`` is by node; ``is_run``: the folder is a run's, which all nodes must share."""
     bad: Status = "fail" if is_run else "warn"
     cannot = [f"{host} cannot write there ({own.problem})" for host, own in zip(hosts, seen) if own.problem]
     if cannot:

@@ -1,4 +1,4 @@
-"""`doctor` on ranks that a launcher has started: every node is examined by its first rank, then all are compared."""
+"""`doctor` on ranks that a launcher has started: the first rank of every node examines it, then nodes are compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def examine_ranks(request: Examination, here: Started) -> Iterator[Checked]:
 
 
 def _of_each(of_ranks: Sequence[Sequence[Checked]], hosts: Sequence[str], ranks_per_host: int) -> Iterator[Checked]:
-    """What every node says of itself: a check that passes on all of them is one line, else those that do not pass."""
+    """Findings of the single nodes: one line for a check that all pass, otherwise a line for each failure."""
     by_check: dict[str, dict[str, Checked]] = {}
     for host, own in zip(hosts, of_ranks[::ranks_per_host], strict=True):
         for finding in own:

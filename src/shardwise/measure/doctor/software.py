@@ -24,7 +24,7 @@ from shardwise.spec.installation import TESTED_TORCH, is_installed, slow_formats
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
 
-_PROCESS_BYTES = 2**30  # of a CPU process with PyTorch and a small model
+_PROCESS_BYTES = 2**30  # that a CPU process takes with PyTorch and a small model
 _FREE_SHARE = 0.9
 
 
@@ -70,7 +70,7 @@ def _nccl() -> Checked:
 
 
 def _attention() -> Checked:
-    """Imports FlashAttention-4, where it is installed: training would, too."""
+    """Imports FlashAttention-4 if it is installed, as training would."""
     against = flash_attention_4.obstacle(torch.device("cuda", 0))
     if not against:
         return Checked("attention", "pass", f"FlashAttention-4 {flash_attention_4.version()}")
@@ -88,7 +88,7 @@ def driver() -> str:
 
 
 def check_devices(request: Examination) -> Checked:
-    """Whether every process has a device, with free memory."""
+    """Checks that every process has a device with free memory."""
     if request.device == "cpu":
         return _host_memory(request.processes)
     count = visible_devices()
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def timed_all_reduce(rank: int, world: int, device: str, reporter: Reporter | None = None) -> tuple[bool, float]:
-    """Whether the sum of all ranks was right every time, and the fastest seconds."""
+    """Whether the sum over all ranks was right every time, and the seconds of the fastest."""
     right, seconds = True, float("inf")
     for step in range(_REPEATS):
         if reporter is not None:

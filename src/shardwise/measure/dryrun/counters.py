@@ -20,19 +20,18 @@ from shardwise.measure.dryrun.world import replaced
 
 @dataclass(frozen=True)
 class Sent:
-    """One call. ``size_bytes`` is the size of the collective as the cost model counts it: the result of an all-gather,
-    the input of a reduce-scatter, what an all-to-all or a message sends. ``peer`` is the other rank of a message.
-    ``label`` is the engine's name for it."""
+    """One collective or message."""
 
     kind: str
     ranks: tuple[int, ...]
     size_bytes: int
-    label: Label = Label("none")
-    peer: int | None = None
+    """As the cost model counts: the result of an all-gather, the input of a reduce-scatter, otherwise what is sent."""
+    label: Label = Label("none")  # the engine's name for it
+    peer: int | None = None  # the other rank of a message
 
 
 class CollectiveLog:
-    """An observer of operators that records every collective in ``sent``, with the engine's labels during `naming`."""
+    """Observes operators and records every collective in ``sent``; during `naming` with the engine's labels."""
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
@@ -43,7 +42,7 @@ class CollectiveLog:
             self._record(name, _KINDS[name], args, result)
 
     def naming(self) -> AbstractContextManager[None]:
-        """Receives the names that the engine gives its phases and collectives."""
+        """While active, follows the names that the engine gives its phases and collectives."""
 
         @contextmanager
         def named(name: str) -> Iterator[None]:
@@ -60,7 +59,7 @@ class CollectiveLog:
         ranks = tuple(dist.get_process_group_ranks(group))
         label = next((known for known in reversed(self._labels) if known.what), Label("none"))
         if kind in (CollectiveKind.SEND_RECV, RECEIVE) and label.part_of is not None:
-            if kind == CollectiveKind.SEND_RECV:  # n−1 of them are a collective of n such parts
+            if kind == CollectiveKind.SEND_RECV:  # n−1 of these make up a collective of n such parts
                 size = round(_bytes(args[0]) * len(ranks) / (len(ranks) - 1))
                 self.sent.append(Sent(str(label.part_of), ranks, size, label))
             return
@@ -113,10 +112,10 @@ def _bytes(tensors: Any) -> int:
 
 
 # -- FLOPs of a step: matmuls and attention ----------------------------------------------------------
-# Counted as the cost model does: two for a multiplication and an addition, half of a causal square, and twice the
-# forward pass for the backward pass of attention (scores recomputed inside its kernel do not count).
+# Counted as the cost model does: two for a multiply-add, half for a causal square, and twice the forward pass for the
+# backward pass of attention (scores recomputed inside its kernel do not count).
 
-# Where an operator has its left and right factor, and which dimension of the right one is not summed over.
+# Argument positions of the left and right factor, and the dimension of the right one that is not summed over.
 _MATMULS = {
     "aten::mm": (0, 1, -1),
     "aten::bmm": (0, 1, -1),
@@ -129,7 +128,7 @@ _MATMULS = {
     "shardwise::grouped_product": (0, 1, -1),
     "shardwise::grouped_product_of_columns": (0, 1, -1),
 }
-# Where attention has its query, key and value (behind the gradient in a backward pass), and whether it is causal.
+# Argument positions of the query (key and value follow; a gradient precedes it in a backward pass), and of is_causal.
 _SQUARE = {
     "aten::_scaled_dot_product_flash_attention": (0, 4),
     "aten::_scaled_dot_product_flash_attention_backward": (1, 11),
@@ -138,13 +137,13 @@ _SQUARE = {
     "aten::_scaled_dot_product_efficient_attention": (0, 6),
     "aten::_scaled_dot_product_efficient_attention_backward": (1, 11),
 }
-# The same, and where the longest sequence and the window are.
+# Positions of the query, the longest sequence and the window.
 _PACKED = {"torch_attn::_varlen_attn": (0, 6, 9), "torch_attn::_varlen_attn_backward": (1, 9, 13)}
 _WINDOWED = {"aten::_flash_attention_forward": 0, "aten::_flash_attention_backward": 1}
 
 
 class FlopLog:
-    """An observer of operators that adds up: ``flops["products"]`` (matmuls), ``flops["attention"]``."""
+    """Observes operators and adds up ``flops["products"]`` (matmuls) and ``flops["attention"]``."""
 
     def __init__(self) -> None:
         self.flops = {"products": 0.0, "attention": 0.0}
@@ -170,18 +169,18 @@ class FlopLog:
 
 
 def _features(query: Any, value: Any) -> int:
-    """Of a head, in both matmuls of attention."""
+    """Features per head, summed over both matmuls of attention."""
     return int(query.shape[-1]) + int(value.shape[-1])
 
 
 def _square(query: Any, key: Any, value: Any, causal: bool) -> float:
-    """Every query with every key, [batch, heads, seq, features] each."""
+    """Every query with every key; tensors are [batch, heads, seq, features]."""
     pairs = int(query.numel()) // int(query.shape[-1]) * int(key.shape[2])
     return 2.0 * float(pairs) * _features(query, value) * (0.5 if causal else 1.0)
 
 
 def _packed(query: Any, value: Any, longest: int, window: Any) -> float:
-    """Sequences of ``longest`` tokens, concatenated: [tokens, heads, features]; a window of (before, behind)."""
+    """Concatenated sequences of ``longest`` tokens, [tokens, heads, features]; ``window`` is (before, behind)."""
     before, behind = window or (-1, -1)
     causal = behind == 0
     seen = longest / 2 if causal else float(longest)
@@ -192,9 +191,9 @@ def _packed(query: Any, value: Any, longest: int, window: Any) -> float:
 
 
 def _windowed(query: Any, key: Any, value: Any, left: int, right: int) -> float:
-    """A window around queries that are the last of the keys; [batch, seq, heads, features]."""
+    """A window around queries, which are the last of the keys; tensors are [batch, seq, heads, features]."""
     queries, keys = int(query.shape[1]), int(key.shape[1])
-    places = range(keys - queries, keys)  # and the halves of a causal square, as all is counted
+    places = range(keys - queries, keys)  # a query counts half of its own key, as in a causal square
     before = sum(min(place + 0.5, left + 0.5) for place in places)
     behind = sum(min(keys - place - 0.5, right) for place in places)
     return 2.0 * int(query.shape[0]) * int(query.shape[2]) * (before + behind) * _features(query, value)

@@ -1,9 +1,9 @@
-"""From a few traced layers and microbatches to all of them: counts grow by the same amount with each.
+"""Extrapolates from a few traced layers and microbatches to all of them: each adds the same amount to every count.
 
-Memory is extended place by place, as each place has its own peak: layers near the front of a stage are matched with
-those near the front, those near the back with those near the back, and so are the first and the last microbatches.
-Between them memory changes linearly from layer to layer and not at all from microbatch to microbatch, so that the peak
-of a pass is never in the middle.
+Memory is extrapolated place by place, since each place has its own peak. Layers near the front of a stage are matched
+with layers near the front of the larger one, layers near the back with those near the back, and likewise the first and
+the last microbatches. Between them memory changes linearly from layer to layer, and not at all from microbatch to
+microbatch: so the peak of a pass is never in the middle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Moments = Mapping[StepPlace, Sequence[Bytes]]
 
 @dataclass(frozen=True)
 class TracedShape:
-    """How much is traced: layers of every kind in every stage of the rank, and microbatches."""
+    """How much is traced: the number of layers of every kind in every stage of the rank, and of microbatches."""
 
     layers: tuple[tuple[Kind, int], ...]
     microbatches: int
@@ -39,24 +39,23 @@ class TracedShape:
 
 @dataclass(frozen=True)
 class Extension:
-    """``small`` is traced in place of ``whole``, and besides with one more layer of each of ``groups`` (kinds that
-    have equally many layers), both with two numbers of microbatches."""
+    """Which shapes are traced, to extrapolate to ``whole`` from their differences."""
 
     whole: TracedShape
     small: TracedShape
-    more_microbatches: int
-    groups: tuple[frozenset[Kind], ...]
+    more_microbatches: int  # every shape is also traced with this many microbatches
+    groups: tuple[frozenset[Kind], ...]  # kinds of equally many layers: one more of each is traced together
 
     @property
     def shapes(self) -> list[TracedShape]:
-        """All that have to be traced."""
+        """All shapes that have to be traced."""
         with_layers = [self.small, *(self.small.with_one_more(group) for group in self.groups)]
         if self.small.microbatches == self.whole.microbatches:
             return with_layers
         return [*with_layers, *(shape.with_microbatches(self.more_microbatches) for shape in with_layers)]
 
     def extended(self, numbers_of: Callable[[TracedShape], Mapping[Key, float]]) -> dict[Key, float]:
-        """The numbers of ``whole``, linear in every kind of layer and in the microbatches."""
+        """The numbers of ``whole``, extrapolated linearly in every kind of layer and in the microbatches."""
         result = self._over_layers(numbers_of, self.small.microbatches)
         if self.small.microbatches == self.whole.microbatches:
             return result
@@ -78,7 +77,7 @@ class Extension:
 
 
 def extension(whole: TracedShape, layers: int, microbatches: Sequence[int]) -> Extension:
-    """Traces at most ``layers`` of every kind, and the two given numbers of microbatches where there are more."""
+    """Traces at most ``layers`` of every kind, and two numbers of ``microbatches`` if the whole has more than those."""
     small = TracedShape(tuple((kind, min(number, layers)) for kind, number in whole.layers), whole.microbatches)
     numbers = sorted({number for _, number in whole.layers if number > layers})
     groups = tuple(frozenset(kind for kind, number in whole.layers if number == count) for count in numbers)
@@ -89,9 +88,9 @@ def extension(whole: TracedShape, layers: int, microbatches: Sequence[int]) -> E
 
 
 def alike(place: StepPlace, shape: TracedShape, microbatches: int) -> StepPlace | None:
-    """The name of a place in a trace of any size; None for what is in the middle.
+    """A name for a place that is the same in traces of all sizes; None for places in the middle.
 
-    ``shape`` is the smallest that is traced, ``microbatches`` are those of the trace that the place is from.
+    ``shape`` is the smallest that is traced, ``microbatches`` the number in the trace that the place comes from.
     """
     if not place.part:
         return place
@@ -103,7 +102,7 @@ def alike(place: StepPlace, shape: TracedShape, microbatches: int) -> StepPlace 
 
 
 def _from_nearer_end(number: int, of: int, least: int) -> int | None:
-    """From the front or, below zero, from the back, as far as there is a front and a back half of ``least``."""
+    """The number from the front or (negative) from the back, if within half of ``least``; None in the middle."""
     least = min(least, of)
     if number < (least + 1) // 2:
         return number
@@ -115,10 +114,10 @@ def _sum(first: Mapping[Key, float], other: Mapping[Key, float], times: float) -
 
 
 def at_one_moment(traces: Sequence[Moments]) -> list[dict[StepPlace, Bytes]]:
-    """The peak memory of each place, at the same moment in all traces that have equally many moments of the place.
+    """The peak memory of each place, at the same moment in all traces with equally many moments at that place.
 
-    Places by the names that they have in all traces, the largest trace last. Of two moments with nearly equal memory
-    different traces could otherwise choose different ones, whose parts differ.
+    Places are named as by `alike`; the largest trace comes last, and its peak decides. Otherwise traces could choose
+    different moments of nearly equal memory, whose parts differ.
     """
     longest = {place: len(moments) for place, moments in traces[-1].items()}
     chosen = {place: _most_at(moments) for place, moments in traces[-1].items()}

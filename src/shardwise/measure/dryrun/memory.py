@@ -1,7 +1,7 @@
-"""What the tensors of a rank are for, and how many bytes of each there are at every place of a step.
+"""What the tensors of a rank are for, and how many bytes of each kind there are at every place of a step.
 
-What a tensor is for is known only when it is freed: what a forward pass makes and a backward pass frees was kept for
-that. So every change is recorded with its place, and added up after the step.
+What a tensor is for is known only when it is freed: one that a forward pass makes and a backward pass frees is an
+activation. So every change is recorded with its place, and added up after the step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.layer import Layer
 from shardwise.training.memory import TensorBytes
 
-# -- Where in a step a rank is: which pass, which stage, which layer ---------------------------------
+# -- where in a step a rank is: which pass, which stage, which layer ---------------------------------
 # Tracked by hooks on the modules for the forward pass and on the tensors between them for the backward pass.
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes layers: those of one kind run the same operators."""
+    """What distinguishes layers: all of one kind run the same operators."""
 
     experts: bool = False
     window: bool = False
@@ -41,19 +41,15 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlace:
-    """``phase``: build, forward, backward, recompute, update or between. ``part`` of the stage: embedding, layer, head.
+    """A place in the step of a rank."""
 
-    A layer is the ``number``-th of its ``kind`` in its stage, counted from the front, of ``of``. ``visit`` counts the
-    passes of its stage in this direction: microbatches.
-    """
-
-    phase: str
+    phase: str  # build, forward, backward, recompute, update or between
     stage: int = 0
-    part: str = ""
-    kind: LayerKind | None = None
-    number: int = 0
-    of: int = 0
-    visit: int = 0
+    part: str = ""  # of the stage: embedding, layer or head
+    kind: LayerKind | None = None  # of a layer
+    number: int = 0  # of a layer, among those of its kind in the stage, from the front
+    of: int = 0  # how many of its kind there are
+    visit: int = 0  # how many passes of the stage in this direction came before: the microbatch
 
     @property
     def words(self) -> str:
@@ -63,7 +59,7 @@ class StepPlace:
 
 
 class Places:
-    """``now`` is the place of what runs at the moment, ``passes`` how many passes there have been."""
+    """Follows a step: ``now`` is the current place, ``passes`` counts the passes so far."""
 
     def __init__(self) -> None:
         self.now = StepPlace("build")
@@ -75,7 +71,7 @@ class Places:
         self._visits.clear()
 
     def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, LayerKind]) -> None:
-        """Hooks into the decoders of a rank's stages, when all techniques have been applied to them."""
+        """Hooks into the decoders of a rank's stages, after all techniques have been applied to them."""
         for stage, module in stages.items():
             decoder = next(inner for inner in module.modules() if isinstance(inner, Decoder))
             self._watch_decoder(decoder, stage)
@@ -118,7 +114,7 @@ class Places:
         layer.register_forward_hook(leave)
 
     def _on_gradient(self, tensor: Tensor, place: StepPlace) -> None:
-        """``place`` is the place from when the gradient of ``tensor`` is computed."""
+        """Enters ``place`` when the gradient of ``tensor`` is computed."""
 
         def arrived(_: Tensor) -> None:
             if place.part == "head":
@@ -145,7 +141,7 @@ def _in_backward() -> bool:
 
 @dataclass
 class Block:
-    """The memory of one tensor and its views, and where it was allocated and freed."""
+    """The memory of a tensor and its views, and where it was allocated and freed."""
 
     born: StepPlace
     born_pass: int
@@ -173,7 +169,7 @@ class Block:
 
 
 class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
-    """Records every change; ``claim`` says what tensors are for where no rule can tell."""
+    """Records every change of memory; ``claim`` says what tensors are for if no rule can tell."""
 
     def __init__(self, places: Places) -> None:
         super().__init__()
@@ -189,7 +185,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
                 block.claimed = part
 
     def forget(self) -> None:
-        """Starts a new log with the live blocks."""
+        """Starts the log anew, with the blocks that are alive."""
         self.changes = [(block, block.bytes, self.places.now) for block in self.blocks.values()]
         self.reset_peak()
 
@@ -208,7 +204,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
             block.died, block.died_pass = self.places.now, self.places.passes
 
     def _touched(self, operator: Any, args: Any, named: Any, result: Any) -> None:
-        """An observer: what collectives read and write."""
+        """Observes operators: marks what collectives read and write."""
         if operator.namespace in ("c10d", "_c10d_functional"):
             for touched in tree_iter((args, result)):
                 block = self.blocks.get(self.see(touched)) if isinstance(touched, Tensor) else None
@@ -216,7 +212,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
                     block.sent = True
 
     def holders(self) -> list[Holder]:
-        """The live tensors at the peak since `forget`, those of equal origin and size together."""
+        """The tensors alive at the peak since `forget`, grouped by origin and size."""
         totals = list(accumulate(difference for _, difference, _ in self.changes))
         last = max(range(len(totals)), key=totals.__getitem__, default=-1)
         live: dict[int, tuple[Block, int]] = {}
@@ -230,7 +226,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         return sorted(holders, key=lambda holder: -holder.bytes * holder.number)
 
     def moments(self) -> dict[StepPlace, list[Bytes]]:
-        """Memory by part after every change since `forget`, by the place where it happened."""
+        """Memory by part after every change since `forget`, grouped by the place of the change."""
         live: Bytes = dict.fromkeys(PARTS, 0.0)
         moments: dict[StepPlace, list[Bytes]] = {}
         for block, difference, place in self.changes:

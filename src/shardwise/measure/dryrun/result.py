@@ -1,4 +1,4 @@
-"""The request and the result of a dry run; plain data."""
+"""The request and the result of a dry run, as plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.spec.job import Job
 
 
 def require_equal_stages(job: Job) -> None:
-    """Raises SpecError where what a rank sends to the next stage depends on that one's degrees."""
+    """Raises SpecError for unlike stages, where what a rank sends depends on the degrees of the next stage."""
     if job.strategy.has_unlike_stages:
         problem = "a dry run traces a rank among stages of equal degrees"
         raise SpecError("strategy.stage_tp" if job.strategy.stage_tp else "strategy.stage_dp", problem,
@@ -26,7 +26,7 @@ def require_equal_stages(job: Job) -> None:
 
 
 def resized(job: Job, world: int) -> Job:
-    """The same job on ``world`` ranks: data parallelism takes what the other dimensions leave."""
+    """The same job on ``world`` ranks: data parallelism fills what the other dimensions leave."""
     strategy = job.strategy
     others = strategy.world // strategy.data_parallel
     if world % others:
@@ -41,12 +41,12 @@ def resized(job: Job, world: int) -> Job:
 
 
 def fullest_rank(job: Job) -> int:
-    """The first rank of the pipeline stage with the highest planned memory; of unlike replicas, of the fullest."""
+    """The first rank of the stage with the highest planned memory; among unlike replicas, of the fullest one."""
     strategy = job.strategy
     if strategy.dp_shares is None and mixed_kinds(job.cluster) is None:
         fullest = max(device_memories(job), key=lambda memory: memory.total)
         return rank_at(strategy, {"pp": fullest.pipeline_rank})
-    first: dict[tuple[int, Job], int] = {}  # of the ranks that are alike
+    first: dict[tuple[int, Job], int] = {}  # the first of ranks that are alike
     for stage in range(strategy.pp):
         for replica in range(strategy.data_parallel):
             rank = rank_at(strategy, {"pp": stage, "dp": replica})
@@ -70,22 +70,19 @@ Bytes = dict[str, float]  # by part
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """Collectives of one kind and name over the same number of ranks; ``peer`` is the other rank of messages.
-
-    ``kind`` is one of `CollectiveKind`, or `RECEIVE`.
-    """
+    """Collectives of one kind and name over the same number of ranks."""
 
     dimension: str
-    kind: str
+    kind: str  # one of `CollectiveKind`, or `RECEIVE`
     name: str  # the engine's own, with its dimension
     ranks: int
-    peer: int | None = None
+    peer: int | None = None  # the other rank of messages
     what: str = ""  # the name without its dimension
 
 
 @dataclass(frozen=True)
 class Calls:
-    """How often a kind of collective is called in a step, and its bytes in all, as the cost model counts them."""
+    """How often a kind of collective is called in a step, and its total bytes, as the cost model counts them."""
 
     line: TracedCollective
     count: float
@@ -94,12 +91,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Holder:
-    """``number`` tensors of ``bytes`` each that an operator allocated at a place of the step."""
+    """Several tensors of equal size that an operator allocated at one place of the step."""
 
     part: str
     operator: str
     made_in: str
-    bytes: int
+    bytes: int  # of each
     number: int
 
 
@@ -122,30 +119,26 @@ class Compared:
 
     @property
     def defect(self) -> bool:
-        """Of the engine, or of the planner."""
+        """Whether engine and planner disagree: one of them is wrong."""
         return not self.negligible and abs(self.difference) > TOLERANCE
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """One step of one rank.
-
-    ``peak`` is its memory by part at the peak, ``peak_place`` where in the step that is. ``holders`` are the tensors in
-    memory then, in the largest of the traces that all this is extrapolated from, which ``traced`` describes.
-    """
+    """One step of one rank, as traced and as planned."""
 
     job: Job
     rank: int
     coordinates: Mapping[str, int]
     peak: Bytes
-    peak_place: str
+    peak_place: str  # where in the step the peak is
     planned_peak: Bytes
     calls: tuple[Calls, ...]
     flops: Mapping[str, float]
     planned_flops: Mapping[str, float]
     compared: tuple[Compared, ...]
-    holders: tuple[Holder, ...]
-    traced: str
+    holders: tuple[Holder, ...]  # the tensors at the peak, in the largest trace
+    traced: str  # what was traced, from which the rest is extrapolated
     seconds: float
 
     @property

@@ -1,4 +1,4 @@
-"""A dry run: a few traces, extrapolated to the whole rank, against the planner's figures."""
+"""A dry run: a few traces, extrapolated to the whole rank, beside the planner's figures."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from shardwise.spec.job import Job
 
 # -- a traced rank against the planner's figures -----------------------------------------------------
 
-NEGLIGIBLE = 5e-3  # of all that a rank sends: less is not priced (norms, counts, losses)
+NEGLIGIBLE = 5e-3  # of everything a rank sends: what is less is not priced (norms, counts, losses)
 _FLOPS = {"products": "matmuls", "attention": "attention"}
 
 
 def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollective, float]) -> list[Compared]:
-    """One line for every dimension and kind of collective that either knows of."""
+    """One line for every dimension and kind of collective that is planned or traced."""
     planned: dict[tuple[str, str], float] = {}
     for traffic in step_traffic(job, rank_contents(job, pipeline_rank)):
         if traffic.dimension != "offload":
-            # Both ends of a pipeline sum the gradients of a tied embedding, priced as one message.
+            # The ends of a pipeline all-reduce the gradients of a tied embedding, which is priced as a message.
             tied = traffic.payload.role is Role.TIED_GRADIENTS
             key = (traffic.dimension, str(CollectiveKind.ALL_REDUCE if tied else traffic.kind))
             size = traffic.bytes_sent if _in_levels(job, *key) else traffic.count * traffic.size_bytes
@@ -56,7 +56,7 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollectiv
 
 
 def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]) -> list[Compared]:
-    """One line for every kind of transfer between the device and its host that either knows of."""
+    """One line for every kind of transfer between device and host that is planned or traced."""
     lines = step_traffic(job, rank_contents(job, pipeline_rank))
     moved = ((line.payload, line.count * line.size_bytes) for line in lines if line.dimension == "offload")
     planned, moved_in_trace = (_states_together(each) for each in (moved, traced.items()))
@@ -65,7 +65,7 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
 
 
 def _states_together(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
-    """States that come ahead of their update with those that come for it."""
+    """Sums bytes by payload; optimizer states fetched ahead of their update count with those fetched for it."""
     together: dict[Payload, float] = {}
     for payload, size in moved:
         kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in STATES_TO_DEVICE else payload
@@ -80,7 +80,7 @@ def _lines(planned: Mapping[Key, float], traced: Mapping[Key, float], title: Cal
 
 
 def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tuple[str, str], float]:
-    """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
+    """Bytes by dimension and kind. For a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
     totals: dict[tuple[str, str], float] = {}
     boundaries: dict[int, float] = {}
     for line, size in traced.items():
@@ -96,7 +96,7 @@ def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tup
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
-    """Two ranks in a loop are both before and behind each other: 2v−1 boundaries instead of v on one side."""
+    """Two ranks in a loop are each other's previous and next: 2v−1 boundaries between them instead of v."""
     strategy, chunks = job.strategy, job.strategy.chunks_per_rank
     folded = strategy.schedule_record.placement == "loop" and strategy.pp == 2
     messages = (dimension, kind) == ("pp", str(CollectiveKind.SEND_RECV))
@@ -104,13 +104,13 @@ def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
 
 
 def _in_levels(job: Job, dimension: str, kind: str) -> bool:
-    """Whether an exchange runs in several levels and so has no single size: what leaves the rank is compared."""
+    """Whether an exchange runs in several levels and so has no single size: then what leaves the rank is compared."""
     deduplicated = job.strategy.dispatch == "deduplicated"
     return deduplicated and (dimension, kind) == ("ep", str(CollectiveKind.ALL_TO_ALL))
 
 
 def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, float]:
-    """Matmuls and attention of all microbatches: a backward pass is two forward passes."""
+    """FLOPs of matmuls and attention in all microbatches; a backward pass counts as two forward passes."""
     contents = rank_contents(job, pipeline_rank)
     shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
@@ -135,15 +135,15 @@ def compared_flops(planned: Mapping[str, float], traced: Mapping[str, float]) ->
 
 # -- the dry run -------------------------------------------------------------------------------------
 
-LAYERS = 4  # of a kind: two near the front of a stage and two near its back are unlike those between
-MICROBATCHES = (3, 4)  # the first, which finds no gradients, the last, which reduces them, and what is between
+LAYERS = 4  # of a kind: two at the front of a stage and two at its back, which differ from those between
+MICROBATCHES = (3, 4)  # the first, which finds no gradients, the last, which reduces them, and those between
 
 
 def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool = False) -> DryRun:
-    """One step of ``rank`` (default: the fullest one), not the first.
+    """Traces one step of ``rank`` (default: the fullest one), not the run's first.
 
-    Experts get equally many tokens, those of this rank ``skew`` times as many as the others. ``full`` traces every
-    layer and microbatch, otherwise a few of them, which gives the same figures.
+    Experts get equally many tokens, but those of this rank ``skew`` times as many as the others. ``full`` traces every
+    layer and microbatch; otherwise only a few are traced, which gives the same figures.
     """
     started = time.perf_counter()
     require_runs(job)
@@ -155,12 +155,12 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     job = seen_by(job, rank)
     pipeline_rank = coordinate(job.strategy, "pp", rank)
     whole = whole_shape(job, pipeline_rank)
-    # A share of weights or gradients that is offloaded is the first parameters: layers differ.
+    # If only a share of weights or gradients is offloaded, it is that of the first parameters, so layers differ.
     full = full or any(0 < share < 1 for share in (job.strategy.offload.weights, job.strategy.offload.gradients))
     plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
     assumed = Assumed(skew, _most_nodes(job))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, about forms that its own parts call
+        warnings.simplefilter("ignore")  # PyTorch's, about deprecated calls in its own code
         traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
     moments = [_moments(traced, plan.small, shape.microbatches) for shape, traced in traces.items()]
     peaks = _peaks(plan, dict(zip(traces, at_one_moment(moments))))
@@ -195,11 +195,11 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:
-    """Enough microbatches that the pipeline is full, and stays so, before half of them are done."""
+    """Chooses enough microbatches that the pipeline is full before half of them are done."""
     strategy = job.strategy
     if strategy.pp == 1:
         return extension(whole, LAYERS, MICROBATCHES)
-    few = 2 * strategy.pp  # divides into what interleaving takes at a time
+    few = 2 * strategy.pp  # a multiple of what interleaving takes at a time
     in_flight = _most_of_one_stage(job, pipeline_rank) if not strategy.schedule_record.forwards_first else 0
     while few // 2 <= in_flight:
         few += strategy.pp
@@ -207,7 +207,7 @@ def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:
 
 
 def _most_of_one_stage(job: Job, pipeline_rank: int) -> int:
-    """Microbatches that a stage of the rank is ahead of their backward passes; a pipeline is full with 2p of them."""
+    """The most microbatches that a stage of this rank holds between forward and backward; 2p fill any pipeline."""
     strategy = job.strategy
     microbatches = min(job.microbatches, 4 * strategy.pp)
     schedule = build(strategy.schedule, strategy.pp, microbatches, strategy.chunks_per_rank)
@@ -220,7 +220,7 @@ def _most_of_one_stage(job: Job, pipeline_rank: int) -> int:
 
 
 def _most_nodes(job: Job) -> int | None:
-    """Nodes that a token's experts may be on, where routing limits them by groups of experts, one on each."""
+    """On how many nodes a token's experts may be, if routing is limited to some groups of experts, one per node."""
     moe, node = job.model.moe, job.cluster.node_devices
     if moe is None or moe.groups == 1:
         return None
@@ -229,7 +229,7 @@ def _most_nodes(job: Job) -> int | None:
 
 
 def _moments(traced: Trace, small: TracedShape, microbatches: int) -> dict[StepPlace, Sequence[Bytes]]:
-    """Memory at the places that have the same name in traces of other shapes."""
+    """Memory at the places that traces of other shapes have too, by their common names."""
     named = ((alike(place, small, microbatches), moments) for place, moments in traced.moments.items())
     return {name: moments for name, moments in named if name is not None}
 

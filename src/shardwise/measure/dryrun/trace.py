@@ -1,4 +1,4 @@
-"""One step of the real engine on one rank, traced: memory at every place, every collective, arithmetic."""
+"""Traces one step of the real engine on one rank: memory at every place, collectives, and FLOPs."""
 
 from __future__ import annotations
 
@@ -44,17 +44,14 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class Trace:
-    """Calls and bytes of every kind of collective, FLOPs, and memory by part at every moment of each place.
-
-    ``moved``: bytes between the device and its host, by kind of transfer.
-    """
+    """What one traced step does."""
 
     calls: Mapping[TracedCollective, int]
     sent_bytes: Mapping[TracedCollective, int]
     flops: Mapping[str, float]
-    moments: Moments
-    holders: tuple[Holder, ...]
-    moved: Mapping[Payload, int]
+    moments: Moments  # memory by part at every moment of each place
+    holders: tuple[Holder, ...]  # the tensors at the peak
+    moved: Mapping[Payload, int]  # bytes between the device and its host
 
 
 def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
@@ -65,7 +62,7 @@ def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
 
 
 def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
-    """Of the layers of a rank."""
+    """The kind of every layer of a rank."""
     stages = [built_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
     some = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
     recomputed = recomputed_layers([len(layers) for layers in stages], 0 if some is None else some)
@@ -107,7 +104,7 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         each = job.sequences // job.strategy.data_parallel
         tokens = torch.zeros((each, job.training.seq), dtype=torch.int64)
         batch = Batch.of(tokens, tokens.clone())
-        # States come ahead of an update from the second one on; that of stored weights is in the step after its own.
+        # From the second update on, states are fetched ahead; stored weights are updated in the step after their own.
         for _ in range(2 if engine.optimizer.stored.weights else 1):
             _step(engine, batch, places, memory)
         memory.forget()
@@ -121,7 +118,7 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
 
 
 def _claim(engine: Engine, memory: MemoryLog) -> None:
-    """What only the engine knows: which tensors are weights, gradients and states of the optimizer."""
+    """Tells the log what only the engine knows: which tensors are weights, gradients and optimizer states."""
     memory.claim("optimizer", (local(tensor) for state in engine.optimizer.state.values() for tensor in state.values()))
     memory.claim("weights", (local(held.parameter) for held in engine.parameters))
 
@@ -143,7 +140,7 @@ def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> No
 
 
 def _pose(engine: Engine, assumed: Assumed) -> None:
-    """Routing, which depends on data, is assumed, and attention runs by the kernels of a GPU."""
+    """Assumes the routing, which depends on data, and lets attention run as a GPU's kernels would."""
     for stage in engine.stages.values():
         for module in stage.modules():
             attend = getattr(module, "attend", None)
@@ -154,7 +151,7 @@ def _pose(engine: Engine, assumed: Assumed) -> None:
 
 
 def _assume(exchange: Any, assumed: Assumed) -> None:
-    """Exchanges may wrap others."""
+    """Sets the assumption on an exchange and those that it wraps."""
     while exchange is not None:
         if hasattr(exchange, "assumed"):
             exchange.assumed = assumed
@@ -162,7 +159,7 @@ def _assume(exchange: Any, assumed: Assumed) -> None:
 
 
 def _only_layers(shape: TracedShape, kinds: Mapping[int, LayerKind]) -> AbstractContextManager[None]:
-    """The engine builds only the first layers of every kind."""
+    """Makes the engine build only the first layers of every kind."""
 
     def first_layers(job: Job) -> tuple[list[int], ...]:
         return tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(built_layers(job)))
@@ -171,7 +168,7 @@ def _only_layers(shape: TracedShape, kinds: Mapping[int, LayerKind]) -> Abstract
 
 
 def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
-    """Of every stage, as many recomputed layers as are traced."""
+    """Makes the engine recompute as many layers of every stage as are traced."""
     numbers: Counter[int] = Counter()
     for (stage, kind), number in shape.layers:
         numbers[stage] += number * kind.recomputed
@@ -179,7 +176,7 @@ def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
 
 
 def _structure_is_real() -> AbstractContextManager[None]:
-    """Mesh and modules are built outside the fake mode (without values: on the meta device)."""
+    """Builds mesh and modules outside the fake mode (modules without values, on the meta device)."""
 
     def real(name: str) -> tuple[Any, str, Any]:
         original = getattr(engine_module, name)
@@ -231,7 +228,7 @@ NAMES = {**{name: name for name in ("tp", "cp", "ep", "dp", "pp")}, "expert_tp":
 
 
 def dimension_of_collectives(engine: Engine) -> Callable[[Label, tuple[int, ...]], str]:
-    """Of a collective: the dimension that the engine names it by, else that of its ranks."""
+    """A function that tells the dimension of a collective: by the engine's label, or else by its ranks."""
     by_ranks: dict[tuple[int, ...], str] = {}
     for name, dimension in (*NAMES.items(), ("shard", "dp"), ("replicate", "dp")):
         ranks = tuple(sorted(torch.distributed.get_process_group_ranks(engine.mesh.group(name))))

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in a single process: collectives that move nothing, tensors without values."""
+"""Poses as one rank of a world of any size: collectives move nothing, and tensors have no values."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from shardwise.models.dot_product import shapes_taken
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.job import Job
 
-# -- Temporarily replaces functions ------------------------------------------------------------------
+# -- replacing functions for a while -----------------------------------------------------------------
 
 _MISSING = object()
 
 
 @contextmanager
 def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Each an owner (a module, a class, an object), a name and its value until the end."""
+    """Sets attributes for the duration: each is an owner (a module, a class, an object), a name and a value."""
     originals = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
@@ -53,7 +53,7 @@ def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
         yield
     finally:
         for (owner, name, _), original in zip(replacements, originals):
-            if original is _MISSING:  # it was its class's
+            if original is _MISSING:  # the attribute was its class's
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
@@ -64,9 +64,9 @@ def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def posing_as(rank: int, world: int) -> Iterator[None]:
-    """PyTorch's fake process group as the default group, of which there must be none before and is none after.
+    """Makes PyTorch's fake process group the default one; there must be none before, and is none after.
 
-    A send is complete when next polled: the fake group itself would never complete it.
+    A send counts as complete when polled: the fake group itself would never complete it.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: a dry run needs a process of its own")
@@ -81,22 +81,22 @@ def posing_as(rank: int, world: int) -> Iterator[None]:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have shapes but no values, and use the memory that a GPU's kernels would."""
-    # DTensor tries its operators on full tensors in the mode it finds, where they would be counted.
+    # DTensor tries operators on full tensors in the fake mode that it finds, where they would be counted.
     no_mode = (sharding_prop, "detect_fake_mode", lambda *_, **__: None)
     with FakeTensorMode(allow_non_fake_inputs=True), kernels_of_a_gpu(), replaced(no_mode):
         yield
 
 
-# -- Stand-ins for GPU kernels on a CPU: the two differ in the memory that they use ------------------
+# -- stand-ins for GPU kernels on a CPU: the two differ in the memory that they use ------------------
 # PyTorch can fake GPU tensors only if it is built for GPUs, so fake tensors are on the CPU. There it decomposes norms
-# and attention, converts before a softmax, and rounds a matmul before it is added. Nothing is computed here, only the
-# right tensors are allocated.
+# and attention, converts before a softmax, and rounds a matmul before adding it. The stand-ins compute nothing, and
+# only allocate the right tensors.
 
 aten: Any = torch.ops.aten
 
 
 def kernels_of_a_gpu() -> AbstractContextManager[None]:
-    """Operators inside allocate and save what the fused kernels of a GPU do."""
+    """Makes operators allocate and save what the fused kernels of a GPU would."""
     return replaced(
         (RMSNorm, "forward", lambda module, x: _rms_norm(x, module.normalized_shape, module.weight)),
         (F, "rms_norm", _rms_norm),
@@ -111,7 +111,7 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
 
 
 def updates_in_one_pass() -> AbstractContextManager[None]:
-    """AdamW takes no memory beside its states, as by the kernel of a GPU."""
+    """Makes AdamW take no memory beyond its states, like the kernel of a GPU."""
     on_a_gpu = SimpleNamespace(run_on=lambda device: True)
     return replaced(
         (optimizer, "kernels", on_a_gpu), (OnePass, "__call__", lambda one_pass, update, parts: list(parts) and None)
@@ -119,7 +119,7 @@ def updates_in_one_pass() -> AbstractContextManager[None]:
 
 
 def chunks_of_all_layers(job: Job, pipeline_rank: int) -> AbstractContextManager[None]:
-    """Offloaded states come to the device in chunks of the size that they have with all layers of a rank."""
+    """Makes offloaded states come to the device in chunks as large as with all layers of the rank."""
     owned = owned_parameters(rank_contents(job, pipeline_rank), sharding_of(job.strategy))
     elements = int(owned * job.strategy.offload.optimizer)
 
@@ -187,7 +187,7 @@ def _attention(
 
 
 def _in_its_own_format(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A softmax whose result is in another format than its input reads the input as it is."""
+    """A softmax that reads its input as it is, even if the result has another format."""
 
     def softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is None or dtype == scores.dtype or (torch.is_grad_enabled() and scores.requires_grad):
@@ -198,19 +198,18 @@ def _in_its_own_format(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """One pass over factors of another format than ``total``, which PyTorch 2.11 cannot do with fake tensors."""
+    """Adds a product of factors in another format in one pass, which PyTorch 2.11 cannot do with fake tensors."""
     if total is None:
         return torch.empty((left.shape[0], right.shape[1]), dtype=torch.float32)
     return total.addmm_(*(torch.empty((), dtype=total.dtype).expand(factor.shape) for factor in (left, right)))
 
 
-# -- A store for offloaded tensors without values: it keeps nothing, and copies take no time
-# Offloaded memory is freed and fetched memory allocated when the engine does so: it waits for every copy no later than
-# the plan assumes.
+# -- a store for offloaded tensors without values: it keeps nothing, and copies take no time ---------
+# Memory is freed and allocated when the engine does so, which waits for every copy no later than the plan assumes.
 
 
 def nothing_moves() -> AbstractContextManager[None]:
-    """Stores made inside take everything and keep nothing."""
+    """Makes stores take everything and keep nothing."""
 
     def region(store: Store, size: int) -> StoredRegion:
         return _Nowhere(store.lanes, size, store.target == "cpu")
@@ -231,12 +230,12 @@ class _Nowhere(StoredRegion):
         return source
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
-        """While a chunk is updated its few elements count as the device's: far from the peak."""
+        """While a chunk is updated, its few elements count as the device's, which is far from the peak."""
         return torch.empty(size, dtype=torch.uint8) if self.in_host else None
 
 
 def _over(lanes: Lanes, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> BackgroundCopy:
-    """A finished copy; its tensors are kept until it is waited for, as those of others are."""
+    """A finished copy, which keeps its tensors until it is waited for, as real copies do."""
     future: Future[None] = Future()
     future.set_result(None)
     return BackgroundCopy(future, *tensors)
