@@ -19,17 +19,18 @@ _HOW = "write it like 2x2,1Gbit,1ms or 2x2,200Mbit,1ms,loss=0.1%"
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation(Spec):
-    """``nodes`` of ``ranks_per_node`` ranks: full speed inside a node; between nodes each has one port.
-
-    ``rate`` is bytes/s of a port in each direction, ``delay`` seconds one way, ``loss`` the share of packets that do
-    not arrive.
-    """
+    """Virtual nodes: full speed inside a node, one port of each node towards the others."""
 
     nodes: int = count(minimum=2, maximum=MOST_NODES)
+    """Virtual nodes."""
     ranks_per_node: int = count(1)
+    """Ranks of each."""
     rate: float = quantity("bytes/s")
+    """Bytes/s of a port in each direction."""
     delay: float = quantity("seconds", 0, minimum=0)
+    """Seconds one way."""
     loss: float = field(default=0.0, metadata={"minimum": 0, "maximum": 0.5})
+    """Share of packets that do not arrive."""
 
     @property
     def world(self) -> int:

@@ -24,43 +24,52 @@ MOST_DEVICES = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class UnitsTaken(Spec):
-    """Shares of the compute units that each kind of transfer takes from the computation it overlaps.
-
-    ``collectives`` are reduced or copied by kernels (NCCL channels); ``messages`` between two ranks and ``exchanges``
-    of expert tokens take the same unless they are given (DeepEP: 20 of 132 SMs, none with RDMA and a receive hook).
-    Copy engines move offloaded data and switches reduce in the network: 0.
-    """
+    """Shares of the compute units that each kind of transfer takes from the computation it overlaps."""
 
     collectives: float = field(default=0.0, metadata=_PART)
+    """Kernels that reduce or copy (NCCL channels)."""
     messages: float | None = field(default=None, metadata=_PART)
+    """Messages between two ranks; by default as `collectives`."""
     exchanges: float | None = field(default=None, metadata=_PART)
+    """Exchanges of expert tokens; by default as `collectives` (DeepEP: 20 of 132 SMs, none with RDMA and a receive
+    hook)."""
     copies: float = field(default=0.0, metadata=_PART)
+    """Offloaded data: copy engines move it."""
     in_network: float = field(default=0.0, metadata=_PART)
+    """Reductions by switches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Spec):
-    """An accelerator: dense peak FLOP/s per data type, memory, and what communication takes of it.
-
-    ``memory`` is the data sheet's, ``driver_memory`` the part of it that the driver reserves: PyTorch sees 79.1 GiB of
-    an H100's 80. ``framework_memory`` is an allowance, not a prediction:
-    on a GPU about 0.5 GiB of driver context and 1 GiB of library workspaces and communication buffers; a CPU process
-    has neither.
-    """
+    """An accelerator: dense peak FLOP/s per data type, memory, and what communication takes of it."""
 
     name: str = "custom"
+    """Preset it comes from."""
     peak: Mapping[str, float] = field(metadata={"dimension": "flops/s", "above": 0, "keys": DATA_TYPES})
+    """Dense peak FLOP/s per data type."""
     memory: float = quantity("bytes")
+    """Memory of the data sheet."""
     driver_memory: float = quantity("bytes", 0, minimum=0)
+    """Part of it that the driver reserves: PyTorch sees 79.1 GiB of an H100's 80."""
     memory_bandwidth: float = quantity("bytes/s")
+    """Bandwidth of the memory."""
     cache: float = quantity("bytes", 0, minimum=0)
+    """Last-level cache."""
     compute_units: int = count(1)
+    """SMs, cores or the like."""
     units_taken: UnitsTaken = field(default_factory=UnitsTaken)
+    """Shares of these that communication takes."""
     framework_memory: float = quantity("bytes", 1.5 * 2**30, minimum=0)
+    """An allowance, not a prediction: on a GPU about 0.5 GiB of driver context and 1 GiB of library workspaces and
+    communication buffers; a CPU process has neither."""
     efficiency: Efficiency = field(default_factory=Efficiency)
+    """How much of the peak it sustains."""
     power: float | None = quantity("watts", None)
+    """Power limit."""
     vendor: str = ""
+    """Who makes it."""
     source: str = ""
+    """Data sheet of these figures."""
 
     def peak_flops(self, data_type: str) -> float:
         """Dense peak of ``data_type``; a type the device lacks runs at the next wider one's rate."""
@@ -98,23 +107,22 @@ UPDATE_BYTES = 30  # of a parameter: gradient, master and two moments read, the 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHost(Spec):
-    """The processors and the memory of one node, which its devices share.
-
-    Of ``memory_bandwidth`` copies reach the share ``copied``, and an optimizer's update the share ``updated``, unless
-    the ``cores`` are too few for it: each updates ``core_updates`` parameters in a second. The default is an assumed
-    socket with 8 channels of DDR4-3200.
-    """
+    """The processors and the memory of one node, which its devices share. The default is an assumed socket with 8
+    channels of DDR4-3200."""
 
     memory_bandwidth: float = quantity("bytes/s", 204.8e9)
+    """Bandwidth of the host's memory."""
     cores: int = count(32)
-    # A prior, as for the link `ddr5`.
+    """Cores of the node."""
     copied: float = field(default=0.8, metadata={"above": 0, "maximum": 1})
-    # CPU-Adam updates 10B parameters in 2.57 s (Ren et al. 2021, arXiv 2101.06840, table 4), 117 GB/s of a
-    # DGX-2's 256: 12 channels of DDR4-2666.
+    """Share of the bandwidth that copies reach: a prior, as for the link `ddr5`."""
     updated: float = field(default=0.46, metadata={"above": 0, "maximum": 1})
-    # Measured: PyTorch's fused AdamW on one core of a server.
+    """Share that an optimizer's update reaches, given enough cores. CPU-Adam updates 10B parameters in 2.57 s (Ren et
+    al. 2021, arXiv 2101.06840, table 4), 117 GB/s of a DGX-2's 256: 12 channels of DDR4-2666."""
     core_updates: float = field(default=5e8, metadata={"above": 0})
+    """Parameters that a core updates in a second: PyTorch's fused AdamW, measured on one core of a server."""
     source: str = ""
+    """Where these figures come from."""
 
     @property
     def copied_bytes(self) -> float:
@@ -129,16 +137,18 @@ class NodeHost(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Storage(Spec):
-    """Where checkpoints and data live: a link per node, and a cap for the whole cluster if it is shared.
-
-    The link's ``bandwidth`` is that of reads; writes have ``outward`` times as much.
-    """
+    """Where checkpoints and data live."""
 
     name: str = "storage"
+    """What reports call it."""
     link: Link = preset_field("link", Link)
+    """A node's link to it: `bandwidth` for reads, `outward` times as much for writes."""
     count_per_node: int = count(1)
+    """Such links of a node."""
     shared: bool = False
+    """Whether all nodes see the same files."""
     total: float | None = quantity("bytes/s", None)
+    """Cap of what all nodes reach together, if it is shared."""
 
     def bandwidth(self, nodes: int, *, out: bool = False) -> float:
         """Bytes per second that ``nodes`` nodes read, or write, together."""
@@ -149,25 +159,32 @@ class Storage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Spec):
-    """Equal devices joined by network levels, innermost first.
-
-    ``library`` is the communication library of the machine: `auto` picks only algorithms that it offers.
-    ``pipelined_levels`` says that it overlaps the levels of a hierarchical collective, as NCCL does. ``wiring`` is what
-    is known of its nodes one by one, where that is more than the levels say.
-    """
+    """Equal devices joined by network levels, innermost first."""
 
     device: Device = preset_field("device", Device)
+    """The device."""
     levels: tuple[NetworkLevel, ...] = ()
+    """Network levels, innermost first."""
     name: str = "custom"
+    """Preset it comes from."""
     devices_per_node: int | None = count(None)
+    """Devices of a machine; by default those of the innermost level."""
     host_memory: float | None = quantity("bytes", None)
+    """Memory of a node's host."""
     host_link: Link | None = preset_field("link", Link, default=None)
+    """Link of a device to its host."""
     host: NodeHost = field(default_factory=NodeHost)
+    """Processors and memory bandwidth of a node."""
     pipelined_levels: bool = False
+    """The communication library overlaps the levels of a hierarchical collective, as NCCL does."""
     library: Literal["any", "nccl", "gloo"] = "any"
+    """Communication library of the machine: `auto` picks only algorithms that it offers."""
     storage: tuple[Storage, ...] = ()
+    """Storage, that of the nodes first."""
     wiring: Wiring | None = reference(wiring_from, lambda wiring: wiring and wiring.to_dict(), default=None)
+    """What is known of each node, where that is more than the levels say."""
     source: str = ""
+    """Where these figures come from."""
 
     def check(self) -> None:
         if not self.levels:

@@ -21,21 +21,20 @@ _CODE_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "1bit": 1 / 8,
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(Spec):
-    """How gradients travel between ranks that hold the same parameters.
-
-    ``bf16`` and ``fp16`` round them; ``int8``, ``fp8`` and ``1bit`` send codes and one fp32 scale for every ``block``
-    of elements; ``powersgd`` sends two factors of ``rank`` columns for every matrix. With ``error_feedback`` what a
-    rank could not send is added to its next gradient. The first ``exact_steps`` steps compress nothing.
-
-    ``1bit-adam`` sends AdamW's momentum as ``1bit`` does gradients, and keeps the second moments of the exact steps
-    (Tang et al. 2021, arXiv 2102.02888), so that compression errors never enter them.
-    """
+    """How gradients travel between ranks that hold the same parameters."""
 
     method: CompressionMethod = "none"
+    """`bf16` and `fp16` round; `int8`, `fp8` and `1bit` send codes and a scale per block; `powersgd` sends two factors
+    of every matrix; `1bit-adam` sends AdamW's momentum as `1bit` does gradients, and keeps the second moments of the
+    exact steps, so that compression errors never enter them (Tang et al. 2021, arXiv 2102.02888)."""
     rank: int = count(4)
+    """Columns of each factor of `powersgd`."""
     block: int = count(256, minimum=8, maximum=65536)
+    """Elements that share an fp32 scale."""
     error_feedback: bool = True
+    """What a rank could not send is added to its next gradient."""
     exact_steps: int = count(0, minimum=0)
+    """First steps, which compress nothing."""
 
     def check(self) -> None:
         if self.compresses_momentum and not self.exact_steps:
@@ -81,19 +80,20 @@ SynchroniseMethod = Literal["every-step", "local-sgd", "diloco", "async"]
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronise(Spec):
-    """When data-parallel workers synchronise.
-
-    ``every-step`` sums gradients. With ``local-sgd`` each worker trains for ``inner_steps`` by itself, then all take
-    the mean of their weights; with ``diloco`` the mean change of their weights is the gradient of an outer step,
-    SGD with Nesterov momentum (Douillard et al. 2023). With ``async`` the sum of a step's gradients is applied
-    ``staleness`` steps later, and is sent meanwhile.
-    """
+    """When data-parallel workers synchronise."""
 
     method: SynchroniseMethod = "every-step"
+    """`every-step` sums gradients. `local-sgd`: workers train apart, then take the mean of their weights. `diloco`: the
+    mean change of their weights is the gradient of an outer step, SGD with Nesterov momentum (Douillard et al. 2023).
+    `async`: a step's gradients are summed while later steps run, and applied then."""
     inner_steps: int = count(32)
+    """Steps that workers train apart."""
     outer_learning_rate: float = field(default=0.7, metadata={"above": 0})
+    """Learning rate of the outer step."""
     outer_momentum: float = field(default=0.9, metadata={"minimum": 0, "maximum": 0.999})
+    """Momentum of the outer step."""
     staleness: int = count(1, maximum=64)
+    """Steps after which the gradients of `async` are applied."""
 
     @classmethod
     def from_dict(cls, data: object, path: str = "") -> Self:

@@ -26,30 +26,36 @@ def _not_negative(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Spec):
-    """How rotary positions are stretched to sequences longer than those first trained with.
-
-    ``linear`` divides every position by ``factor`` (arXiv 2306.15595). ``llama3`` slows only the slow
-    frequencies, between ``low_frequency`` and ``high_frequency`` turns per original sequence (arXiv 2407.21783).
-    ``yarn`` does so between ``beta_slow`` and ``beta_fast`` turns and scales the attention logits
-    (arXiv 2309.00071): ``attention_factor`` where it is given, else by the formula with ``mscale`` and
-    ``mscale_all``, of which DeepSeek moves the second from the rotated features to the whole logit. ``longrope``
-    (arXiv 2402.13753) divides each frequency by its own of ``short_factors``, or of ``long_factors`` where a batch has
-    positions beyond ``original_seq``.
-    """
+    """How rotary positions are stretched to sequences longer than those first trained with."""
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
+    """`linear` divides every position by `factor` (arXiv 2306.15595); `llama3` slows only the slow frequencies (arXiv
+    2407.21783); `yarn` does so too and scales the attention logits (arXiv 2309.00071); `longrope` divides every
+    frequency by a factor of its own (arXiv 2402.13753)."""
     factor: float = _positive()
+    """By how much positions are stretched."""
     original_seq: int | None = count(None)
+    """Sequence length first trained with."""
     low_frequency: float = _positive(1.0)
+    """`llama3`: frequencies of fewer turns per original sequence are slowed by the whole factor."""
     high_frequency: float = _positive(4.0)
+    """`llama3`: frequencies of more turns are left as they are."""
     beta_fast: float = _positive(32.0)
+    """`yarn`: the same upper bound."""
     beta_slow: float = _positive(1.0)
+    """`yarn`: the same lower bound."""
     attention_factor: float | None = _positive(None)
+    """`yarn`: scale of the rotated features; by default it follows from `factor` and the two below."""
     mscale: float = _not_negative(0.0)
+    """`yarn`: coefficient of that formula for the rotated features."""
     mscale_all: float = _not_negative(0.0)
+    """`yarn`: the same for the whole logit (DeepSeek)."""
     truncate: bool = True
+    """`yarn`: round the bounds between frequencies to whole ones."""
     short_factors: tuple[float, ...] = ()
+    """`longrope`: a factor per frequency, for batches within `original_seq`."""
     long_factors: tuple[float, ...] = ()
+    """`longrope`: the same for batches with positions beyond it."""
 
     def check(self) -> None:
         if (self.kind == "longrope") != bool(self.short_factors and self.long_factors):
@@ -63,37 +69,42 @@ class RopeScaling(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics(Spec):
-    """Constants of the computation, which change no count, memory or time; the defaults are those of a plain Llama.
-
-    ``router_scale`` multiplies the weights of the chosen experts, which ``renormalise_top_k`` first makes sum to
-    one. ``norm_plus_one``: norms multiply by one more than their weight (Gemma). ``embedding_scale`` multiplies the
-    token embeddings. Attention scores are divided by the root of ``attention_scalar``, or of the head size.
-    ``attention_softcap`` and ``logit_softcap`` c make c·tanh(x/c) of scores and logits (Gemma 2, arXiv 2408.00118);
-    ``clip_qkv`` bounds queries, keys and values (OLMo). Rope rotates the first ``rotary_share`` of a head's features,
-    in layers with a sliding window by ``windowed_rope_theta`` where it is given (Gemma 3).
-
-    ``balance_loss`` is the coefficient of the sequence-wise balance loss and ``bias_rate`` the step of the
-    bias that balances without a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2). ``prediction_loss`` is the weight
-    of the loss of prediction modules, of which each has an equal share (section 4.2: 0.3, and 0.1 after 10T tokens).
-    """
+    """Constants of the computation, which change no count, memory or time; the defaults are those of a plain Llama."""
 
     norm_epsilon: float = _positive(1e-5)
+    """Epsilon of norms."""
     gelu: Literal["tanh", "exact"] = "tanh"
+    """How gelu is computed."""
     rope_theta: float = _positive(10_000.0)
+    """Base of rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """How rotary positions are stretched."""
     rotary_share: float = dataclasses.field(default=1.0, metadata={"above": 0, "maximum": 1})
+    """Share of a head's features, the first ones, that rope rotates."""
     windowed_rope_theta: float | None = _positive(None)
+    """`rope_theta` of layers with a sliding window, where it differs (Gemma 3)."""
     norm_plus_one: bool = False
+    """Norms multiply by one more than their weight (Gemma)."""
     embedding_scale: float = _positive(1.0)
+    """Factor of the token embeddings."""
     attention_scalar: float | None = _positive(None)
+    """Attention scores are divided by its square root; by default by that of the head size."""
     attention_softcap: float | None = _positive(None)
+    """Cap c of attention scores, as c·tanh(x/c) (Gemma 2, arXiv 2408.00118)."""
     logit_softcap: float | None = _positive(None)
+    """The same of the logits."""
     clip_qkv: float | None = _positive(None)
+    """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True
+    """Weights of a token's chosen experts are made to sum to one."""
     router_scale: float = _positive(1.0)
+    """Factor of these weights, afterwards."""
     balance_loss: float = _not_negative(1e-3)
+    """Coefficient of the sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     bias_rate: float = _not_negative(1e-3)
+    """Step of the router's bias, which balances experts without a loss (same section)."""
     prediction_loss: float = _not_negative(0.3)
+    """Weight of the loss of all prediction modules together (section 4.2: 0.3, and 0.1 after 10T tokens)."""
 
 
 Split = Literal["column", "row", "none"]
@@ -125,19 +136,21 @@ UP_PROJECTIONS = (MatrixRole.QUERY_UP, MatrixRole.KEY_VALUE_UP)  # of latent att
 
 @dataclass(frozen=True)
 class Matrix:
-    """One linear layer: ``inputs`` → ``outputs`` features.
-
-    ``split`` is what tensor parallelism cuts: a column-parallel matrix its outputs (and bias), a
-    row-parallel one its inputs (the bias stays whole). ``groups`` is the number of heads the outputs
-    are made of: fewer groups than ranks are replicated (KV heads under GQA).
-    """
+    """A linear layer: `inputs` → `outputs` features."""
 
     role: MatrixRole
+    """What it is for."""
     inputs: int
+    """Input features."""
     outputs: int
+    """Output features."""
     split: Split
+    """What tensor parallelism cuts: the outputs with their bias (`column`), the inputs while the bias stays whole
+    (`row`), or nothing."""
     bias: bool = False
+    """Whether it adds one."""
     groups: int = 0
+    """Heads that the outputs consist of; with fewer heads than ranks they are replicated (KV heads under GQA)."""
 
     @property
     def parameters(self) -> int:
@@ -163,10 +176,15 @@ class LatentAttention(Spec):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head sizes."""
 
     kv_rank: int = count(maximum=WIDEST)
+    """Features of the latent keys and values."""
     nope_dim: int = count(maximum=WIDEST)
+    """Features of a query or key head that are not rotated."""
     rope_dim: int = count(maximum=WIDEST)
+    """Features that rope rotates."""
     value_dim: int = count(maximum=WIDEST)
+    """Features of a value head."""
     q_rank: int | None = count(None, maximum=WIDEST)
+    """Features of the latent queries. None: queries are not compressed."""
 
     @property
     def narrow_features(self) -> int:
@@ -179,16 +197,27 @@ class MixtureOfExperts(Spec):
     """Routed experts: how many, how many per token, how wide, and in which layers."""
 
     experts: int = count(maximum=MOST_HEADS)
+    """Routed experts of a layer."""
     top_k: int = count(maximum=MOST_HEADS)
+    """Experts that a token is sent to."""
     ffn: int = count(maximum=WIDEST)
+    """Inner features of an expert."""
     shared_ffn: int = count(0, minimum=0, maximum=WIDEST)
+    """Inner features of the shared experts together. 0: there are none."""
     shared_gate: bool = False
+    """A gate weighs the shared experts' output."""
     dense_layers: int = count(0, minimum=0, maximum=MOST_LAYERS)
+    """First layers without experts."""
     every: int = count(1, maximum=MOST_LAYERS)
+    """Of the layers behind these, every n-th has experts."""
     router: Literal["softmax", "sigmoid"] = "softmax"
+    """How scores become weights."""
     router_bias: bool = False
+    """The router has a bias."""
     groups: int = count(1, maximum=MOST_HEADS)
+    """Groups that experts are divided into."""
     groups_used: int = count(1, maximum=MOST_HEADS)
+    """Groups that a token's experts may come from."""
 
     def check(self) -> None:
         if self.top_k > self.experts:
@@ -207,56 +236,85 @@ class MixtureOfExperts(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Spec):
-    """A decoder (or BERT-like encoder) by its shape; every size is a whole number of features.
-
-    ``sliding_window`` limits the keys of a query; with ``sliding_window_every: n`` above 1 every n-th layer
-    attends to all keys instead (Gemma), with 1 none does (Mistral). A layer's norms stand before attention and MLP,
-    with ``norm_after`` behind them (OLMo-2), and four on both sides (Gemma 2); those of a ``parallel_block`` read the
-    same hidden states (GPT-NeoX), or one serves both (Phi). ``norm_weight: false`` is a norm that learns nothing
-    (OLMo). ``qk_norm_whole`` norms the queries of all heads together, and the keys (OLMo-2). ``numerics`` holds what
-    only computing needs.
-    ``published_parameters`` is what the source prints: a whole number is exact, text such as "174.6B" right to its
-    digits.
-    """
+    """A decoder (or BERT-like encoder) by its shape; every size is a whole number of features."""
 
     layers: int = count(maximum=MOST_LAYERS)
+    """Transformer layers."""
     hidden: int = count(maximum=WIDEST)
+    """Features of the hidden states."""
     heads: int = count(maximum=MOST_HEADS)
+    """Query heads."""
     ffn: int = count(maximum=WIDEST)
+    """Inner features of a dense MLP."""
     vocab: int = count(maximum=2**30)
+    """Tokens of the vocabulary."""
     name: str = "custom"
+    """What reports call it."""
     max_seq: int = count(2048, maximum=LONGEST)
+    """Longest sequence; with learned positions also their number."""
     kv_heads: int | None = count(None, maximum=MOST_HEADS)
+    """Key-value heads; by default as many as query heads."""
     head_dim: int | None = count(None, maximum=WIDEST)
+    """Features of a head; by default `hidden` / `heads`."""
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
+    """Activation of the MLP; `swiglu` and `geglu` have a gate."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Kind of the norms."""
     positions: Literal["learned", "rope", "none"] = "rope"
+    """How positions enter."""
     tied_embeddings: bool = False
+    """The head shares the embedding's weights."""
     qkv_bias: bool = False
+    """Queries, keys and values have biases."""
     attention_out_bias: bool = False
+    """The projection after attention has a bias."""
     mlp_bias: bool = False
+    """The MLP has biases."""
     lm_head_bias: bool = False
+    """The head has a bias."""
     qk_norm: bool = False
+    """Queries and keys are normed, each head by itself."""
     qk_norm_whole: bool = False
+    """The queries of all heads are normed together, and the keys (OLMo-2)."""
     norms_per_layer: int = count(2, minimum=0, maximum=16)
+    """Two: before attention and before the MLP. Four: also behind both (Gemma 2). One, in a parallel block, serves both
+    (Phi)."""
     norm_after: bool = False
+    """The two norms stand behind attention and MLP instead (OLMo-2)."""
     norm_weight: bool = True
+    """Norms have a weight; without, they learn nothing (OLMo)."""
     norm_bias: bool = True
+    """Norms have a bias."""
     parallel_block: bool = False
+    """Attention and MLP read the same hidden states (GPT-NeoX)."""
     final_norm: bool = True
+    """A norm before the head."""
     causal: bool = True
+    """A query attends to earlier keys only."""
     sliding_window: int | None = count(None, maximum=LONGEST)
+    """Number of keys that a query attends to."""
     sliding_window_every: int = count(1, maximum=MOST_LAYERS)
+    """Above 1: every n-th layer attends to all keys instead (Gemma). 1: none does (Mistral)."""
     token_types: int = count(0, minimum=0, maximum=MOST_HEADS)
+    """Embeddings of token types (BERT)."""
     embedding_norm: bool = False
+    """A norm behind the embeddings (BERT)."""
     pooler: bool = False
+    """A dense layer on the first token (BERT)."""
     mlm_head: bool = False
+    """A dense layer and a norm before the head (BERT)."""
     mtp_layers: int = count(0, minimum=0, maximum=MOST_LAYERS)
+    """Multi-token prediction modules."""
     mla: LatentAttention | None = None
+    """Latent attention, in place of heads of keys and values."""
     moe: MixtureOfExperts | None = None
+    """Experts, in place of some or all dense MLPs."""
     numerics: Numerics = Numerics()
+    """What only computing needs."""
     published_parameters: str | int | None = None
+    """Parameters that the source prints: a whole number is exact, text such as "174.6B" right to its digits."""
     source: str = ""
+    """Where the shape is published."""
 
     def check(self) -> None:
         kv_heads = self.kv_heads or self.heads

@@ -15,23 +15,26 @@ TopologyName = Literal["line", "ring", "tree", "switch", "mesh", "torus", "fully
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Spec):
-    """A connection of one device: bytes/s in one direction after line coding, seconds per message.
-
-    Of a host's link, ``bandwidth`` is what comes to the device; what leaves it has ``outward`` times as much, and each
-    direction ``duplex`` times as much while both are busy. ``latency`` is that of one step of a collective as the
-    software takes it, not the wire's alone. ``assumed`` names the figures for which no measured or published one is
-    known.
-    """
+    """A connection of one device."""
 
     bandwidth: float = quantity("bytes/s")
+    """Bytes/s in one direction after line coding; of a host's link, towards the device."""
     latency: float = quantity("seconds", minimum=0)
+    """Seconds of one step of a collective, software included."""
     name: str = "custom"
+    """Preset it comes from."""
     kind: str = ""
+    """Technology."""
     efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    """Share of the bandwidth that large messages reach."""
     outward: float = field(default=1.0, metadata={"above": 0})
+    """Of a host's link: bandwidth from the device, relative to the other direction."""
     duplex: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    """Share of the bandwidth left to each direction while both are busy."""
     source: str = ""
+    """Where the figures come from."""
     assumed: tuple[Literal["bandwidth", "latency", "efficiency"], ...] = ()
+    """Figures for which no measured or published value is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +42,18 @@ class InNetworkReduction(Spec):
     """Switches that reduce and multicast (NVLS, SHARP): priced, but without a schedule that our executor runs."""
 
     kind: Literal["nvls", "sharp"] = "nvls"
+    """Which kind."""
     efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    """As of a `NetworkLevel`."""
     ramp: float = quantity("bytes", 0, minimum=0)
+    """As of a `NetworkLevel`."""
     startup: float = quantity("seconds", 0, minimum=0)
+    """As of a `NetworkLevel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transport(Spec):
-    """How messages use a level, in place of the level's own fields; see `NetworkLevel` for each."""
+    """How messages use a level; each field stands in for that of the `NetworkLevel`."""
 
     trips: float = field(default=1.0, metadata={"minimum": 0})
     overhead: float = quantity("seconds", 0, minimum=0)
@@ -57,33 +64,42 @@ class Transport(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkLevel(Spec):
-    """One level of the network: ``size`` members of the level below, joined in a topology.
-
-    ``bandwidth`` is of one link on a line, ring, mesh, torus or fully connected level, and of one
-    device's port on a switch or tree. ``ports`` are shared by all devices below one member (omitted:
-    every device has its own). ``startup`` is paid once per collective, ``latency`` per step (per hop on a
-    grid), and V bytes over the busiest link take (V + sqrt(ramp·V)) / (bandwidth·efficiency).
-    ``latency`` is the wire's; a step of a library that shakes hands before it sends waits for it ``trips`` times, and
-    spends ``overhead`` in software. `calibrate` finds both; they stay when the wire changes. ``schedules`` is the same
-    for this project's own schedule executor, where its speed differs from the library's.
-    """
+    """A level of the network: members of the level below, joined in a topology. V bytes over the busiest link take (V +
+    sqrt(ramp·V)) / (bandwidth·efficiency)."""
 
     name: str = "network"
+    """What reports call it."""
     topology: TopologyName = "switch"
+    """How members are joined."""
     size: int | None = count(None)
+    """Number of members."""
     shape: tuple[int, ...] = field(default=(), metadata={"minimum": 1})
+    """Axes of a mesh or torus, in place of the size."""
     wrap_multiple: int = count(1)
+    """An axis closes to a ring only if its length is a multiple of this (TPU pods)."""
     link: Link | None = preset_field("link", Link, default=None)
+    """Link that bandwidth, latency and efficiency are taken from unless they are given."""
     bandwidth: float | None = quantity("bytes/s", None)
+    """Of one link on a line, ring, mesh, torus or fully connected level; of one device's port on a switch or tree."""
     latency: float | None = quantity("seconds", None, minimum=0)
+    """Seconds of the wire, per step of a collective (per hop on a grid)."""
     efficiency: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    """Share of the bandwidth that large messages reach."""
     trips: float = field(default=1.0, metadata={"minimum": 0})
+    """How often a step waits for the wire: libraries that shake hands before they send do so more than once.
+    `calibrate` finds it; it stays when the wire changes."""
     overhead: float = quantity("seconds", 0, minimum=0)
+    """Seconds of software per step; calibrated as well."""
     startup: float = quantity("seconds", 0, minimum=0)
+    """Seconds per collective."""
     ramp: float = quantity("bytes", 0, minimum=0)
+    """Bytes in the formula above: how slowly messages reach full bandwidth."""
     ports: int | None = count(None)
+    """Ports shared by all devices below one member; by default every device has its own."""
     in_network: InNetworkReduction | None = None
+    """Reduction in the switches."""
     schedules: Transport | None = None
+    """How messages of our own schedule executor use it, where that differs from the library's."""
 
     def check(self) -> None:
         if self.topology in ("mesh", "torus") and not self.shape:

@@ -16,22 +16,24 @@ from shardwise.spec.strategy import Automatic
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Spec):
-    """A checkpoint every ``steps`` steps, or ``seconds`` after the last one, whichever is given; and one at the end.
-
-    The ``keep`` newest are kept, and those of steps that ``keep_every`` divides. ``asynchronous``: written while
-    training continues. If the disk is full the last good one stays, and training will ``continue`` or ``stop``.
-    ``folder`` is a path or a URI (``s3://bucket/run``) to keep them in, instead of the run's folder. Every ``memory``
-    steps, if given, the state is also copied into the memory of two nodes, from where a restart takes it.
-    """
+    """When checkpoints are written, where, and which are kept. A run always writes one at its end."""
 
     folder: str | None = None
+    """Path or URI (`s3://bucket/run`) to keep them in, instead of the run's folder."""
     steps: int | None = count(None)
+    """Steps between two checkpoints."""
     memory: int | None = count(None)
+    """Steps between two copies of the state into the memory of two nodes, from where a restart takes it."""
     seconds: float | None = field(default=600.0, metadata={"dimension": "seconds", "above": 0})
+    """Seconds between two checkpoints; with `steps` too, whichever comes first."""
     keep: int = count(2)
+    """How many of the newest are kept."""
     keep_every: int | None = count(None)
+    """Checkpoints of multiples of this step are kept for good."""
     asynchronous: bool = True
+    """Written while training continues."""
     disk_full: Literal["continue", "stop"] = "continue"
+    """What the run does if the disk is full; the last good checkpoint stays either way."""
 
 
 MOST_SHARDS = 1024
@@ -40,24 +42,28 @@ CORPUS_VOCAB = 257  # the built-in corpus has bytes for tokens, and one that end
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Spec):
-    """``shards`` name pairs of files without their suffix (`shardwise data build`); none: Python's own library.
-
-    ``weights`` are the sampling weights of the shards (default: their tokens). Evaluation reads ``validation``, or the
-    last ``held_out`` share of each shard's tokens, which training then never sees: whole documents, or a part of one
-    where there are few. ``stage`` copies shards to memory or to a local disk first, if they are no larger than
-    ``stage_limit`` in total. Of shards in a store (``s3://bucket/name``) each rank reads what it needs, and keeps the
-    last ``cache`` of it in memory.
-    """
+    """What a run trains and evaluates on."""
 
     shards: tuple[str, ...] = ()
+    """Pairs of files (`shardwise data build`), named without their suffix. None: the source of Python's own library."""
     weights: tuple[float, ...] = field(default=(), metadata={"above": 0})
+    """Sampling weight of each shard; by default its number of tokens."""
     validation: tuple[str, ...] = ()
+    """Shards to evaluate on."""
     held_out: float = field(default=0.02, metadata={"minimum": 0, "maximum": 0.5})
+    """Without `validation`: the share of each shard's tokens, at its end, that is evaluated on and never trained on.
+    Whole documents, or part of one where there are few."""
     workers: Literal["auto"] | int = count("auto", minimum=1, maximum=64)
+    """Threads that prepare batches."""
     prefetch: Literal["auto"] | int = count("auto", minimum=1, maximum=1024)
+    """Steps whose batches are prepared ahead."""
     stage: Literal["none", "memory", "local-disk"] = "none"
+    """Where shards are copied to before the run."""
     stage_limit: float = quantity("bytes", 16 * 2**30)
+    """Shards larger than this in total are not copied."""
     cache: float = quantity("bytes", 2**28)
+    """Of shards in a store (`s3://bucket/name`) a rank reads only what it needs, and keeps this much of it in
+    memory."""
 
     def check(self) -> None:
         if self.weights and len(self.weights) != len(self.shards):
@@ -83,35 +89,37 @@ Policy = Literal["skip", "roll-back", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Spec):
-    """A step with non-finite gradients updates nothing. Then: continue (``skip``), load the newest checkpoint and
-    leave that batch out (``roll-back``), or ``stop``. After ``in_a_row`` consecutive ones a run stops.
-
-    In fp16 such steps are how the loss scale is found: there only ``in_a_row`` applies.
-    """
+    """What follows a step with non-finite gradients, which updates nothing. In fp16 such steps are how the loss scale
+    is found: there only `in_a_row` applies."""
 
     policy: Policy = "skip"
+    """Continue, load the newest checkpoint and leave that batch out, or stop."""
     in_a_row: int = count(10)
+    """So many consecutive steps stop the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes(Spec):
-    """A step whose loss is above ``factor`` times the median of the last ``window`` losses updates nothing either.
-
-    Without a ``factor`` nothing is a spike. ``policy`` and ``in_a_row`` are as for non-finite steps.
-    """
+    """What follows a step whose loss is a spike, which updates nothing either."""
 
     factor: float | None = field(default=None, metadata={"minimum": 1})
+    """A loss above this many times the median of the last ones is a spike. None: nothing is."""
     window: int = count(64, minimum=8, maximum=10_000)
+    """Number of losses that the median is taken of."""
     policy: Policy = "skip"
+    """As for non-finite steps."""
     in_a_row: int = count(10)
+    """As for non-finite steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWindow(Spec):
-    """Steps of a run: ``first`` to ``last``, counted from 1, both included."""
+    """Some steps of a run, counted from 1."""
 
     first: int = count()
+    """First step."""
     last: int = count()
+    """Last step, included."""
 
     def check(self) -> None:
         if self.first > self.last:
@@ -148,27 +156,31 @@ class Profile(StepWindow):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts(Spec):
-    """Seconds after which a run counts as stuck: for the start of all ranks, a step, a checkpoint or evaluation."""
+    """Seconds after which a run counts as stuck."""
 
     start: float = quantity("seconds", 300)
+    """For the start of all ranks."""
     step: float = quantity("seconds", 100)
+    """For a step."""
     checkpoint: float = quantity("seconds", 600)
+    """For a checkpoint or an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts(Spec):
-    """At most ``most`` restarts are tried without a new checkpoint between them; a number alone means that.
-
-    ``shrink``: the run goes on without a node, host or device that does not come back, if at least ``least_devices``
-    are left, in a layout of the planner's, and with it when it is there again. Lost nodes and hosts are waited for at
-    most ``wait``. A device whose rank has failed too often is tried again after ``retry``.
-    """
+    """What a run does when ranks, nodes or devices fail. A number in its place is `most`."""
 
     most: int = count(3, minimum=0)
+    """Restarts without a new checkpoint between them."""
     shrink: bool = False
+    """Go on without a node, host or device that does not come back, in a layout that the planner chooses, and with it
+    again once it is back."""
     least_devices: int = count(1)
+    """Fewer devices than these are too few to go on with."""
     wait: float = quantity("seconds", 60, minimum=0)
+    """How long lost nodes and hosts are waited for."""
     retry: float = quantity("seconds", 600)
+    """A device whose rank has failed too often is tried again after this time."""
 
 
 def restarts_from(value: Any) -> Restarts:
@@ -187,13 +199,15 @@ def _shortest(restarts: Restarts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RecutPolicy(Spec):
-    """Of every ``every`` steps the last ``steps`` are recorded; if the same rank is slow in each, the stages of the
-    pipeline are cut anew by the measured speeds, where a step is expected to be shorter by ``gain`` at least.
-    """
+    """When to cut a pipeline's stages anew: if the same rank is slow in every recorded step, by the speeds measured in
+    them."""
 
     every: int = count(500, minimum=10)
+    """Steps from one recording to the next."""
     steps: int = count(5, maximum=MOST_STEPS)
+    """Steps recorded at the end of each such interval."""
     gain: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
+    """Least share by which a step is expected to become shorter."""
 
     def check(self) -> None:
         if self.steps >= self.every:
@@ -202,19 +216,20 @@ class RecutPolicy(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Spec):
-    """``warmup`` steps up from zero, then down to ``final`` times the peak rate at the last step.
-
-    ``cosine`` (arXiv 1608.03983) and ``linear`` fall all the way; ``wsd`` (warm-up, stable, decay: arXiv 2404.06395)
-    is constant until the last ``decay`` of the run and then falls linearly; ``constant`` stays. ``reference_batch``,
-    in sequences, is the batch that the rate was tuned for: for another batch it scales with the square root of the
-    ratio for Adam (arXiv 2006.09092), with the ratio itself for SGD (arXiv 1706.02677).
-    """
+    """The learning rate over the run: a warm-up from zero to the peak rate, then a decay."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """`cosine` (arXiv 1608.03983) and `linear` fall from the warm-up to the last step; `wsd` (warm-up, stable, decay:
+    arXiv 2404.06395) falls linearly at the end; `constant` stays."""
     warmup: int = count(0, minimum=0)
+    """Steps of the warm-up."""
     final: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
+    """Rate of the last step, as a share of the peak."""
     decay: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
+    """Share of the run in which the rate of `wsd` falls."""
     reference_batch: int | None = count(None)
+    """Batch, in sequences, that the rate was tuned for. For another batch it scales with the square root of the ratio
+    for Adam (arXiv 2006.09092), with the ratio itself for SGD (arXiv 1706.02677)."""
 
     def share(self, step: int, steps: int) -> float:
         """The rate of update number ``step`` (from 0), as a share of the peak, in a run of ``steps``."""
@@ -240,29 +255,30 @@ class LearningRateSchedule(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Spec):
-    """The loss of ``batches`` global batches of held-out data at the start, every ``interval`` steps, and at the end.
-
-    ``auto`` is a tenth of the run; 0 batches: never.
-    """
+    """How often the loss of held-out data is computed, besides at the start and the end of the run."""
 
     interval: Literal["auto"] | int = count("auto")
+    """Steps between two evaluations; `auto` is a tenth of the run."""
     batches: int = count(4, minimum=0)
+    """Global batches of each evaluation. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logging(Spec):
-    """Every ``interval`` steps a line in metrics.jsonl, TensorBoard (where it is installed) and, if ``wandb`` names a
-    project, Weights & Biases. On CPUs every ``memory`` steps one is run with its tensors counted, which is slow; GPUs
-    count by themselves. ``metrics_port`` serves the run's state to Prometheus on loopback; 0 takes a free port.
-    ``metrics_hosts`` are other names under which a scraper reaches it, through a proxy or a forwarded port.
-    """
+    """What a run reports while it trains, besides metrics.jsonl."""
 
     interval: int = count(1)
+    """Steps between two lines of metrics."""
     memory: int = count(500)
+    """On CPUs: steps between two that count their tensors, which is slow. GPUs always count."""
     tensorboard: bool = True
+    """Write for TensorBoard too, where it is installed."""
     wandb: str | None = None
+    """Project of Weights & Biases to report to."""
     metrics_port: int | None = count(None, minimum=0, maximum=65535)
+    """Port on loopback that serves the run's state to Prometheus. 0: any free one."""
     metrics_hosts: tuple[str, ...] = ()
+    """Other names under which a scraper reaches it, through a proxy or a forwarded port."""
 
     def check(self) -> None:
         for number, host in enumerate(self.metrics_hosts):
@@ -273,43 +289,55 @@ class Logging(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Spec):
-    """``folder`` holds everything the run writes: started again with the same folder, it resumes.
-
-    ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run; the optimizer's
-    offload is adjusted to the memory measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
-    another run's folder whose weights are loaded at step 0. ``profile`` names steps whose phases and collectives are
-    recorded on all ranks, for `shardwise compare`; ``recut`` records some by itself, and acts on them. ``nvtx`` names
-    steps that mark them as NVTX ranges of a GPU's tools, such as nsys. The run stops at
-    step ``stop_at``, if given, and can be resumed. ``seed`` is that of weights and data. ``emulate`` puts the ranks on
-    virtual nodes of this machine, like "2x2,1Gbit,1ms". ``memory_risk`` is the probability of running out of device
-    memory that whoever chooses a strategy accepts: one start in twenty. ``backend`` is what CPU ranks communicate by:
-    gloo, or the MPI that started them. ``reorder``: the nodes of a wiring get their ranks in the order in which a step
-    is predicted to be the fastest, not in the order of the hosts.
-    """
+    """How long a job trains, on what, and what it keeps, shows and survives."""
 
     steps: int = count(1000)
+    """Optimizer steps."""
     stop_at: int | None = count(None)
+    """Step at which the run stops early; it can be resumed."""
     folder: str | None = None
+    """Everything the run writes. Started again with the same folder, it resumes."""
     seed: int = count(0, minimum=0)
+    """Of weights and data."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of device to run on."""
     backend: Literal["auto", "mpi"] = "auto"
+    """What CPU ranks communicate by: gloo, or the MPI that started them."""
     data: Data = Data()
+    """What it trains and evaluates on."""
     schedule: LearningRateSchedule = LearningRateSchedule()
+    """Learning rate over the run."""
     evaluation: Evaluation = Evaluation()
+    """How often it evaluates."""
     checkpoints: Checkpoints = Checkpoints()
+    """When checkpoints are written, and which are kept."""
     non_finite: NonFinite = NonFinite()
+    """What follows non-finite gradients."""
     spikes: Spikes = Spikes()
+    """What follows a spike of the loss."""
     timeouts: Timeouts = Timeouts()
+    """When the run counts as stuck."""
     restarts: Restarts = reference(restarts_from, _shortest, default=Restarts())
+    """What it does when ranks fail."""
     logging: Logging = Logging()
+    """What it reports."""
     profile: Profile | None = None
+    """Steps whose phases and collectives are recorded on all ranks, for `shardwise compare`."""
     nvtx: StepWindow | None = None
+    """Steps that mark them as NVTX ranges, for tools such as nsys."""
     recut: RecutPolicy | None = None
+    """Record some steps automatically and cut the pipeline's stages by them."""
     start_from: str | None = None
+    """Hugging Face folder, checkpoint or other run's folder whose weights are loaded at step 0."""
     automatic: tuple[Automatic, ...] = ()
+    """What was `auto` in the strategy and is decided by the planner before the run. The optimizer's offload is also
+    adjusted to the memory measured during it."""
     emulate: Emulation | None = reference(emulation_from, str, default=None)
+    """Virtual nodes of this machine to put the ranks on, like "2x2,1Gbit,1ms"."""
     reorder: bool = True
+    """Assign ranks to the nodes of a wiring in the order predicted to be the fastest, instead of the order of hosts."""
     memory_risk: float = field(default=0.05, metadata={"above": 0, "maximum": 0.5})
+    """Accepted probability of running out of device memory, for whoever chooses a strategy."""
 
     def check(self) -> None:
         if self.schedule.warmup >= self.steps:

@@ -23,27 +23,36 @@ class Overlap(Spec):
     """Which communication overlaps computation, in the price as in the engine."""
 
     dp: bool = True
+    """Reductions of gradients and gathers of parameters."""
     tp: bool = False
+    """Collectives of tensor parallelism."""
     pp: bool = False
+    """Messages between pipeline stages."""
     cp: bool = True
+    """Exchanges of keys and values."""
     ep: bool = False
+    """Exchanges of expert tokens."""
     offload: bool = True
+    """Copies between device and host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Spec):
-    """Shares of each kind of state kept outside device memory, and where.
-
-    ``folder`` is where ``nvme`` puts its files, which have no names and vanish with their process; by default the
-    system's folder for temporary files, which should not be in memory itself.
-    """
+    """Shares of each kind of state kept outside device memory, and where."""
 
     optimizer: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    """Share of the optimizer states."""
     gradients: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    """Share of the gradients."""
     weights: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    """Share of the weights."""
     activations: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    """Share of the saved activations."""
     target: Literal["cpu", "nvme"] = "cpu"
+    """Host memory, or files on a local disk."""
     folder: str | None = None
+    """Folder of the `nvme` files, which have no names and vanish with their process. By default the system's folder for
+    temporary files, which should not itself be in memory."""
 
     @property
     def any(self) -> bool:
@@ -52,51 +61,70 @@ class Offload(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Spec):
-    """A parallel layout.
-
-    ``tp``·``cp``·``dp``·``pp`` devices; ``order`` lays them over the ranks, innermost first. Expert
-    parallelism reuses the ranks of one pipeline stage (tp·cp·dp): ``expert_tp``·``ep``· expert data
-    parallelism, innermost first. ``zero`` shards optimizer states (1), gradients (2), parameters (3)
-    over ``shard_group`` data-parallel ranks (default all of them; fewer is hybrid sharding).
-    With ``accumulate: sharded`` ZeRO-2 and 3 reduce gradients after every microbatch; ``local`` keeps them
-    whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends. Without ZeRO, gradients
-    are reduced in buckets of about ``bucket`` bytes (25 MiB), and may be compressed; ``synchronise`` says how often
-    data-parallel workers synchronise.
-
-    For unlike devices: ``dp_shares`` are the microbatches of each data-parallel rank relative to the others';
-    ``stage_tp`` and ``stage_dp`` are the degrees of each pipeline rank, of which ``tp`` and ``dp`` are the largest.
-    """
+    """A parallel layout of tp·cp·dp·pp devices. Expert parallelism reuses the tp·cp·dp ranks of a pipeline stage, as
+    expert_tp·ep·(expert data parallelism), innermost first."""
 
     tp: int = count(1, maximum=MOST_RANKS)
+    """Tensor parallelism."""
     cp: int = count(1, maximum=MOST_RANKS)
+    """Context parallelism."""
     dp: int | None = count(None, maximum=MOST_RANKS)
+    """Data parallelism; left out, it is what the other degrees leave of the devices."""
     pp: int = count(1, maximum=MOST_RANKS)
+    """Pipeline parallelism."""
     ep: int = count(1, maximum=MOST_RANKS)
+    """Expert parallelism."""
     expert_tp: int | None = count(None, maximum=MOST_RANKS)
+    """Tensor parallelism of experts; by default that of all other layers."""
     sequence_parallel: bool = True
+    """Tensor-parallel ranks split the sequence between their matmuls."""
     zero: Literal[0, 1, 2, 3] = 0
+    """What data-parallel ranks shard: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
     shard_group: int | None = count(None, maximum=MOST_RANKS)
+    """Ranks that ZeRO shards over; by default all cp·dp. Fewer is hybrid sharding."""
     keep_parameters: bool = False
+    """Keep what ZeRO-3 gathered until the step ends."""
     accumulate: Literal["sharded", "local"] = "sharded"
+    """ZeRO-2 and 3: reduce gradients after every microbatch (`sharded`), or keep them whole and reduce once
+    (`local`)."""
     order: tuple[Dimension, ...] = DIMENSIONS
+    """How the degrees are laid over the ranks, innermost first."""
     microbatch: int = count(1, maximum=10**6)
+    """Sequences of a microbatch."""
     schedule: str = PLAIN
+    """Pipeline schedule."""
     interleave: int = count(1, maximum=10_000)
+    """Stages per rank of an interleaved schedule."""
     stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
+    """Layers per stage: `even`; `balanced`, with spare layers in the middle; or a list."""
     stage_tp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
+    """Of unlike devices: tensor parallelism of each pipeline rank; `tp` is the largest."""
     stage_dp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
+    """Of unlike devices: data parallelism of each pipeline rank; `dp` is the largest."""
     dp_shares: tuple[int, ...] | None = count(None, maximum=10_000)
+    """Of unlike devices: microbatches of each data-parallel rank, relative to the others'."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """What of a layer the backward pass recomputes: nothing, some operators, or all of it."""
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
+    """Operators that `selective` recomputes."""
     recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
+    """Layers of a rank that `full` recomputes; by default all."""
     context_method: Literal["ring", "all-gather", "ulysses"] = "ring"
+    """How context parallelism computes attention."""
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    """How tokens reach their experts; `deduplicated` sends a token to a node only once."""
     overlap: Overlap = field(default_factory=Overlap)
+    """Which communication overlaps computation."""
     offload: Offload = field(default_factory=Offload)
+    """What is kept outside device memory."""
     collective: str = "auto"
+    """Algorithm of collectives."""
     bucket: float | None = quantity("bytes", None)
+    """Bytes of gradients reduced at a time without ZeRO; by default 25 MiB."""
     compression: Compression = method_field(Compression)
+    """How gradients are compressed; only without ZeRO."""
     synchronise: Synchronise = method_field(Synchronise)
+    """How often data-parallel workers synchronise."""
 
     def check(self) -> None:
         if sorted(self.order) != sorted(DIMENSIONS):

@@ -15,37 +15,44 @@ from shardwise.spec.model import LONGEST
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling(Spec):
-    """Loss scaling of fp16: ``static``, or dynamic from ``initial`` on.
-
-    The scale doubles after ``window`` good steps in a row and halves, never below ``minimum``, when ``hysteresis``
-    overflows have occurred since it last changed (Megatron-LM and DeepSpeed count alike).
-    """
+    """Loss scaling of fp16. A dynamic scale doubles after `window` good steps in a row, and halves after `hysteresis`
+    overflows since its last change, as in Megatron-LM and DeepSpeed."""
 
     initial: float = field(default=2.0**16, metadata={"above": 0})
+    """First dynamic scale."""
     window: int = count(1000)
+    """Good steps in a row that double it."""
     hysteresis: int = count(2)
+    """Overflows that halve it."""
     minimum: float = field(default=1.0, metadata={"above": 0})
+    """It never falls below this."""
     static: float | None = field(default=None, metadata={"above": 0})
+    """A fixed scale instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization(Spec):
-    """Constants of the optimizer, which change no memory and no time.
-
-    ``clip_norm`` limits the global gradient norm (null: no limit); ``decay`` does not apply to norms and biases.
-
-    ``momentum`` is that of SGD and Muon. The defaults are those of the large open models (Llama, OLMo).
-    """
+    """Constants of the optimizer, which change no memory and no time. The defaults are those of large open models
+    (Llama, OLMo)."""
 
     learning_rate: float = field(default=3e-4, metadata={"above": 0})
+    """Peak learning rate."""
     decay: float = field(default=0.1, metadata={"minimum": 0})
+    """Weight decay, except of norms and biases."""
     beta1: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
+    """Decay of Adam's first moment."""
     beta2: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    """Decay of Adam's second moment."""
     epsilon: float = field(default=1e-8, metadata={"above": 0})
+    """Adam's epsilon."""
     momentum: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    """Of SGD and Muon."""
     clip_norm: float | None = field(default=1.0, metadata={"above": 0})
+    """Limit of the global gradient norm. None: no limit."""
     loss_scaling: LossScaling = LossScaling()
+    """Loss scaling of fp16."""
     seed: int = count(0, minimum=0)
+    """Seed of the optimizer."""
 
 
 MOST_SEQUENCES, MOST_TOKENS = 10**9, 10**15  # of a step
@@ -163,24 +170,31 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Spec):
-    """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal).
-
-    Left out, it is one microbatch for every data-parallel rank. ``compile`` is how the engine runs the layers, by
-    `torch.compile`, and ``graphs`` whether it launches a step as one CUDA graph ("auto": where that is possible);
-    both change the price of a step by our own engine.
-    """
+    """What is trained and how: batch, sequence, numeric formats, optimizer."""
 
     global_batch: int | str | None = None
+    """Sequences of a step, or tokens when written like "16M-tokens" (decimal). Left out, one microbatch for every
+    data-parallel rank."""
     seq: int = count(2048, maximum=LONGEST)
+    """Tokens of a sequence."""
     precision: PrecisionName = "bf16"
+    """Numeric recipe."""
     optimizer: Literal["sgd", "sgd-momentum", "adamw", "adamw-bf16-moments", "adam8bit", "muon"] = "adamw"
+    """Optimizer, and the format of its states."""
     attention: Literal["flash", "unfused"] = "flash"
+    """Fused attention, or one that stores its scores."""
     dropout: bool = False
+    """Whether the model drops activations."""
     compile: bool = False
+    """Compile layers with `torch.compile`. Prices only our own engine."""
     graphs: Literal["auto", True, False] = "auto"
+    """Launch a step as one CUDA graph; `auto`: where that is possible. Prices only our own engine."""
     optimization: Optimization = Optimization()
+    """Constants of the optimizer."""
     tokens: int | None = count(None, maximum=10**18)
+    """Tokens of the whole training."""
     checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})
+    """Seconds between two checkpoints."""
 
     def check(self) -> None:
         self.batch_request()

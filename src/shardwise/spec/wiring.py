@@ -18,8 +18,11 @@ class PairLink(Spec):
     """What one device of a node reaches towards one of another node while all devices of both send."""
 
     between: tuple[str, ...]
+    """Names of the two hosts."""
     bandwidth: float = quantity("bytes/s")
+    """Bytes/s."""
     latency: float = quantity("seconds", minimum=0)
+    """Seconds per message."""
 
     def check(self) -> None:
         if len(set(self.between)) != 2:
@@ -28,16 +31,17 @@ class PairLink(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring(Spec):
-    """``hosts`` are the nodes, in the order of the ranks.
-
-    ``switches`` are those above a host, the nearest first. ``links`` were measured; where there are none, two hosts
-    have the link of the cluster's level that joins them: by their switches, if these are known.
-    """
+    """The nodes of a cluster one by one. Two hosts without a measured link have that of the cluster's level that joins
+    them: by their switches, if these are known."""
 
     hosts: tuple[str, ...]
+    """Nodes, in the order of the ranks."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Switches above each host, the nearest first."""
     links: tuple[PairLink, ...] = ()
+    """Measured links between two hosts."""
     source: str = ""
+    """Who found them out."""
 
     def check(self) -> None:
         if not self.hosts or len(set(self.hosts)) != len(self.hosts):

@@ -17,16 +17,17 @@ from shardwise.spec.run import Run
 
 @dataclass(frozen=True)
 class Lost:
-    """A field of the job that is not in the target's configuration.
-
-    ``elsewhere``: the framework takes it from the training script or the launcher instead. Otherwise the framework
-    lacks it: what it would run differs from the job.
-    """
+    """A field of the job that is not in the target's configuration."""
 
     field: str
+    """Its dotted path."""
     value: Any
+    """Its value in the job."""
     why: str
+    """Why it is lost, or where it is set instead."""
     elsewhere: bool = False
+    """The framework takes it from the training script or the launcher. Otherwise the framework lacks it: what it would
+    run differs from the job."""
 
     @property
     def short_field(self) -> str:
@@ -71,20 +72,22 @@ class Exported:
 
 @dataclass(frozen=True)
 class Imported:
-    """A target's configuration as fields of a job by dotted path (``strategy.tp``, ``model.layers``).
-
-    ``unused`` are settings that a job has no field for; ``notes`` say how something was understood; ``no_model`` why
-    the model that is named is none, if so; ``devices`` how many it is written for, where it says so; ``title`` is the
-    framework's name in full.
-    """
+    """A target's configuration as fields of a job."""
 
     target: str
+    """Name of the framework."""
     fields: Mapping[str, Any]
+    """Fields by dotted path (`strategy.tp`, `model.layers`)."""
     unused: tuple[str, ...] = ()
+    """Settings that a job has no field for."""
     notes: tuple[str, ...] = ()
+    """How some settings were understood."""
     no_model: str = ""
+    """Why the model that it names cannot be read, if so."""
     devices: int | None = None
+    """Devices that it is written for, where it says so."""
     title: str = ""
+    """The framework's name in full."""
 
     @property
     def not_priced(self) -> tuple[str, ...]:

@@ -199,21 +199,25 @@ def _devices(fields: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class Option:
-    """One line of a table: our field, their key, and how values translate.
-
-    ``meanings`` are our values by their words; without it a value passes unchanged (and a switch is written only
-    when it is on). ``absent`` is our value if the key is absent. A field is written if it has an effect in the job
-    (or ``always``), unless it is ``omit``, and only if ``when`` holds.
-    """
+    """A line of a table: our field, their key, and how values translate. A field is written if it has an effect in the
+    job."""
 
     field: str
+    """Our field, by dotted path."""
     key: str
+    """Their setting."""
     meanings: Meanings | None = None
+    """Our values by their words. None: a value passes unchanged, and a switch is written only when it is on."""
     absent: Any = _UNSET
+    """Our value if the key is absent."""
     omit: Any = None
+    """Value that is not written."""
     always: bool = False
+    """Write it even if it has no effect."""
     when: Callable[[Job], bool] = lambda job: True
+    """Write it only for such jobs."""
     read: Callable[[Reading, str], Any] | None = None
+    """How the value is read, where its type does not say."""
 
     def write(self, job: Job) -> Settings:
         value = value_at(job, self.field)
@@ -246,37 +250,44 @@ Why = str | Callable[[Job], str]
 
 @dataclass(frozen=True)
 class Target:
-    """A framework: its format, its table, what does not fit in a table, and what it cannot do.
-
-    ``signature`` are settings that only its files have. ``compose`` gives the settings that depend on several fields,
-    ``interpret`` the fields that depend on several settings. ``reasons`` say why a field is lost, ``elsewhere`` where
-    it is set instead. ``refusals`` are combinations that the framework rejects: field, when, why. With
-    ``carries_model`` the configuration includes the dimensions of the model.
-
-    ``stacks`` are the presets that describe its software, the usual one first; ``recipe`` is its default precision;
-    ``selective`` names the operators that its selective recomputation recomputes, as far as they are priced here.
-    ``own_way`` are fields that it decides itself: the layout still runs, and is priced as the framework runs it.
-    ``learning`` begin the names of settings that say how it learns and how long, not what a step costs.
-    """
+    """A framework: its format, its table, what does not fit in a table, and what it cannot do."""
 
     name: str
+    """Name on the command line."""
     title: str
+    """Name in full."""
     format: Format
+    """How its files are read and written."""
     signature: tuple[str, ...]
+    """Settings that only its files have."""
     options: tuple[Option, ...]
+    """The table."""
     compose: Callable[[Job], Settings]
+    """Settings that depend on several fields."""
     interpret: Callable[[Reading, dict[str, Any]], None]
+    """Fields that depend on several settings."""
     reasons: Mapping[str, Why] = field(default_factory=dict)
+    """Why a field is lost."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Where a field is set instead of in the configuration."""
     refusals: tuple[tuple[str, Callable[[Job], bool], str], ...] = ()
+    """Combinations that the framework rejects: field, when, why."""
     notes: Callable[[Job], list[str]] = lambda job: []
+    """What to tell the user of an exported job."""
     carries_model: bool = False
+    """The configuration includes the model's dimensions."""
     filename: str = ""
+    """File that an export writes, if not the framework's name."""
     stacks: tuple[str, ...] = ()
+    """Presets that describe its software, the usual one first."""
     recipe: str = "bf16"
+    """Its default precision."""
     selective: Callable[[Job], tuple[str, ...]] = lambda job: ()
+    """Operators that its selective recomputation recomputes, as far as they are priced here."""
     own_way: tuple[str, ...] = ("strategy.overlap",)
+    """Fields that it decides itself: it still runs the layout, and is priced as it does."""
     learning: tuple[str, ...] = ()
+    """Prefixes of settings that affect what is learned and for how long, but not what a step costs."""
 
     @property
     def names(self) -> Names:
