@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.interop.recognise import CONFIG, JOB, MOST_CHARACTERS, kind_of
+from shardwise.interop.recognise import CONFIG, JOB, own_kind, suffix_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.files import bounded_text, parse_yaml, read_yaml
+from shardwise.spec.files import MOST_IN_CONFIGURATION, bounded_text, parse_yaml, read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -25,9 +25,8 @@ def read_job(path: Path | str) -> Job:
 
 def read_job_fields(path: Path | str) -> dict[str, Any]:
     """The fields of a job file, before they are checked together: flags may still override them."""
-    data = _with_fields(read_yaml(path, "job file"), path)
-    found: dict[str, Any] = presets.files_beside(data, Path(path).parent)
-    return found
+    data: dict[str, Any] = presets.files_beside(_with_fields(read_yaml(path, "job file"), path), Path(path).parent)
+    return data
 
 
 def job_fields_in(text: str, name: str) -> dict[str, Any]:
@@ -80,10 +79,24 @@ def is_folder(named: str) -> bool:
     return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for an invalid path)
 
 
+def kind_of(text: str, name: str = "") -> str:
+    """`JOB`, `CONFIG` or the name of a framework; anything else is read as a job, whose rules then say why it is none.
+
+    ``name`` is that of the file, if it has one.
+    """
+    kind = own_kind(text, name)
+    if kind is not None:
+        return kind
+    # The frameworks' tables are only loaded for a file that is not clearly ours.
+    from shardwise.interop.frameworks import recognised
+
+    return recognised(text, suffix_of(text, name)) or JOB
+
+
 def other_framework(path: Path | str) -> str | None:
     """The framework whose configuration the file is; None for our own job file, and for any other file."""
     try:
-        text = bounded_text(Path(path), MOST_CHARACTERS)
+        text = bounded_text(Path(path), MOST_IN_CONFIGURATION)
     except (OSError, ValueError):
         return None
     kind = JOB if text is None else kind_of(text, str(path))

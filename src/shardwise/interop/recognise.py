@@ -1,9 +1,9 @@
-"""What a file is by its content: our own job, a Hugging Face ``config.json``, or the configuration of a framework."""
+"""What a file is by its content: our own job, a Hugging Face ``config.json``, or something else."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Any, TypeGuard
@@ -13,39 +13,32 @@ from shardwise.spec.files import parse_json, parse_yaml
 from shardwise.spec.job import Job
 
 JOB, CONFIG = "job", "config.json"
-MOST_CHARACTERS = 4 * 2**20  # of a file that may be a configuration
-_TELLING = (".json", ".yaml", ".yml", ".toml", ".sh")  # others are those of any text
+_TELLING = (".json", ".yaml", ".yml", ".toml", ".sh")  # other suffixes may be those of any text
 _TOML_SECTION = re.compile(r"^[ \t]*\[{1,2}[A-Za-z_][\w.-]*\]{1,2}[ \t\r]*(#.*)?$", re.MULTILINE)
 _COMMAND = re.compile(r"(^|[\s\"'(])--[a-z]|\.py(\s|$)")
 _BRACE = re.compile(r"(?>\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*+\{", re.DOTALL)  # after comments
 
 
-def kind_of(text: str, name: str = "") -> str:
-    """`JOB`, `CONFIG` or the name of a framework; what is none of them is read as a job, whose rules then say why not.
-
-    ``name`` is that of the file, where it has one: what its ending says of the format is not guessed.
-    """
-    suffix = PurePath(name).suffix.lower()
-    suffix = suffix if suffix in _TELLING else format_of(text)
+def own_kind(text: str, name: str = "") -> str | None:
+    """`JOB` or `CONFIG` where a text is clearly one of them; ``name`` is that of its file, where it has one."""
+    suffix = suffix_of(text, name)
     if suffix in (".yaml", ".yml") and _is_ours(text):
         return JOB
-    if suffix == ".json" and is_hf_config(_json(text)):
-        return CONFIG
-    # The frameworks' tables are only loaded for a file that is not clearly ours.
-    from shardwise.interop.frameworks import recognised
-
-    return recognised(text, suffix) or JOB
+    return CONFIG if suffix == ".json" and is_hf_config(_parsed(parse_json, text)) else None
 
 
-def format_of(text: str) -> str:
-    """The format that a text is written in, as the ending of its files."""
+def suffix_of(text: str, name: str = "") -> str:
+    """The format of a text, as the suffix of its files: that of its name, or as it is written."""
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _TELLING:
+        return suffix
     if text.startswith("#!"):
         return ".sh"
     if _BRACE.match(text):
         return ".json"
     if _TOML_SECTION.search(text):
         return ".toml"
-    return ".sh" if _COMMAND.search(text) and not isinstance(_yaml(text), Mapping) else ".yaml"
+    return ".sh" if _COMMAND.search(text) and not isinstance(_parsed(parse_yaml, text), Mapping) else ".yaml"
 
 
 def is_hf_config(data: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -55,19 +48,12 @@ def is_hf_config(data: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def _is_ours(text: str) -> bool:
     """Whether a YAML file has no fields but those of a job, or none at all."""
-    data = _yaml(text)
+    data = _parsed(parse_yaml, text)
     return not isinstance(data, Mapping) or set(data) <= {field.name for field in fields(Job)}
 
 
-def _yaml(text: str) -> Any:
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return parse_yaml(text)
-    except SpecError:
-        return None
-
-
-def _json(text: str) -> Any:
-    try:
-        return parse_json(text)
+        return parse(text)
     except SpecError:
         return None

@@ -19,6 +19,7 @@ import yaml
 from shardwise.spec.errors import SpecError, shown
 
 MOST_CHARACTERS = 16 * 2**20  # JSON takes up to 30 times as many bytes of memory
+MOST_IN_CONFIGURATION = 4 * 2**20  # characters of a file that may be the configuration of a framework
 MOST_VALUES = 100_000
 IN_BULK = 20_000_000  # values of what programs write: an entry for every tensor, block or range of a trace
 DEEPEST = 100  # the loaders, and much that walks over what they made, call themselves once for every level

@@ -14,8 +14,8 @@ from typing import Any
 from shardwise.api.inputs import job_from
 from shardwise.interop.frameworks import TARGETS, Configuration
 from shardwise.interop.huggingface import model_from_hf_config
-from shardwise.interop.jobs import job_fields_in
-from shardwise.interop.recognise import CONFIG, JOB, kind_of
+from shardwise.interop.jobs import job_fields_in, kind_of
+from shardwise.interop.recognise import CONFIG, JOB
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json, require_whole_characters

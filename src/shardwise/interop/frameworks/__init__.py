@@ -20,7 +20,7 @@ from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.results import Exported, Imported, Lost
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
-from shardwise.interop.recognise import MOST_CHARACTERS, kind_of
+from shardwise.interop.recognise import own_kind, suffix_of
 from shardwise.spec import files, presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -34,7 +34,7 @@ __all__ = ["TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target",
            "recognised", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
-    one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
+    framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 
 
@@ -62,9 +62,7 @@ def read(
 ) -> Imported:
     """What a framework's configuration file says about a job.
 
-    ``name`` is the framework (default: recognised by the file's settings); ``model``, ``cluster`` and ``given`` (fields
-    by dotted path, such as ``{"strategy.pp": 4}``) are known beside the file. Raises SpecError if the file is
-    malformed, unknown or contradictory.
+    ``name`` is the framework (default: recognised by the file's settings); for the others see `Configuration.read`.
     """
     name = name or framework_of(path)
     if name is None:
@@ -75,20 +73,22 @@ def read(
 
 @dataclass(frozen=True)
 class Configuration:
-    """The text of a framework's configuration, and the name of its file, which is put before what is wrong in it.
-
-    Other files that it names are read from its ``folder``, where it has one.
-    """
+    """The configuration of a framework, as text."""
 
     file: str
+    """Name of its file, for error messages."""
     framework: str
     text: str
     folder: Path | None = None
+    """Where other files that it names are read from."""
 
     def read(
         self, model: Model | None = None, cluster: Cluster | None = None, given: Mapping[str, Any] | None = None
     ) -> Imported:
-        """What it says about a job; see `read`."""
+        """What it says about a job; raises SpecError if it is malformed, unknown or contradictory.
+
+        ``model``, ``cluster`` and ``given`` (fields by dotted path: ``{"strategy.pp": 4}``) are known beside it.
+        """
         try:
             return target(self.framework).read(self.text, model, cluster, given, self._beside)
         except SpecError as error:
@@ -107,34 +107,34 @@ def configuration_in(path: Path | str, framework: str) -> Configuration:
 def framework_of(path: Path | str) -> str | None:
     """The name of the framework whose configuration the file looks like; None for other and unreadable files."""
     try:
-        kind = kind_of(read_text(path), str(path))
+        text = read_text(path)
     except SpecError:
         return None
-    return kind if kind in TARGETS else None
+    return None if own_kind(text, str(path)) else recognised(text, suffix_of(text, str(path)))
 
 
 def recognised(text: str, suffix: str) -> str | None:
-    """The same of a text in the format of files with this ending."""
-    for one in TARGETS.values():
-        if suffix not in one.format.suffixes:
+    """The framework whose configuration a text looks like, if any; ``suffix`` is that of files in its format."""
+    for framework in TARGETS.values():
+        if suffix not in framework.format.suffixes:
             continue
         try:
-            settings = one.format.parse(text, one.title, one.names)
+            settings = framework.format.parse(text, framework.title, framework.names)
         except SpecError:
             # A DeepSpeed file or a command line that does not parse should be reported as one.
-            words = (key if key.startswith("--") else f'"{key.partition(".")[0]}"' for key in one.signature)
-            if any(word in text for word in words) and one is not COLOSSALAI:
-                return one.name
+            words = (key if key.startswith("--") else f'"{key.partition(".")[0]}"' for key in framework.signature)
+            if any(word in text for word in words) and framework is not COLOSSALAI:
+                return framework.name
             continue
-        if any(key in settings for key in one.signature):
-            return one.name
-    only = {".sh": MEGATRON.name, ".toml": TORCHTITAN.name}  # what it lacks of theirs is then said
-    return only.get(suffix)
+        if any(key in settings for key in framework.signature):
+            return framework.name
+    # Only these have such files: they are read as theirs, so that the user learns what is missing.
+    return {".sh": MEGATRON.name, ".toml": TORCHTITAN.name}.get(suffix)
 
 
 def read_text(path: Path | str) -> str:
     """The text of a configuration file; raises SpecError if it cannot be read."""
-    return files.read_text(path, "configuration", MOST_CHARACTERS)
+    return files.read_text(path, "configuration", files.MOST_IN_CONFIGURATION)
 
 
 # -- what a framework lacks, and what it runs instead ------------------------------------------------
@@ -158,56 +158,56 @@ def can_run(job: Job, name: str) -> list[Lost]:
     The list is short: what follows from another entry is left out (no pipeline, so no schedule either), and the fields
     of one noun of the model are one entry.
     """
-    missing = {one.field: one for one in target(name).export(job).missing}
+    missing = {lost.field: lost for lost in target(name).export(job).missing}
     implied = {path for field in missing for path in _FOLLOWING.get(field, ())}
     short: dict[str, Lost] = {}
-    for field, one in missing.items():
+    for field, lost in missing.items():
         noun, _, inner = field.rpartition(".")
         if noun in ("model.mla", "model.moe"):
             names = [*(short[noun].value if noun in short else []), inner]
-            short[noun] = Lost(noun, names, one.why)
+            short[noun] = Lost(noun, names, lost.why)
         elif field not in implied:
-            short[field] = one
+            short[field] = lost
     return list(short.values())
 
 
 def lacking(job: Job, name: str) -> list[Lost]:
     """`can_run` without what the framework does in its own way (overlap, the format of gradients): that is priced."""
-    one = target(name)
+    framework = target(name)
 
     def decides(lost: Lost) -> bool:
         if lost.field == "training.precision":
-            return matching_precision(job, one) is not None
-        return lost.field.startswith((*one.own_way, *_INDEPENDENT))
+            return matching_precision(job, framework) is not None
+        return lost.field.startswith((*framework.own_way, *_INDEPENDENT))
 
     return [lost for lost in can_run(job, name) if not decides(lost)]
 
 
-def matching_precision(job: Job, one: Target) -> str | None:
-    """The target's precision that computes in the job's format, whatever it accumulates in; None if it has none."""
-    written = str(one.read_back(job, one.text(job)).fields.get("training.precision"))
+def matching_precision(job: Job, framework: Target) -> str | None:
+    """The framework's precision that computes in the job's format, whatever it accumulates in; None if it has none."""
+    written = str(framework.read_back(job, framework.text(job)).fields.get("training.precision"))
     computed = RECIPES[job.training.precision].compute
     return written if written in RECIPES and RECIPES[written].compute == computed else None
 
 
-def as_run_by(job: Job, one: Target) -> Job:
-    """The job that the target's configuration of ``job`` describes, on the target's own stack.
+def as_run_by(job: Job, framework: Target) -> Job:
+    """The job that the framework's configuration of ``job`` describes, on the framework's own stack.
 
     What the configuration leaves to the training script is as in ``job``. Raises SpecError if the fields make no job.
     """
-    exported = one.export(job)
+    exported = framework.export(job)
     (text,) = exported.files.values()
-    back = one.read_back(job, text, job.cluster)
+    back = framework.read_back(job, text, job.cluster)
     fields = {**back.fields, **{lost.field: lost.value for lost in exported.elsewhere}}
     kept = {path: value for path, value in fields.items() if not path.startswith("model")}
-    stack = own_stack(job.stack, one, fields["stack"])
+    stack = own_stack(job.stack, framework, fields["stack"])
     made = replace(back, fields={**kept, "stack": stack}).job(job.cluster, job.model)
     made = replace(made, run=replace(job.run, steps=made.run.steps, schedule=made.run.schedule))
     return job if made.stack == job.stack and effective_fields(made) == effective_fields(job) else made
 
 
-def own_stack(stack: Stack, one: Target, usual: Any = None) -> Stack:
-    """``stack`` if it describes the target's software or is not a preset; else the target's ``usual`` one."""
-    other = stack_from(usual or one.stacks[0])
-    known = other.base == one.stacks[0] and stack.name in one.stacks
+def own_stack(stack: Stack, framework: Target, usual: Any = None) -> Stack:
+    """``stack`` if it describes the framework's software or is not a preset; else the ``usual`` one."""
+    other = stack_from(usual or framework.stacks[0])
+    known = other.base == framework.stacks[0] and stack.name in framework.stacks
     return stack if known or stack.name not in presets.names("stack") else other

@@ -21,10 +21,10 @@ from shardwise.interop.frameworks.job_fields import (
     value_at,
 )
 from shardwise.interop.frameworks.results import Exported, Imported, Lost, plain
-from shardwise.interop.recognise import MOST_CHARACTERS
 from shardwise.interop.shell import Unset
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import MOST_IN_CONFIGURATION
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -335,7 +335,7 @@ class Target:
         ``given`` are fields of the job that are known beside the file (``{"strategy.pp": 4}``), for formats that leave
         them to the training script. ``beside`` reads the files that it names.
         """
-        if len(text) > MOST_CHARACTERS:
+        if len(text) > MOST_IN_CONFIGURATION:
             raise SpecError(self.name, f"{len(text):,} characters are too many", "is it a configuration?")
         settings = self.format.parse(text, f"{self.title} configuration", self.names)
         outside = settings.pop(OUTSIDE, [])
