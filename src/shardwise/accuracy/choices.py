@@ -49,15 +49,16 @@ def layouts_of_jobs(runs: Iterable[PublishedRun]) -> list[list[PublishedRun]]:
     jobs: dict[Hashable, list[PublishedRun]] = {}
     for run in runs:
         own = jobs.setdefault(same_job(run), [])
-        if run.reported_seconds and not run.set_aside and all(run.job.strategy != one.job.strategy for one in own):
+        is_known = any(run.job.strategy == earlier.job.strategy for earlier in own)
+        if run.reported_seconds and not run.set_aside and not is_known:
             own.append(run)
     return [own for own in jobs.values() if len(own) > 1]
 
 
 def choices(runs: Iterable[PublishedRun], predicted_seconds: Mapping[str, float]) -> list[LayoutChoice]:
     """Every job with several layouts, the largest regret first."""
-    found = [_choice(own, [predicted_seconds[run.row_id] for run in own]) for own in layouts_of_jobs(runs)]
-    return sorted(found, key=lambda one: -one.regret)
+    jobs = [_choice(own, [predicted_seconds[run.row_id] for run in own]) for own in layouts_of_jobs(runs)]
+    return sorted(jobs, key=lambda choice: -choice.regret)
 
 
 def _choice(runs: Sequence[PublishedRun], predicted: Sequence[float]) -> LayoutChoice:
@@ -88,21 +89,21 @@ class ChoiceSummary:
     mean_rank_correlation: float | None
 
 
-def choice_summary(found: Sequence[LayoutChoice]) -> ChoiceSummary | None:
-    if not found:
+def choice_summary(choices: Sequence[LayoutChoice]) -> ChoiceSummary | None:
+    if not choices:
         return None
-    regrets = [one.regret for one in found]
-    correlations = [one.rank_correlation for one in found if one.rank_correlation is not None]
+    regrets = [choice.regret for choice in choices]
+    correlations = [choice.rank_correlation for choice in choices if choice.rank_correlation is not None]
     mean = sum(correlations) / len(correlations) if correlations else None
-    return ChoiceSummary(len(found), sum(regrets) / len(regrets), max(regrets), mean)
+    return ChoiceSummary(len(choices), sum(regrets) / len(regrets), max(regrets), mean)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Spearman's: the correlation of the ranks, of equal values their mean rank; None if all of either are equal."""
-    one, other = _ranks(first), _ranks(second)
-    middle = (len(one) + 1) / 2
-    together = sum((a - middle) * (b - middle) for a, b in zip(one, other, strict=True))
-    spread, other_spread = (sum((rank - middle) ** 2 for rank in ranks) for ranks in (one, other))
+    first_ranks, second_ranks = _ranks(first), _ranks(second)
+    middle = (len(first_ranks) + 1) / 2
+    together = sum((a - middle) * (b - middle) for a, b in zip(first_ranks, second_ranks, strict=True))
+    spread, other_spread = (sum((rank - middle) ** 2 for rank in ranks) for ranks in (first_ranks, second_ranks))
     return together / (spread * other_spread) ** 0.5 if spread and other_spread else None
 
 

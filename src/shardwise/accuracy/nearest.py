@@ -56,17 +56,17 @@ class NearRun:
 def nearest_runs(job: Job, most: int = 5) -> list[NearRun]:
     """The nearest first; of runs that differ in neither model, machine nor layout only the last of its table."""
     sizes, degrees = _sizes(job), _degrees(job)
-    found: dict[tuple[object, ...], NearRun] = {}
+    nearest: dict[tuple[object, ...], NearRun] = {}
     for run, own_sizes, own_degrees in _timed_runs():
         assert run.reported_seconds is not None
         apart = _doublings(sizes, own_sizes) + OF_A_DEGREE * _doublings(degrees, own_degrees) + _unlike(job, run.job)
-        one = NearRun(run, apart, run.reported_seconds, _differences(job, run.job))
-        found[run.source.name, run.model_name, run.device, own_sizes, own_degrees] = one
-    return sorted(found.values(), key=lambda one: one.distance)[:most]
+        near = NearRun(run, apart, run.reported_seconds, _differences(job, run.job))
+        nearest[run.source.name, run.model_name, run.device, own_sizes, own_degrees] = near
+    return sorted(nearest.values(), key=lambda near: near.distance)[:most]
 
 
-def _doublings(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    return sum(abs(math.log2(mine / theirs)) for mine, theirs in zip(one, other))
+def _doublings(sizes: tuple[float, ...], others: tuple[float, ...]) -> float:
+    return sum(abs(math.log2(mine / theirs)) for mine, theirs in zip(sizes, others))
 
 
 def _sizes(job: Job) -> tuple[float, ...]:
@@ -90,10 +90,10 @@ def _differences(job: Job, other: Job) -> tuple[str, ...]:
     return (*sizes, *(f"different {name}" for name, mine, theirs in kinds if mine != theirs))
 
 
-def _unlike(one: Job, other: Job) -> float:
+def _unlike(job: Job, other: Job) -> float:
     """What another device, kind of model and format of the matmuls count."""
-    kinds = (one.cluster.device.name != other.cluster.device.name) + (kind_of(one.model) != kind_of(other.model))
-    return OF_A_KIND * kinds + OF_A_FORMAT * (one.training.recipe.compute != other.training.recipe.compute)
+    kinds = (job.cluster.device.name != other.cluster.device.name) + (kind_of(job.model) != kind_of(other.model))
+    return OF_A_KIND * kinds + OF_A_FORMAT * (job.training.recipe.compute != other.training.recipe.compute)
 
 
 @cache

@@ -149,8 +149,11 @@ def predicted_range(run: PublishedRun) -> Range | None:
     reported = run.reported_seconds
     if reported is None or (not fields and not run.row.assumed):
         return None
-    fitting = (one for one in _alternatives(run, fields) if _fits(one))
-    ratios = [predict(one.job).step_seconds / one.reported_seconds for one in fitting if one.reported_seconds]
+    ratios = [
+        predict(other.job).step_seconds / other.reported_seconds
+        for other in _alternatives(run, fields)
+        if other.reported_seconds and peak_memory(other.job).total <= other.job.cluster.device.usable_memory
+    ]
     count = len(ratios)
     ratios = ratios or [predict(run.job).step_seconds / reported]
     names = tuple(field.names[0] for field in fields)
@@ -163,16 +166,12 @@ def _is_open(run: PublishedRun, field: Field) -> bool:
     return not set(field.names).isdisjoint(run.row.assumed)
 
 
-def _fits(run: PublishedRun) -> bool:
-    return peak_memory(run.job).total <= run.job.cluster.device.usable_memory
-
-
 def _alternatives(run: PublishedRun, fields: Sequence[Field]) -> Iterator[PublishedRun]:
     """The run itself, and every combination that breaks no rule."""
     yield run
     choices = [cells for field in fields if (cells := field.cells(run))]
     for combination in itertools.product(*_bounded(choices)):
-        together = {column: text for one in combination for column, text in one.items()}
+        together = {column: text for cells in combination for column, text in cells.items()}
         try:
             yield run_from_row(run.row.printed(together))
         except SpecError:

@@ -46,8 +46,8 @@ class Variant:
 
 def release(row: TableRow) -> str:
     """The release that a row names, like "26.06" or "26.06.01"; one that names none is older than any."""
-    found = re.search(r"(?<![\d.])2\d\.[01]\d(\.\d\d)?(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
-    return found[0] if found else ""
+    match = re.search(r"(?<![\d.])2\d\.[01]\d(\.\d\d)?(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
+    return match[0] if match else ""
 
 
 Microbatch = Literal["one", "local batch"]
@@ -86,5 +86,5 @@ class Source:
 
     def filled(self, row: TableRow) -> TableRow:
         """The row with the cells that its variants fill where it has none."""
-        cells = {name: text for one in self.variants if one.applies(row) for name, text in one.fill.items()}
+        cells = {name: text for variant in self.variants if variant.applies(row) for name, text in variant.fill.items()}
         return TableRow({**row.cells, **{name: text for name, text in cells.items() if not row.text(name)}})

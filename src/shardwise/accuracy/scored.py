@@ -36,7 +36,7 @@ def published_runs(tables: Iterable[str]) -> tuple[list[PublishedRun], list[NotS
             refused.append((NotScored(row.text("row_id"), str(error)), error))
     if not runs:
         raise refused[0][1]
-    return runs, [one for one, _ in refused]
+    return runs, [row for row, _ in refused]
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def score_runs(tables: Iterable[str]) -> ScoredRuns:
 
 def scored(published: Sequence[PublishedRun], not_scored: Sequence[NotScored] = ()) -> ScoredRuns:
     """Runs that can be priced."""
-    scores = [score(one, predicted_range(one)) for one in published]
-    counted = [one for one in scores if not one.set_aside]
-    chosen = choices(published, {one.row_id: one.predicted_seconds for one in scores})
+    scores = [score(run, predicted_range(run)) for run in published]
+    counted = [row for row in scores if not row.set_aside]
+    chosen = choices(published, {row.row_id: row.predicted_seconds for row in scores})
     return ScoredRuns(
         rows=tuple(scores),
         by_device=summarize(scores),
@@ -89,14 +89,14 @@ class Coverage:
 
 def coverage(scores: Iterable[Score]) -> list[Coverage]:
     """Of every class of bars, in order of appearance, then of all; rows that are set aside do not count."""
-    found: dict[tuple[str, str], list[bool]] = {}
-    for one in (one for one in scores if not one.set_aside):
+    inside_by_class: dict[tuple[str, str], list[bool]] = {}
+    for row in (row for row in scores if not row.set_aside):
         for what, of, inside in (
-            ("step time", one.bar_of, one.in_bar),
-            ("memory", one.memory_bar_of, one.memory_in_bar),
+            ("step time", row.bar_of, row.in_bar),
+            ("memory", row.memory_bar_of, row.memory_in_bar),
         ):
             if inside is not None:
-                found.setdefault((what, of), []).append(inside)
-                found.setdefault((what, "all"), []).append(inside)
-    ordered = sorted(found.items(), key=lambda item: (item[0][0] == "memory", item[0][1] == "all"))
+                inside_by_class.setdefault((what, of), []).append(inside)
+                inside_by_class.setdefault((what, "all"), []).append(inside)
+    ordered = sorted(inside_by_class.items(), key=lambda item: (item[0][0] == "memory", item[0][1] == "all"))
     return [Coverage(what, of, len(own), sum(own) / len(own)) for (what, of), own in ordered]

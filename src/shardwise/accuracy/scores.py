@@ -143,17 +143,17 @@ class Summary:
 def summarize(scores: Iterable[Score]) -> dict[str, Summary]:
     """Per device, in the order of the table; a device of which every row is set aside is left out."""
     by_device: dict[str, list[Score]] = {}
-    for one in scores:
-        if not one.set_aside:
-            by_device.setdefault(one.device, []).append(one)
+    for row in scores:
+        if not row.set_aside:
+            by_device.setdefault(row.device, []).append(row)
     return {device: summary(own) for device, own in by_device.items()}
 
 
 def summary(scores: list[Score]) -> Summary:
-    times = [one.time_error for one in scores if one.time_error is not None]
-    left_out = [one.left_out_error for one in scores if one.left_out_error is not None]
-    memories = [abs(one.memory_error) for one in scores if one.memory_error is not None]
-    ranged = [one.in_range for one in scores if one.in_range is not None]
+    times = [row.time_error for row in scores if row.time_error is not None]
+    left_out = [row.left_out_error for row in scores if row.left_out_error is not None]
+    memories = [abs(row.memory_error) for row in scores if row.memory_error is not None]
+    ranged = [row.in_range for row in scores if row.in_range is not None]
     return Summary(
         rows=len(scores),
         time_mape=sum(map(abs, times)) / len(times) if times else None,

@@ -101,8 +101,8 @@ def zero(text: str) -> int | None:
 
 def context_method(text: str) -> str | None:
     """How a note says that context parallelism runs."""
-    found = re.search(r"cp ?= ?([a-z0-9-]+)|(ring|ulysses|all-?gather)[- ]?(?:attention )?cp", text.lower())
-    words = (found[1] or found[2]) if found else ""
+    match = re.search(r"cp ?= ?([a-z0-9-]+)|(ring|ulysses|all-?gather)[- ]?(?:attention )?cp", text.lower())
+    words = (match[1] or match[2]) if match else ""
     methods = {"a": "ulysses", "u": "ulysses", "r": "ring", "p": "ring"}
     return "all-gather" if re.match(r"all-?gather", words) else methods.get(words[:1])
 
@@ -112,25 +112,25 @@ def latent_attention(text: str) -> dict[str, int]:
 
     Both have the same (arXiv 2405.04434, 2412.19437).
     """
-    found = re.search(r"q-lora (\d+) kv-lora (\d+) qk (\d+)\+(\d+) v (\d+)", text)
-    sizes = map(int, found.groups()) if found else (1536, 512, 128, 64, 128)
+    match = re.search(r"q-lora (\d+) kv-lora (\d+) qk (\d+)\+(\d+) v (\d+)", text)
+    sizes = map(int, match.groups()) if match else (1536, 512, 128, 64, 128)
     return dict(zip(("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"), sizes))
 
 
 def stage_layers(text: str) -> list[int] | None:
     """Layers of every stage by a note like "layout Et*3|(tt|)*6mL": Megatron's --pipeline-model-parallel-layout."""
-    found = re.search(r"layout (\S+)", text)
-    if not found:
+    match = re.search(r"layout (\S+)", text)
+    if not match:
         return None
-    repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), found[1].rstrip(";"))
+    repeated = re.sub(r"\(([^)]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), match[1].rstrip(";"))
     whole = re.sub(r"(\w)\*(\d+)", lambda part: part[1] * int(part[2]), repeated)
     return [stage.count("t") for stage in whole.split("|")]
 
 
 def expert_tp(text: str) -> int:
     """Over how many ranks a note says that an expert is split; 1 if it says nothing."""
-    found = re.search(r"expert tp (\d+)", text.lower())
-    return int(found[1]) if found else 1
+    match = re.search(r"expert tp (\d+)", text.lower())
+    return int(match[1]) if match else 1
 
 
 _CONVENTIONS = (
@@ -208,14 +208,14 @@ def machine_name(text: str, column: str) -> str:
 
 def slices(text: str) -> int | None:
     """How many tori a row's locator names, such as 2 of "2x v5p-1024"."""
-    found = re.search(r"(\d+)x v\d\w*-\d+", text)
-    return int(found[1]) if found else None
+    match = re.search(r"(\d+)x v\d\w*-\d+", text)
+    return int(match[1]) if match else None
 
 
 def shard_group(text: str) -> int | None:
     """Over how many ranks FSDP shards, where a cell names a group."""
-    found = re.search(r"group (\d+)", text)
-    return int(found[1]) if found else None
+    match = re.search(r"group (\d+)", text)
+    return int(match[1]) if match else None
 
 
 def machine(name: str, devices: int, node_devices: int | None = None, tori: int | None = None) -> Cluster:
@@ -240,12 +240,12 @@ def _compact(chips: int, axes: int) -> tuple[int, ...] | None:
     """The shape whose longest axis is shortest, of axes that are multiples of 4."""
     if axes == 1:
         return (chips,) if chips and chips % 4 == 0 else None
-    found = [
+    shapes = [
         (first, *rest)
         for first in range(4, chips + 1, 4)
         if chips % first == 0 and (rest := _compact(chips // first, axes - 1)) is not None and first <= rest[0]
     ]
-    return min(found, key=max, default=None)
+    return min(shapes, key=max, default=None)
 
 
 def cut(cluster: Cluster, devices: int, node_devices: int | None = None) -> Cluster:

@@ -44,14 +44,14 @@ def folder_of_model(named: object) -> Path | None:
 
 def companions(folder: Path) -> dict[str, Path]:
     """The known files in the folder; raises SpecError for a link that leads out of it, and for a huge file."""
-    found = {name: folder / name for name in NAMES if (folder / name).is_file()}
-    for name, path in found.items():
+    files = {name: folder / name for name in NAMES if (folder / name).is_file()}
+    for name, path in files.items():
         if path.is_symlink() and not _stays(path):
             raise SpecError(str(path), "is a link that leads out of its folder", "put the file itself there")
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(str(path), f"is larger than {MOST_BYTES >> 20} MiB", "get another copy")
-        found[name] = path.resolve()
-    return found
+        files[name] = path.resolve()
+    return files
 
 
 def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
@@ -101,9 +101,9 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         path = companions(folder).get(name)
         config = {} if path is None else read_config(path)
         named = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-        found = named if isinstance(named, list) else [named]
-        if found and all(type(one) is int for one in found):
-            return tuple(found)
+        numbers = named if isinstance(named, list) else [named]
+        if numbers and all(type(number) is int for number in numbers):
+            return tuple(numbers)
     return ()
 
 

@@ -192,7 +192,7 @@ _OLMO_KEYS = with_defaults({**GROUPED, **SILU, **BIAS, **NUMERICS}, vocab=50304)
 _OLMO = Family(
     "olmo",
     {
-        **{field: one for field, one in _OLMO_KEYS.items() if field != "numerics.norm_epsilon"},
+        **{field: key for field, key in _OLMO_KEYS.items() if field != "numerics.norm_epsilon"},
         "numerics.clip_qkv": key("clip_qkv", None),
     },
     {"norm": "layernorm", "norm_weight": False, "positions": "rope", "numerics.norm_epsilon": 1e-5},

@@ -82,7 +82,7 @@ def unflatten(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(keys: Mapping[str, Key], **defaults: Any) -> dict[str, Key]:
     """The same keys, some with another default of the library."""
-    return {name: dataclasses.replace(one, default=defaults.get(name, one.default)) for name, one in keys.items()}
+    return {name: dataclasses.replace(key, default=defaults.get(name, key.default)) for name, key in keys.items()}
 
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}

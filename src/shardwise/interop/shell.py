@@ -62,27 +62,27 @@ def python_command(text: str) -> list[str]:
     """
     scope = _Scope()
     _run(text, scope, 0)
-    found = [words for one in _joined(scope.commands) if (words := _from_script(one))]
-    with_options = [words for words in found if any(word.startswith("--") for word in words)]
+    scripts = [words for command in _joined(scope.commands) if (words := _from_script(command))]
+    with_options = [words for words in scripts if any(word.startswith("--") for word in words)]
     if with_options:
         return with_options[-1]
-    plain = [one for one in _joined(scope.commands) if one[0].startswith("-")]
+    plain = [command for command in _joined(scope.commands) if command[0].startswith("-")]
     kept = [value for value in scope.values.values() if value and value[0].lstrip().startswith("--")]
-    held = [word for value in kept for one in value for word in _split(one)]
+    held = [word for value in kept for text in value for word in _split(text)]
     if plain or held:
-        return [word for one in plain for word in one] or held
-    return found[-1] if found else [word for one in scope.commands for word in one]
+        return [word for command in plain for word in command] or held
+    return scripts[-1] if scripts else [word for command in scope.commands for word in command]
 
 
 def _joined(commands: Sequence[Sequence[str]]) -> list[list[str]]:
     """A line that begins with an option continues the one before: the backslash is forgotten often."""
-    found: list[list[str]] = []
+    whole: list[list[str]] = []
     for words in commands:
-        if found and words and words[0].startswith("--"):
-            found[-1].extend(words)
+        if whole and words and words[0].startswith("--"):
+            whole[-1].extend(words)
         elif words:
-            found.append(list(words))
-    return found
+            whole.append(list(words))
+    return whole
 
 
 def _from_script(words: Sequence[str]) -> list[str]:
@@ -166,8 +166,8 @@ class _Block:
         subject = _value(self._tokens_to("in")[1:], self.scope)
         taken = False
         while self.at < len(self.tokens) and self._word() != "esac":
-            patterns = [one for one in self._tokens_to(")") if isinstance(one, Word)]
-            matches = any(fnmatch.fnmatchcase(subject, _value([one], self.scope)) for one in patterns)
+            patterns = [token for token in self._tokens_to(")") if isinstance(token, Word)]
+            matches = any(fnmatch.fnmatchcase(subject, _value([pattern], self.scope)) for pattern in patterns)
             chosen = active and matches and not taken
             if self.run((";;", "esac"), active=chosen, nested=nested + 1) != ";;":
                 return
@@ -190,7 +190,7 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
     """Assignments, or a command whose words may hold a script of their own (`bash -c`, a here-document)."""
     rest = list(given)
     if isinstance(rest[0], Word) and rest[0].text in _DECLARING:
-        rest = [one for one in rest[1:] if not (isinstance(one, Word) and one.text.startswith("-"))]
+        rest = [token for token in rest[1:] if not (isinstance(token, Word) and token.text.startswith("-"))]
     assigned = 0
     while assigned < len(rest) and _assigned(rest[assigned], scope):
         assigned += 1
@@ -209,13 +209,13 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
 
 def _assigned(token: Token, scope: _Scope) -> bool:
     if isinstance(token, Array):
-        value = [one for word in token.words for one in _fields(word, scope)]
+        value = [field for word in token.words for field in _fields(word, scope)]
         name, adds = token.name, token.adds
     else:
-        found = _ASSIGNMENT.fullmatch(token.text) if isinstance(token, Word) else None
-        if found is None:
+        assignment = _ASSIGNMENT.fullmatch(token.text) if isinstance(token, Word) else None
+        if assignment is None:
             return False
-        name, adds, value = found[1], bool(found[2]), [_text(found[3], scope)]
+        name, adds, value = assignment[1], bool(assignment[2]), [_text(assignment[3], scope)]
         if adds and scope.values.get(name):
             value = [scope.values[name][0] + value[0]]
             adds = False
@@ -260,12 +260,12 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 
 def _test(given: Sequence[Token], scope: _Scope) -> bool:
-    words = ["" if isinstance(one, Unset) else one for one in (_value([token], scope) for token in given)]
+    words = ["" if isinstance(word, Unset) else word for word in (_value([token], scope) for token in given)]
     if words and words[0] == "!":
         return not _test(given[1:], scope)
     if not words or words[0] not in ("[", "[[", "test"):
         return False
-    words = [one for one in words[1:] if one not in ("]", "]]")]
+    words = [word for word in words[1:] if word not in ("]", "]]")]
     if words and words[0] == "!":
         return not _compared(words[1:])
     return _compared(words)
@@ -298,27 +298,27 @@ def _whole(text: str) -> bool:
 
 
 def _value(given: Sequence[Token], scope: _Scope) -> str:
-    return _text(" ".join(one.text for one in given if isinstance(one, Word)), scope)
+    return _text(" ".join(token.text for token in given if isinstance(token, Word)), scope)
 
 
 def _text(raw: str, scope: _Scope) -> str:
     """Raw text with its references filled in, as one string."""
-    found, unset = "", False
+    text, unset = "", False
     for part in references(raw):
         values = [part.text] if part.expression is None else _referenced(part.expression, scope)
-        found += " ".join(values)
-        unset = unset or any(isinstance(one, Unset) for one in values)
-        _bounded(found)
-    return Unset(found) if unset else found
+        text += " ".join(values)
+        unset = unset or any(isinstance(value, Unset) for value in values)
+        _bounded(text)
+    return Unset(text) if unset else text
 
 
 def _filled(raw: str, scope: _Scope) -> str:
     """Text with its references filled in and its quotes kept: that of a here-document."""
-    found = ""
+    text = ""
     for part in unquoted_references(raw):
-        found += part.text if part.expression is None else " ".join(_referenced(part.expression, scope))
-        _bounded(found)
-    return found
+        text += part.text if part.expression is None else " ".join(_referenced(part.expression, scope))
+        _bounded(text)
+    return text
 
 
 class _Words:
@@ -343,10 +343,10 @@ class _Words:
         """What is not quoted ends at every space."""
         if text[:1].isspace():
             self.close()
-        for number, one in enumerate(text.split()):
+        for number, piece in enumerate(text.split()):
             if number:
                 self.close()
-            self.add(one, isinstance(text, Unset))
+            self.add(piece, isinstance(text, Unset))
         if text[-1:].isspace():
             self.close()
 
@@ -384,11 +384,11 @@ def _only_an_array(raw: str) -> bool:
 
 def _as_one(values: list[str]) -> str:
     text = " ".join(values)
-    return Unset(text) if any(isinstance(one, Unset) for one in values) else text
+    return Unset(text) if any(isinstance(value, Unset) for value in values) else text
 
 
 def _split(text: str) -> list[str]:
-    return [Unset(one) for one in text.split()] if isinstance(text, Unset) else text.split()
+    return [Unset(word) for word in text.split()] if isinstance(text, Unset) else text.split()
 
 
 def _bounded(text: str) -> None:
@@ -413,12 +413,12 @@ def _referenced(expression: str, scope: _Scope) -> list[str]:
     if counted := re.fullmatch(rf"#({_NAME})(\[[@*]\])?", inner):
         held = scope.values.get(counted[1], [])
         return [str(len(held) if counted[2] else len("".join(held[:1])))]
-    found = _BRACED.fullmatch(inner)
-    if found is None:
+    match = _BRACED.fullmatch(inner)
+    if match is None:
         return [Unset(f"${expression}")]
-    name, index, sign, word = found.groups()
+    name, index, sign, word = match.groups()
     value = _element(None if name in "@*" else scope.values.get(name), index)
-    known = value is not None and not any(isinstance(one, Unset) for one in value)
+    known = value is not None and not any(isinstance(field, Unset) for field in value)
     if sign in (":-", "-", ":=", "="):
         empty = value == [] or (sign[0] == ":" and value == [""])
         return value if known and not empty and value is not None else _defaults(word, scope)
@@ -453,8 +453,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _arithmetic(expression: str, scope: _Scope) -> str:
     unknown = Unset(f"$(({expression}))")
 
-    def named(found: re.Match[str]) -> str:
-        return (scope.values.get(found[1]) or [""])[0]
+    def named(match: re.Match[str]) -> str:
+        return (scope.values.get(match[1]) or [""])[0]
 
     text = re.sub(rf"\$?\{{?({_NAME})\}}?", named, expression.replace("\n", " ")).strip()
     if not re.fullmatch(r"[\d\s+\-*/%()]{1,200}", text) or re.search(r"\d{19}", text):

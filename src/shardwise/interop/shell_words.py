@@ -68,7 +68,7 @@ def tokens(text: str) -> Iterator[Token]:
                 yield Heredoc(body)
                 yield "\n"
             waiting = []
-        elif sign := next((one for one in _OPERATORS if text.startswith(one, at)), ""):
+        elif sign := next((operator for operator in _OPERATORS if text.startswith(operator, at)), ""):
             yield sign
             at += len(sign)
         else:
@@ -172,10 +172,10 @@ def _reference_end(text: str, at: int) -> int:
     """Past ``$name``, ``${...}``, ``$(...)`` or ``$((...))``."""
     opened = text[at + 1 : at + 2]
     if opened not in _PAIRS:
-        found = re.compile(r"\$(\w+|[@*#?$!-])?").match(text, at)
-        assert found is not None
-        name = found[1] or ""
-        return at + 2 if name[:1].isdigit() else found.end()
+        match = re.compile(r"\$(\w+|[@*#?$!-])?").match(text, at)
+        assert match is not None
+        name = match[1] or ""
+        return at + 2 if name[:1].isdigit() else match.end()
     closing, depth, at = _PAIRS[opened], 0, at + 1
     while at < len(text):
         if text[at] in "'\"" and opened == "(":
@@ -239,7 +239,7 @@ def unquoted_references(raw: str) -> Iterator[WordPart]:
     """The same of text in which quotes mean nothing."""
     at = 0
     while at < len(raw):
-        end = min((found for sign in "$\\" if (found := raw.find(sign, at)) >= 0), default=len(raw))
+        end = min((place for sign in "$\\" if (place := raw.find(sign, at)) >= 0), default=len(raw))
         if end > at:
             yield WordPart(raw[at:end])
         if end == len(raw):

@@ -49,14 +49,14 @@ def _pieces(job: Job, rank: int, stage: int, *, sends: bool) -> tuple[SharedPiec
     here = _held(job, own, rank - own_first)
     there = job.strategy.of_stage(stage)
     first, ranks = first_rank(job.strategy, stage), there.tp * there.cp * there.data_parallel
-    found = []
+    pieces = []
     for number in range(ranks):
         other = _held(job, stage, number)
         sender, receiver = (here, other) if sends else (other, here)
         rows, tokens = _common(here.rows, other.rows), _common(here.tokens, other.tokens)
         if rows and tokens and here.place["cp"] == other.place["cp"] and _is_sent(job, sender, receiver):
-            found.append(SharedPiece(first + number, _from(here.rows, rows), _from(here.tokens, tokens)))
-    return tuple(found)
+            pieces.append(SharedPiece(first + number, _from(here.rows, rows), _from(here.tokens, tokens)))
+    return tuple(pieces)
 
 
 def _is_sent(job: Job, sender: _Held, receiver: _Held) -> bool:
@@ -85,8 +85,8 @@ def _part(whole: int, parts: int, number: int) -> Span:
     return number * each, (number + 1) * each
 
 
-def _common(one: Span, other: Span) -> Span | None:
-    first, end = max(one[0], other[0]), min(one[1], other[1])
+def _common(first_span: Span, second_span: Span) -> Span | None:
+    first, end = max(first_span[0], second_span[0]), min(first_span[1], second_span[1])
     return (first, end) if first < end else None
 
 

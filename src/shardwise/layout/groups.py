@@ -127,10 +127,10 @@ def division_of(world: int, runs: Sequence[RankRun]) -> Division:
 
 def _members(runs: Sequence[RankRun]) -> list[int]:
     """The ranks of runs, counted from the first of them, in ascending order."""
-    found = [0]
+    members = [0]
     for run in runs:
-        found = [far + near for far in range(0, run.stride * run.degree, run.stride) for near in found]
-    return found
+        members = [far + near for far in range(0, run.stride * run.degree, run.stride) for near in members]
+    return members
 
 
 def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:

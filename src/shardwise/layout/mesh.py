@@ -68,12 +68,12 @@ def mesh_divisions(strategy: Strategy, key_value_heads: int | None = None) -> di
 
 
 def _unlike_divisions(strategy: Strategy, key_value_heads: int | None) -> dict[str, Division]:
-    found: dict[str, list[tuple[int, ...]]] = {}
+    by_name: dict[str, list[tuple[int, ...]]] = {}
     for stage in range(strategy.pp):
         first = first_rank(strategy, stage)
         for name, groups in mesh_divisions(strategy.of_stage(stage).unchecked(pp=1), key_value_heads).items():
-            found.setdefault(name, []).extend(tuple(first + rank for rank in ranks) for ranks in groups)
-    return {name: tuple(groups) for name, groups in found.items()}
+            by_name.setdefault(name, []).extend(tuple(first + rank for rank in ranks) for ranks in groups)
+    return {name: tuple(groups) for name, groups in by_name.items()}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def rank_at(strategy: Strategy, coordinates: Mapping[str, int]) -> int:
 def first_rank(strategy: Strategy, stage: int) -> int:
     """The first rank of a pipeline rank, where their ranks stand side by side (pp is the outermost dimension)."""
     before = map(strategy.of_stage, range(stage))
-    return sum(one.tp * one.cp * one.data_parallel for one in before)
+    return sum(stage.tp * stage.cp * stage.data_parallel for stage in before)
 
 
 def stage_of(strategy: Strategy, rank: int) -> tuple[int, int]:

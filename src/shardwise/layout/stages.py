@@ -132,7 +132,7 @@ def embedding_on_both_ends(job: Job) -> bool:
 
 
 def _summed(stages: tuple[tuple[int, int], ...], held: tuple[int, ...]) -> tuple[int, int]:
-    return sum(stages[one][0] for one in held), sum(stages[one][1] for one in held)
+    return sum(stages[stage][0] for stage in held), sum(stages[stage][1] for stage in held)
 
 
 def _layers_of_stages(job: Job) -> tuple[tuple[int, int], ...]:

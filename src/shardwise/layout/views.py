@@ -66,13 +66,13 @@ def message_views(job: Job, pipeline_rank: int) -> tuple[Job, Job]:
     return beyond.unchecked(cluster=mixed.kinds[kind], strategy=strategy), beyond
 
 
-def same_kind(job: Job, one: int, other: int) -> bool:
+def same_kind(job: Job, first: int, second: int) -> bool:
     """Whether two pipeline ranks are on the same kind of device."""
     mixed = mixed_kinds(job.cluster)
     if mixed is None:
         return True
     kinds = across_kinds(mixed, job.strategy).kinds
-    return kinds[one] == kinds[other]
+    return kinds[first] == kinds[second]
 
 
 def replicas_by_kind(job: Job) -> tuple[Job, ...]:

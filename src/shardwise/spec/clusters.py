@@ -127,7 +127,7 @@ class MixedCluster(Spec):
     @property
     def as_one(self) -> JoinedCluster:
         """All devices as one cluster, for what does not depend on a kind; each device is taken for the slowest."""
-        device = min((kind.device for kind in self.kinds), key=lambda one: one.peak_flops("bf16"))
+        device = min((kind.device for kind in self.kinds), key=lambda device: device.peak_flops("bf16"))
         return JoinedCluster(
             device=device,
             levels=(replace(self.between, size=self.devices),),
@@ -155,7 +155,7 @@ def mixed_kinds(cluster: Cluster) -> MixedCluster | None:
 def device_words(cluster: Cluster) -> str:
     """How many of which devices: "8 × h100-sxm + 16 × a100-80gb"."""
     mixed = mixed_kinds(cluster)
-    return " + ".join(f"{one.devices} × {one.device.name}" for one in ((cluster,) if mixed is None else mixed.kinds))
+    return " + ".join(f"{kind.devices} × {kind.device.name}" for kind in ((cluster,) if mixed is None else mixed.kinds))
 
 
 def job_cluster_from(value: Any) -> Cluster:

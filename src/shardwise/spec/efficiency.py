@@ -158,12 +158,12 @@ class Efficiency(Spec):
 
     def slowdown(self, matmul_seconds: float, attention_seconds: float, other_seconds: float) -> float:
         """What matmuls and attention of a step, which take so many seconds at full clock, are slowed down by."""
-        found, tensor = 1.0, matmul_seconds + attention_seconds
+        slowdown, tensor = 1.0, matmul_seconds + attention_seconds
         if self.power_slowdown > 1 and tensor:
             for _ in range(12):  # it depends on their share of the slower step
-                share = found * tensor / (found * tensor + other_seconds)
-                found = self.slowdown_at(share * matmul_seconds / tensor, share * attention_seconds / tensor)
-        return found
+                share = slowdown * tensor / (slowdown * tensor + other_seconds)
+                slowdown = self.slowdown_at(share * matmul_seconds / tensor, share * attention_seconds / tensor)
+        return slowdown
 
     def slowdown_at(self, matmul_share: float, attention_share: float = 0.0) -> float:
         """The same where they take these shares of the time.

@@ -143,16 +143,16 @@ def _check(data: Any, what: str, most_values: int) -> None:
         values += len(level)
         if values > most_values:
             raise SpecError(what, f"holds more than {most_values:,} values", _OURS)
-        if any(type(one) is int and not -_LARGEST < one < _LARGEST for one in level):
+        if any(type(value) is int and not -_LARGEST < value < _LARGEST for value in level):
             raise _too_long(what)
-        level = [inner for one in level for inner in _inside(one)]
+        level = [inner for value in level for inner in _inside(value)]
         if not level:
             return
     raise _too_deep(what)
 
 
-def _inside(one: Any) -> Iterable[Any]:
-    return one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _too_deep(what: str) -> SpecError:
@@ -265,7 +265,7 @@ def _extent(node: Any, known: dict[int, tuple[float, float]]) -> tuple[float, fl
     if id(node) not in known:
         known[id(node)] = (math.inf, math.inf)
         inside = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
-        inner = [_extent(one, known) for one in inside]
+        inner = [_extent(child, known) for child in inside]
         known[id(node)] = (1 + sum(values for values, _ in inner), 1 + max((depth for _, depth in inner), default=0))
     return known[id(node)]
 

@@ -54,9 +54,9 @@ def torch_notes() -> list[str]:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", version)
     first, last = TESTED_TORCH
-    if found is None or first <= (int(found[1]), int(found[2])) <= last:
+    if match is None or first <= (int(match[1]), int(match[2])) <= last:
         return []
     tested = " to ".join(f"{major}.{minor}" for major, minor in TESTED_TORCH)
     return [f"PyTorch {version} is not tested here, {tested} are: pip install 'shardwise[train]'"]
@@ -74,7 +74,7 @@ _NEEDS = {
 def slow_formats(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """The formats whose matmuls are many times slower than fp32's here; none if unknown."""
     features = _features(cpuinfo)
-    return tuple(name for name, sets in _NEEDS.items() if features and not any(one <= features for one in sets))
+    return tuple(name for name, sets in _NEEDS.items() if features and not any(needed <= features for needed in sets))
 
 
 def slow_precision_notes(job: Job, cpuinfo: Path = CPUINFO) -> list[str]:

@@ -59,7 +59,7 @@ class Job(Spec):
             return {**data, "strategy": strategy} if strategy else data
         own, usual = self.strategy.overlap, self.stack.overlap
         if own != usual:
-            differing = (one.name for one in fields(own) if getattr(own, one.name) != getattr(usual, one.name))
+            differing = (field.name for field in fields(own) if getattr(own, field.name) != getattr(usual, field.name))
             strategy.setdefault("overlap", {name: getattr(own, name) for name in differing})
         if self.strategy.dispatch != self.stack.dispatch:
             strategy["dispatch"] = self.strategy.dispatch

@@ -35,7 +35,7 @@ def across_kinds(mixed: MixedCluster, strategy: Strategy) -> AcrossKinds:
         remedy = "put pp or dp last in order"
         raise SpecError("strategy.order", f"{outermost} would go across the kinds of nodes", remedy)
     if outermost == "pp":
-        sizes = [one.tp * one.cp * one.data_parallel for one in map(strategy.of_stage, range(strategy.pp))]
+        sizes = [stage.tp * stage.cp * stage.data_parallel for stage in map(strategy.of_stage, range(strategy.pp))]
     else:
         sizes = [strategy.world // strategy.data_parallel] * strategy.data_parallel
     ends = list(accumulate(kind.devices for kind in mixed.kinds))

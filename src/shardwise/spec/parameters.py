@@ -114,4 +114,4 @@ def _attention_norms(model: Model, tensor_parallel: int) -> float:
     if not model.qk_norm_whole:
         return 2 * _norm_parameters(model, model.head_size)
     query, key, *_ = model.attention_matrices
-    return sum(_norm_parameters(model, one.outputs) * one.share(tensor_parallel) for one in (query, key))
+    return sum(_norm_parameters(model, matrix.outputs) * matrix.share(tensor_parallel) for matrix in (query, key))

@@ -53,8 +53,8 @@ def load(kind: str, cls: type[S], name: str) -> S:
             data = {**data, "name": Path(name).stem}
         return cls.from_dict(data, path=Path(name).name)
     noun: Any = cls
-    found: S = _preset(kind, noun, name)
-    return found
+    preset: S = _preset(kind, noun, name)
+    return preset
 
 
 # Fields that may name a file, and the kind of preset that they may name instead; None: no preset is one.

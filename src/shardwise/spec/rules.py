@@ -34,11 +34,11 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 def check_model_fits(model: Model, strategy: Strategy, training: Training) -> None:
     """Raises SpecError for the first rule that the strategy breaks whatever the cluster is."""
-    for one in _of_stages(strategy):
-        _check_heads(model, one, training)
+    for stage in _of_stages(strategy):
+        _check_heads(model, stage, training)
     _check_stages(model, strategy)
-    for one in _of_stages(strategy):
-        _check_sequence(model, one, training)
+    for stage in _of_stages(strategy):
+        _check_sequence(model, stage, training)
 
 
 def _of_stages(strategy: Strategy) -> list[Strategy]:
@@ -54,9 +54,9 @@ def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Trai
     mixed = mixed_kinds(cluster)
     if mixed is not None:
         across_kinds(mixed, strategy)
-    for one in _of_stages(strategy):
-        _check_experts(model, one)
-        _check_sharding(one)
+    for stage in _of_stages(strategy):
+        _check_experts(model, stage)
+        _check_sharding(stage)
     _check_batch(training, strategy)
 
 

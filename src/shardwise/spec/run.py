@@ -132,11 +132,11 @@ class StepWindow(Spec):
     @classmethod
     def parse(cls, text: str, field: str) -> Self:
         """From ``steps=10:12``, or ``steps=10``."""
-        found = re.fullmatch(r"steps=(\d{1,9})(?::(\d{1,9}))?", text.strip())
-        if found is None:
+        match = re.fullmatch(r"steps=(\d{1,9})(?::(\d{1,9}))?", text.strip())
+        if match is None:
             raise SpecError(field, f"{shown(text)} names no steps", "write it like steps=10:12")
         try:
-            return cls(first=int(found[1]), last=int(found[2] or found[1]))
+            return cls(first=int(match[1]), last=int(match[2] or match[1]))
         except SpecError as error:
             raise SpecError(field, error.problem, error.remedy) from None
 

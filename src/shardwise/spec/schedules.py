@@ -183,7 +183,7 @@ def registered_schedules() -> tuple[ScheduleRecord, ...]:
 
 def own_schedules() -> tuple[ScheduleRecord, ...]:
     """The schedules of this project that a job may have."""
-    return tuple(one for one in _TABLE if one.in_jobs)
+    return tuple(record for record in _TABLE if record.in_jobs)
 
 
 def other_schedules() -> tuple[ScheduleRecord, ...]:
@@ -193,19 +193,19 @@ def other_schedules() -> tuple[ScheduleRecord, ...]:
 
 def job_schedules() -> tuple[str, ...]:
     """Names that a job may give."""
-    return tuple(one.name for one in schedule_records() if one.in_jobs)
+    return tuple(record.name for record in schedule_records() if record.in_jobs)
 
 
 def searched_schedules(*, any_priced: bool = False) -> tuple[str, ...]:
     """Names that a search goes through, the simplest first; with ``any_priced``, then those that no engine runs."""
-    records = [one for one in schedule_records() if one.searched and (one.runs or any_priced)]
-    records.sort(key=lambda one: (not one.runs, one.forwards_first, one.complexity))
-    return tuple(one.name for one in records)
+    records = [record for record in schedule_records() if record.searched and (record.runs or any_priced)]
+    records.sort(key=lambda record: (not record.runs, record.forwards_first, record.complexity))
+    return tuple(record.name for record in records)
 
 
 def chosen_chunks_schedules() -> tuple[str, ...]:
     """Names of the schedules whose chunks per rank the user chooses."""
-    return tuple(one.name for one in registered_schedules() if one.chooses_chunks)
+    return tuple(record.name for record in registered_schedules() if record.chooses_chunks)
 
 
 @lru_cache(maxsize=1)
@@ -214,11 +214,11 @@ def _load_entry_points() -> None:
 
     for point in entry_points(group=ENTRY_POINTS):
         try:
-            found = point.load()
+            loaded = point.load()
         except Exception as error:  # whatever another package does when it is imported
             problem = f"entry point {point.name} ({point.value}) fails: {type(error).__name__}: {error}"
             raise SpecError(ENTRY_POINTS, problem, "repair or uninstall that package") from error
-        for record in found if isinstance(found, Iterable) else (found,):
+        for record in loaded if isinstance(loaded, Iterable) else (loaded,):
             if not isinstance(record, ScheduleRecord):
                 problem = f"entry point {point.name} ({point.value}) is {shown(record)}"
                 raise SpecError(ENTRY_POINTS, problem, "make it a ScheduleRecord, or several")

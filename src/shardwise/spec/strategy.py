@@ -216,7 +216,7 @@ class Strategy(Spec):
     def world(self) -> int:
         if self.has_unlike_stages:
             stages = map(self.of_stage, range(self.pp))
-            return self.cp * sum(one.tp * one.data_parallel for one in stages)
+            return self.cp * sum(stage.tp * stage.data_parallel for stage in stages)
         return self.tp * self.cp * self.data_parallel * self.pp
 
     @property
@@ -265,20 +265,20 @@ def without_auto(job: Mapping[str, Any]) -> Mapping[str, Any]:
     strategy, run = job.get("strategy"), job.get("run", {})
     if not isinstance(strategy, Mapping) or not isinstance(run, Mapping):
         return job
-    found: list[Automatic] = []
+    automatic: list[Automatic] = []
     kept = dict(strategy)
     if strategy.get("microbatch") == AUTO:
-        found.append("microbatch")
+        automatic.append("microbatch")
         del kept["microbatch"]
     offload = strategy.get("offload")
     if offload == AUTO:
-        found += _OFFLOADED
+        automatic += _OFFLOADED
         del kept["offload"]
     elif isinstance(offload, Mapping):
-        found += [kind for kind in _OFFLOADED if offload.get(kind) == AUTO]
-        kept["offload"] = {name: value for name, value in offload.items() if name not in found}
-    if not found:
+        automatic += [kind for kind in _OFFLOADED if offload.get(kind) == AUTO]
+        kept["offload"] = {name: value for name, value in offload.items() if name not in automatic}
+    if not automatic:
         return job
     before = run.get("automatic", ())
-    automatic = [*before, *(one for one in found if one not in before)]
+    automatic = [*before, *(name for name in automatic if name not in before)]
     return {**job, "strategy": kept, "run": {**run, "automatic": automatic}}

@@ -50,20 +50,20 @@ def _each(
 
 def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
     """What the facts of a schedule rule out."""
-    for one in records:
-        if one.two_copies:
+    for record in records:
+        if record.two_copies:
             yield from _each(
-                one.name, "priced only",
+                record.name, "priced only",
                 "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
-                f"schedule: {one.instead}, about the same bubble with one copy",
+                f"schedule: {record.instead}, about the same bubble with one copy",
             )  # fmt: skip
-            instead = f"an even pp, or schedule: {one.instead}"
-            yield from _each(f"{one.name} + odd-pipeline", "refused", f"{one.name} pairs its ranks", instead)
-        elif not one.runs:
-            yield from _each(one.name, "priced only", "this engine does not run it", f"schedule: {one.instead}")
-        if one.splits_backward:  # the compiler makes one function of a layer's backward pass
+            instead = f"an even pp, or schedule: {record.instead}"
+            yield from _each(f"{record.name} + odd-pipeline", "refused", f"{record.name} pairs its ranks", instead)
+        elif not record.runs:
+            yield from _each(record.name, "priced only", "this engine does not run it", f"schedule: {record.instead}")
+        if record.splits_backward:  # the compiler makes one function of a layer's backward pass
             yield from _each(
-                f"compile + {one.name}", "needs",
+                f"compile + {record.name}", "needs",
                 "a compiled layer computes the gradients of its inputs and weights together",
                 f"compile: false, or schedule: {schedules.chosen_chunks_schedules()[0]}", "training.compile", False,
             )  # fmt: skip
@@ -270,15 +270,15 @@ class Verdict:
 def verdict(job: Job) -> Verdict:
     """What keeps a job from running; never raises."""
     used = set(techniques_of(job))
-    found = [one for one in matrix() if used.issuperset(one.techniques)]
-    found.sort(key=lambda one: -STATUSES.index(one.status))
-    return Verdict(found[0].status if found else "runs", tuple(found))
+    findings = [finding for finding in matrix() if used.issuperset(finding.techniques)]
+    findings.sort(key=lambda finding: -STATUSES.index(finding.status))
+    return Verdict(findings[0].status if findings else "runs", tuple(findings))
 
 
 def not_built(model: Model) -> tuple[Finding, ...]:
     """The parts of a model that our decoder does not build; a user's own module may have them."""
     used = {name for name, uses in OF_MODEL.items() if uses(model)}
-    return tuple(one for one in MATRIX if used.issuperset(one.techniques))
+    return tuple(finding for finding in MATRIX if used.issuperset(finding.techniques))
 
 
 def techniques_of(job: Job) -> tuple[str, ...]:
@@ -287,5 +287,5 @@ def techniques_of(job: Job) -> tuple[str, ...]:
         return tuple(name for name, uses in techniques().items() if uses(job.strategy, job.training, job.model))
     stages = [job.strategy, *map(job.strategy.of_stage, range(job.strategy.pp))]
     return tuple(
-        name for name, uses in techniques().items() if any(uses(one, job.training, job.model) for one in stages)
+        name for name, uses in techniques().items() if any(uses(stage, job.training, job.model) for stage in stages)
     )

@@ -42,7 +42,7 @@ def _other_factors(m: Model) -> bool:
     scaling = m.numerics.rope_scaling
     if scaling is None or scaling.kind != "longrope":
         return False
-    return any(len(one) != m.rotated_features // 2 for one in (scaling.short_factors, scaling.long_factors))
+    return any(len(factors) != m.rotated_features // 2 for factors in (scaling.short_factors, scaling.long_factors))
 
 
 def _uneven_kv(s: Strategy, t: Training, m: Model) -> bool:
@@ -95,7 +95,7 @@ def _unlike_tied_ends(s: Strategy, t: Training, m: Model) -> bool:
 
 def _ends_meet(s: Strategy) -> Any:
     """Whether the first and the last stage are on one rank; by comparisons, as `in` cannot take columns."""
-    return reduce(or_, (s.schedule == one.name for one in registered_schedules() if one.ends_meet))
+    return reduce(or_, (s.schedule == record.name for record in registered_schedules() if record.ends_meet))
 
 
 # What the model alone decides: no layout and no training option changes it.
@@ -166,7 +166,7 @@ TECHNIQUES: dict[str, Uses] = {
     # pipeline
     "no-pipeline": lambda s, t, m: s.pp == 1,
     "pp": lambda s, t, m: s.pp > 1,
-    **{one.name: _schedule(one.name) for one in own_schedules()},
+    **{record.name: _schedule(record.name) for record in own_schedules()},
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
     "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & (m.tied_embeddings or m.mtp_layers > 0) & _ends_meet(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
@@ -231,4 +231,4 @@ def techniques() -> dict[str, Uses]:
 
 @lru_cache(maxsize=8)
 def _with(others: tuple[ScheduleRecord, ...]) -> dict[str, Uses]:
-    return {**TECHNIQUES, **{one.name: _schedule(one.name) for one in others}}
+    return {**TECHNIQUES, **{record.name: _schedule(record.name) for record in others}}

@@ -167,7 +167,7 @@ def readable_share(number: float, digits: int = 1) -> str:
 def readable_change(number: float, digits: int = 1) -> str:
     """A share by which something grows or shrinks, with its sign."""
     text = readable_share(number, digits)
-    return f"+{text}" if number > 0 and any(one in "123456789" for one in text) else text
+    return f"+{text}" if number > 0 and any(digit in "123456789" for digit in text) else text
 
 
 def readable_difference(seconds: float) -> str:
@@ -186,13 +186,13 @@ def readable_money(amount: float, currency: str) -> str:
     return f"{sign}{currency}{digits}"
 
 
-def counted(number: int, one: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number of things: "1 document", "2,000 documents", "2 batches", "3 strategies"."""
     if number == 1:
-        return f"1 {one}"
-    if one.endswith("y") and not one.endswith("ay"):
-        return f"{number:,} {one[:-1]}ies"
-    return f"{number:,} {one}{'es' if one.endswith(('s', 'ch', 'x')) else 's'}"
+        return f"1 {noun}"
+    if noun.endswith("y") and not noun.endswith("ay"):
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch', 'x')) else 's'}"
 
 
 _Scale = tuple[tuple[float, str], ...]  # factors and their units, ascending
@@ -251,4 +251,4 @@ def _odd(number: float) -> str:
 
 
 def _without_minus_zero(text: str) -> str:
-    return text if any(one in "123456789" for one in text) else text.removeprefix("-")
+    return text if any(digit in "123456789" for digit in text) else text.removeprefix("-")

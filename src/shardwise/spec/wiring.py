@@ -41,7 +41,7 @@ class Wiring(Spec):
     links: tuple[PairLink, ...] = ()
     """Measured links between two hosts."""
     source: str = ""
-    """Who found them out."""
+    """Where they come from."""
 
     def check(self) -> None:
         if not self.hosts or len(set(self.hosts)) != len(self.hosts):
@@ -56,17 +56,17 @@ class Wiring(Spec):
     def _pairs(self) -> dict[frozenset[str], PairLink]:
         return {frozenset(link.between): link for link in self.links}
 
-    def link(self, one: int, other: int) -> PairLink | None:
+    def link(self, first: int, second: int) -> PairLink | None:
         """What was measured between two nodes, by their numbers."""
-        if max(one, other) >= len(self.hosts):
+        if max(first, second) >= len(self.hosts):
             return None
-        return self._pairs.get(frozenset((self.hosts[one], self.hosts[other])))
+        return self._pairs.get(frozenset((self.hosts[first], self.hosts[second])))
 
-    def tier(self, one: int, other: int) -> int | None:
+    def tier(self, first: int, second: int) -> int | None:
         """How many switches up two nodes meet: 1 under the same one; None if that is not known."""
-        if max(one, other) >= len(self.hosts) or one == other:
+        if max(first, second) >= len(self.hosts) or first == second:
             return None
-        above, beside = (self.switches.get(self.hosts[node], ()) for node in (one, other))
+        above, beside = (self.switches.get(self.hosts[node], ()) for node in (first, second))
         if not above or not beside:
             return None
         shared = (place for place, (mine, theirs) in enumerate(zip(above, beside), 1) if mine == theirs)

@@ -64,18 +64,18 @@ class KnownErrors:
     @cached_property
     def _largest(self) -> dict[str, dict[str, int]]:
         """The most devices of a row: by kind of device, then by source."""
-        found: dict[str, dict[str, int]] = {}
-        for one in self.errors:
-            of_device = found.setdefault(one.standing.device, {})
-            of_device[one.source] = max(one.standing.devices, of_device.get(one.source, 0))
-        return found
+        largest: dict[str, dict[str, int]] = {}
+        for error in self.errors:
+            of_device = largest.setdefault(error.standing.device, {})
+            of_device[error.source] = max(error.standing.devices, of_device.get(error.source, 0))
+        return largest
 
     @cached_property
     def _stacks(self) -> dict[str, set[str]]:
-        found: dict[str, set[str]] = {}
-        for one in self.errors:
-            found.setdefault(one.standing.stack, set()).add(one.source)
-        return found
+        sources: dict[str, set[str]] = {}
+        for error in self.errors:
+            sources.setdefault(error.standing.stack, set()).add(error.source)
+        return sources
 
     def largest(self, device: str, besides: str = "") -> int:
         """The most of this device in a row of any source, or of any ``besides`` one; 0 without rows."""
@@ -95,11 +95,11 @@ class KnownErrors:
     def _seen_by_others(self) -> list[tuple[RunError, bool, bool]]:
         """Every row, and whether for the other sources its device is fitted and its framework known."""
         seen: dict[tuple[str, str, str], tuple[bool, bool]] = {}
-        for one in self.errors:
-            key = device, stack, source = one.standing.device, one.standing.stack, one.source
+        for error in self.errors:
+            key = device, stack, source = error.standing.device, error.standing.stack, error.source
             if key not in seen:
                 seen[key] = self.is_fitted(device, source), self.is_framework_known(stack, source)
-        return [(one, *seen[one.standing.device, one.standing.stack, one.source]) for one in self.errors]
+        return [(error, *seen[error.standing.device, error.standing.stack, error.source]) for error in self.errors]
 
     # -- bands ---------------------------------------------------------------------------------------------
 
@@ -108,48 +108,47 @@ class KnownErrors:
         band = next(_band(rows, share, of) for rows, of in self._classes(standing) if of == "all" or _is_enough(rows))
         if not self.is_larger(standing):
             return band
-        larger = [one for one in self.errors if self.is_larger(one.standing, one.source)]
+        larger = [error for error in self.errors if self.is_larger(error.standing, error.source)]
         if not _is_enough(larger):
             return band
-        return max(
-            band, _band(larger, share, f"beyond {self.largest(standing.device):,} devices"), key=lambda one: one.width
-        )
+        beyond = _band(larger, share, f"beyond {self.largest(standing.device):,} devices")
+        return beyond if beyond.width > band.width else band
 
     def _classes(self, standing: Standing) -> Iterator[tuple[Sequence[RunError], str]]:
         """Rows like the job, from the closest to all, with words for them."""
         fitted, known = self.is_fitted(standing.device), self.is_framework_known(standing.stack)
         alike = [
-            one for one, was_fitted, was_known in self._seen_by_others if (was_fitted, was_known) == (fitted, known)
+            error for error, was_fitted, was_known in self._seen_by_others if (was_fitted, was_known) == (fitted, known)
         ]
-        own_kind = [one for one in alike if one.standing.kind == standing.kind]
+        own_kind = [error for error in alike if error.standing.kind == standing.kind]
         kind, framework = KINDS[standing.kind], "" if known else ", framework not seen"
         if fitted:
-            own = [one for one in own_kind if one.standing.device == standing.device]
+            own = [error for error in own_kind if error.standing.device == standing.device]
             yield own, f"{standing.device}, {kind}{framework}, up to {self.largest(standing.device):,} devices"
         words = "fitted devices" if fitted else "devices without a fit"
         yield own_kind, f"{words}, {kind}{framework}"
-        either = [one for one, was_fitted, _ in self._seen_by_others if was_fitted == fitted]
-        yield [one for one in either if one.standing.kind == standing.kind], f"{words}, {kind}"
+        either = [error for error, was_fitted, _ in self._seen_by_others if was_fitted == fitted]
+        yield [error for error in either if error.standing.kind == standing.kind], f"{words}, {kind}"
         yield either, words
         yield self.errors, "all"
 
 
 def _is_enough(rows: Sequence[RunError]) -> bool:
     """Whether a class speaks for itself; fewer rows or sources do not, and a wider class is asked."""
-    return len(rows) >= ENOUGH_ROWS and len({one.source for one in rows}) >= ENOUGH_SOURCES
+    return len(rows) >= ENOUGH_ROWS and len({row.source for row in rows}) >= ENOUGH_SOURCES
 
 
 def _band(rows: Sequence[RunError], share: float, of: str) -> Band:
-    width = quantile([(abs(one.error), weight) for one, weight in weighed(rows)], share)
-    return Band(width, len(rows), len({one.source for one in rows}), of)
+    width = quantile([(abs(row.error), weight) for row, weight in weighed(rows)], share)
+    return Band(width, len(rows), len({row.source for row in rows}), of)
 
 
 def weighed(rows: Sequence[RunError], most: float = MOST_OF_A_SOURCE) -> list[tuple[RunError, float]]:
     """The rows with their weights: a source of many counts as ``most``."""
     count: dict[str, int] = {}
-    for one in rows:
-        count[one.source] = count.get(one.source, 0) + 1
-    return [(one, min(1.0, most / count[one.source])) for one in rows]
+    for row in rows:
+        count[row.source] = count.get(row.source, 0) + 1
+    return [(row, min(1.0, most / count[row.source])) for row in rows]
 
 
 def quantile(values: Iterable[tuple[float, float]], share: float) -> float:

@@ -90,7 +90,7 @@ def _memory_quantile(standing: Standing, risk: float) -> float:
 def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) -> Band:
     """Of memory goes by the framework: bytes do not depend on the device, but on what the software keeps."""
     width, rows, of = _of_memory(standing, COVERAGE, abs, memory_errors() if errors is None else errors)
-    return Band(width, len(rows), len({one.source for one in rows}), of)
+    return Band(width, len(rows), len({row.source for row in rows}), of)
 
 
 def _of_memory(
@@ -101,13 +101,13 @@ def _of_memory(
     Rows of the job's framework and kind of model, or of both kinds. Where these are so few that the quantile is beyond
     the largest of them, rows of all frameworks, and no less than the largest of its own.
     """
-    known = [one for one in errors if one.standing.stack == standing.stack]
-    kind = [one for one in known if one.standing.kind == standing.kind]
+    known = [row for row in errors if row.standing.stack == standing.stack]
+    kind = [row for row in known if row.standing.kind == standing.kind]
     for rows, of in ((kind, KINDS[standing.kind]), (known, "all models")):
         if share * (len(rows) + 1) <= len(rows) + 1e-9:
-            return quantile([(size(one.error), 1.0) for one in rows], share), rows, f"{standing.stack}, {of}"
-    of_all = quantile([(size(one.error), weight) for one, weight in weighed(errors, _MOST_OF_A_FRAMEWORK)], share)
-    return max([of_all, *(size(one.error) for one in known)]), errors, "all frameworks"
+            return quantile([(size(row.error), 1.0) for row in rows], share), rows, f"{standing.stack}, {of}"
+    of_all = quantile([(size(row.error), weight) for row, weight in weighed(errors, _MOST_OF_A_FRAMEWORK)], share)
+    return max([of_all, *(size(row.error) for row in known)]), errors, "all frameworks"
 
 
 PRINTED_DIGITS = 3  # of a share of time: what is within noise is decided, and printed, to 0.1%
@@ -132,14 +132,14 @@ def noise_of(job: Job) -> Noise:
 @cache
 def _noise(kind: str) -> Noise:
     pairs = [
-        abs(one.error - other.error)
-        for one, other in pairs_of_one_job(known_errors().errors)
-        if one.standing.kind == kind
+        abs(first.error - second.error)
+        for first, second in pairs_of_one_job(known_errors().errors)
+        if first.standing.kind == kind
     ]
     if len(pairs) < 1 / (1 - COVERAGE) and kind != "dense":
         dense = _noise("dense")
         return Noise(dense.share, f"too few such pairs of {KINDS[kind]}: {dense.basis}")
-    share = math.expm1(quantile([(one, 1.0) for one in pairs], COVERAGE))
+    share = math.expm1(quantile([(difference, 1.0) for difference in pairs], COVERAGE))
     basis = f"{COVERAGE:.0%} of {len(pairs)} pairs of published runs ({KINDS[kind]}) that differ in the strategy alone"
     return Noise(round(share, PRINTED_DIGITS), basis)
 
@@ -147,9 +147,9 @@ def _noise(kind: str) -> Noise:
 def pairs_of_one_job(errors: Iterable[RunError]) -> list[tuple[RunError, RunError]]:
     """Every two rows that differ in the strategy alone."""
     jobs: dict[str, list[RunError]] = {}
-    for one in errors:
-        if one.job:
-            jobs.setdefault(one.job, []).append(one)
+    for error in errors:
+        if error.job:
+            jobs.setdefault(error.job, []).append(error)
     return [pair for own in jobs.values() for pair in combinations(own, 2)]
 
 
@@ -193,20 +193,20 @@ def residuals() -> tuple[Residuals, ...]:
 @cache
 def known_errors() -> KnownErrors:
     """Errors of step time with each row's source left out of the fit."""
-    lines = [one for one in residuals() if one.what == "time"]
-    fitted = frozenset(one.device for one in lines if one.fitted)
-    return KnownErrors([run_error(one, one.left_out_source) for one in lines], fitted)
+    lines = [line for line in residuals() if line.what == "time"]
+    fitted = frozenset(line.device for line in lines if line.fitted)
+    return KnownErrors([run_error(line, line.left_out_source) for line in lines], fitted)
 
 
 @cache
 def left_out_errors() -> dict[str, float]:
     """Errors of step time with a row's source left out of the fit, by the row's name."""
-    return {one.row_id: one.left_out_source for one in residuals() if one.what == "time"}
+    return {line.row_id: line.left_out_source for line in residuals() if line.what == "time"}
 
 
 @cache
 def memory_errors() -> tuple[RunError, ...]:
-    return tuple(run_error(one, one.left_out_source) for one in residuals() if one.what == "memory")
+    return tuple(run_error(line, line.left_out_source) for line in residuals() if line.what == "memory")
 
 
 def run_error(line: Residuals, error: float) -> RunError:

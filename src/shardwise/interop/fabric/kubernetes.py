@@ -31,7 +31,7 @@ def read_kubernetes(text: str, field: str = "nodes") -> dict[str, tuple[str, ...
     """By node the switches, zones and regions that it is in, the nearest first; tiers that no node has are left out."""
     try:
         items = parse_json(text, most_values=IN_BULK)["items"]
-        labels = {one["metadata"]["name"]: one["metadata"].get("labels") or {} for one in items}
+        labels = {node["metadata"]["name"]: node["metadata"].get("labels") or {} for node in items}
     except (ValueError, KeyError, TypeError):
         problem = f"{shown(text)} is not a list of nodes"
         raise SpecError(field, problem, "give what `kubectl get nodes -o json` prints") from None

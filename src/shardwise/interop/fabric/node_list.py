@@ -16,26 +16,26 @@ _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 
 def nodes_of(text: str, field: str = "node list") -> list[str]:
     """The names in their order: ``n[01-03,7],gpu-a`` is n01, n02, n03, n7 and gpu-a."""
-    names = (name for one in _split(text, field) for name in _expanded(one, text, field))
-    found = list(islice(names, MOST_NODES + 1))
-    if not found:
+    names = (name for item in _split(text, field) for name in _expanded(item, text, field))
+    nodes = list(islice(names, MOST_NODES + 1))
+    if not nodes:
         raise _wrong(text, field)
-    if len(found) > MOST_NODES:
+    if len(nodes) > MOST_NODES:
         raise _too_many(field)
-    return found
+    return nodes
 
 
 def tasks_of_nodes(text: str, field: str = "tasks per node") -> list[int]:
     """The count of each node: ``2(x3),1`` is 2, 2, 2 and 1."""
-    found: list[int] = []
-    for one in text.split(","):
-        match = _TASKS.fullmatch(one.strip())
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _TASKS.fullmatch(item.strip())
         if match is None or int(match[2] or 1) > MOST_NODES:
             raise SpecError(field, f"{shown(text)} does not count tasks", "written like 2(x3),1")
-        found += [int(match[1])] * int(match[2] or 1)
-        if len(found) > MOST_NODES:
+        counts += [int(match[1])] * int(match[2] or 1)
+        if len(counts) > MOST_NODES:
             raise _too_many(field)
-    return found
+    return counts
 
 
 def _split(text: str, field: str) -> Iterator[str]:
@@ -53,10 +53,10 @@ def _split(text: str, field: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def _expanded(one: str, text: str, field: str) -> Iterator[str]:
+def _expanded(item: str, text: str, field: str) -> Iterator[str]:
     """All names of one item, which may have several brackets: ``r[1-2]n[1-2]``; the last one turns fastest."""
-    parts = _PART.findall(one.strip())
-    if not parts or "".join(parts) != one.strip():
+    parts = _PART.findall(item.strip())
+    if not parts or "".join(parts) != item.strip():
         raise _wrong(text, field)
     choices, size = [], 1
     for part in parts:
@@ -70,8 +70,8 @@ def _expanded(one: str, text: str, field: str) -> Iterator[str]:
 
 def _numbers(inside: str, text: str, field: str) -> Iterator[str]:
     """``01-03,7`` as 01, 02, 03 and 7: a number keeps the zeros of the range's first."""
-    for one in inside.split(","):
-        match = _RANGE.fullmatch(one.strip())
+    for item in inside.split(","):
+        match = _RANGE.fullmatch(item.strip())
         if match is None:
             raise _wrong(text, field)
         first, last = match[1], match[2] or match[1]

@@ -26,16 +26,16 @@ class DeviceTopology:
     nics: tuple[str, ...]
     paths: Mapping[tuple[str, str], str]
 
-    def nvlinks(self, one: int, other: int) -> int:
+    def nvlinks(self, first: int, second: int) -> int:
         """NVLinks between two GPUs."""
-        match = _NVLINK.fullmatch(self.paths[self.gpus[one], self.gpus[other]])
+        match = _NVLINK.fullmatch(self.paths[self.gpus[first], self.gpus[second]])
         return int(match[1]) if match else 0
 
-    def distance(self, one: int, other: int) -> int:
+    def distance(self, first: int, second: int) -> int:
         """Smaller is nearer: more NVLinks are nearer than fewer, and any are nearer than PCIe."""
-        if one == other:
+        if first == second:
             return 0
-        links, path = self.nvlinks(one, other), self.paths[self.gpus[one], self.gpus[other]]
+        links, path = self.nvlinks(first, second), self.paths[self.gpus[first], self.gpus[second]]
         return 100 - links if links else 200 + PATHS.index(path)
 
 
@@ -57,16 +57,16 @@ def read_topology(text: str, field: str = "nvidia-smi topo -m") -> DeviceTopolog
             paths[name, other] = path
     if len(paths) != len(devices) ** 2:
         raise SpecError(field, f"{len(paths)} entries of {len(devices)} devices", "give the whole output")
-    gpus = tuple(one for one in devices if one.startswith("GPU"))
-    return DeviceTopology(gpus, tuple(one for one in devices if one not in gpus), paths)
+    gpus = tuple(device for device in devices if device.startswith("GPU"))
+    return DeviceTopology(gpus, tuple(device for device in devices if device not in gpus), paths)
 
 
 def read_nvlinks(text: str) -> dict[int, list[str]]:
     """By GPU the state of its NVLinks, in their order: a rate, or "<inactive>"."""
-    found: dict[int, list[str]] = {}
+    speeds: dict[int, list[str]] = {}
     for line in text.splitlines():
         if gpu := _GPU.match(line):
-            found[int(gpu[1])] = []
-        elif found and (link := _LINK.fullmatch(line)):
-            found[max(found)].append(link[2])
-    return found
+            speeds[int(gpu[1])] = []
+        elif speeds and (link := _LINK.fullmatch(line)):
+            speeds[max(speeds)].append(link[2])
+    return speeds

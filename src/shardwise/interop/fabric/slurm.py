@@ -35,8 +35,8 @@ def read_slurm(text: str, field: str = "topology.conf") -> Switches:
         named += len(below)
         if named > _MOST_NAMED:
             raise SpecError(field, f"names nodes and switches more than {_MOST_NAMED:,} times", "give fewer")
-        for one in below:
-            lower.setdefault(one, upper)
+        for member in below:
+            lower.setdefault(member, upper)
     if not leaf:
         remedy = "give Slurm's topology.conf, or what `scontrol show topology` prints"
         raise SpecError(field, f"{shown(text)} names no switch with nodes", remedy)
@@ -44,9 +44,9 @@ def read_slurm(text: str, field: str = "topology.conf") -> Switches:
 
 
 def _chain(switch: str, above: dict[str, str], field: str) -> tuple[str, ...]:
-    found = [switch]
-    while (switch := above.get(switch, "")) and switch not in found:
-        found.append(switch)
+    path = [switch]
+    while (switch := above.get(switch, "")) and switch not in path:
+        path.append(switch)
     if switch:
         raise SpecError(field, f"{switch} is above itself", "switches are a tree")
-    return tuple(found)
+    return tuple(path)

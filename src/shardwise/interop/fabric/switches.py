@@ -18,5 +18,5 @@ def read_switches(path: Path, field: str) -> dict[str, tuple[str, ...]]:
 def of_hosts(switches: dict[str, tuple[str, ...]], hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Those above some hosts; a name without its domain is the same host."""
     short = {name.partition(".")[0]: above for name, above in switches.items()}
-    found = {host: switches.get(host) or short.get(host.partition(".")[0]) for host in hosts}
-    return {host: above for host, above in found.items() if above}
+    known = {host: switches.get(host) or short.get(host.partition(".")[0]) for host in hosts}
+    return {host: above for host, above in known.items() if above}

@@ -242,7 +242,7 @@ def _read_deepspeed_file(reading: Reading, fields: dict[str, Any], file: str) ->
         raise SpecError(f"{file}: {error.field}", error.problem, error.remedy) from None
     fields.update(named.fields)
     reading.notes += [f"{file} is read as the configuration of DeepSpeed", *named.notes]
-    reading.notes += [f"not used of {file}: {one}" for one in named.unused]
+    reading.notes += [f"not used of {file}: {setting}" for setting in named.unused]
     return True
 
 

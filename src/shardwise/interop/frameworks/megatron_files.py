@@ -82,8 +82,10 @@ def _command_of_settings(tree: Any, names: Names) -> str:
     """The command line that says the same as a ``--yaml-cfg``, whose other settings are those of no option."""
     if not isinstance(tree, Mapping):
         raise SpecError("language_model", f"{shown(tree)} should be a mapping of settings", "give the whole file")
-    sections = [one for one in (tree.get("language_model"), tree.get("model_parallel")) if isinstance(one, Mapping)]
-    settings = {str(name): value for one in (*sections, tree) for name, value in one.items()}
+    parts = (
+        part for part in (tree.get("language_model"), tree.get("model_parallel"), tree) if isinstance(part, Mapping)
+    )
+    settings = {str(name): value for part in parts for name, value in part.items()}
     lines: dict[str, list[str]] = {}
     for name, value in settings.items():
         option = _RENAMED.get(name, "--" + name.replace("_", "-"))

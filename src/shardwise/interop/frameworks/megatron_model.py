@@ -65,20 +65,20 @@ def _rotary(model: Model) -> Settings:
 def interpret_numerics(reading: Reading, *, latent: bool, gelu: bool, biased: bool, experts: bool) -> dict[str, Any]:
     """Fields of ``model.numerics`` by their name in the model."""
     unfused = reading.flag("--no-bias-gelu-fusion")
-    found: dict[str, Any] = {
+    numerics: dict[str, Any] = {
         "norm_epsilon": reading.number("--norm-epsilon", 1e-5),
         "rope_theta": reading.number("--rotary-base", 10_000),
         **_read_scaling(reading, latent),
     }
     if gelu:
-        found["gelu"] = "exact" if unfused or not biased else "tanh"
+        numerics["gelu"] = "exact" if unfused or not biased else "tanh"
     if experts:
         balanced = reading.text(_BALANCE, "aux_loss") != "none"
-        found["balance_loss"] = reading.number("--moe-aux-loss-coeff", 0) if balanced else 0
-        found["bias_rate"] = reading.number("--moe-router-bias-update-rate", 1e-3)
-        found["router_scale"] = reading.number("--moe-router-topk-scaling-factor", 1)
-        found["renormalise_top_k"] = not reading.flag("--moe-router-pre-softmax")
-    return {f"numerics.{name}": value for name, value in found.items()}
+        numerics["balance_loss"] = reading.number("--moe-aux-loss-coeff", 0) if balanced else 0
+        numerics["bias_rate"] = reading.number("--moe-router-bias-update-rate", 1e-3)
+        numerics["router_scale"] = reading.number("--moe-router-topk-scaling-factor", 1)
+        numerics["renormalise_top_k"] = not reading.flag("--moe-router-pre-softmax")
+    return {f"numerics.{name}": value for name, value in numerics.items()}
 
 
 def _read_scaling(reading: Reading, latent: bool) -> dict[str, Any]:

@@ -55,17 +55,17 @@ class Exported:
     @property
     def missing(self) -> tuple[Lost, ...]:
         """What the framework lacks for this job."""
-        return tuple(one for one in self.lost if not one.elsewhere)
+        return tuple(lost for lost in self.lost if not lost.elsewhere)
 
     @property
     def elsewhere(self) -> tuple[Lost, ...]:
         """What the user's training script or launcher must set."""
-        return tuple(one for one in self.lost if one.elsewhere)
+        return tuple(lost for lost in self.lost if lost.elsewhere)
 
     def strict(self) -> Exported:
         """Itself if nothing is missing; otherwise raises SpecError with all that is."""
         if self.missing:
-            what = "; ".join(f"{one.field} = {plain(one.value)} ({one.why})" for one in self.missing)
+            what = "; ".join(f"{lost.field} = {plain(lost.value)} ({lost.why})" for lost in self.missing)
             raise SpecError(self.target, f"cannot express {what}", "change the job, or export without --strict")
         return self
 

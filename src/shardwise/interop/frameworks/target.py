@@ -107,7 +107,7 @@ class Reading:
     def is_unknown(self, key: str) -> bool:
         """Whether the value comes from outside of a script."""
         value = self.settings.get(key)
-        return any(isinstance(one, Unset) for one in (value if isinstance(value, list) else [value]))
+        return any(isinstance(part, Unset) for part in (value if isinstance(value, list) else [value]))
 
     def section(self, name: str) -> bool:
         """Whether there is a section of this name, even an empty one."""
@@ -308,8 +308,8 @@ class Target:
         text = self.text(job)
         refused = [Lost(path, value_at(job, path), why) for path, applies, why in self.refusals if applies(job)]
         lost: dict[str, Lost] = {}
-        for one in (*refused, *_in_sections(self._not_returned(job, self.read_back(job, text)), job)):
-            lost.setdefault(one.field, one)
+        for loss in (*refused, *_in_sections(self._not_returned(job, self.read_back(job, text)), job)):
+            lost.setdefault(loss.field, loss)
         files = {self.filename or self.name + self.format.suffixes[0]: text}
         return Exported(self.name, self.names.version, files, tuple(lost.values()), tuple(self.notes(job)))
 
@@ -413,10 +413,10 @@ def _with_stack(fields: Mapping[str, Any], usual: str) -> dict[str, Any]:
 def _in_sections(lost: list[Lost], job: Job) -> list[Lost]:
     """How rotary positions are stretched, lost as a whole, is one entry instead of one for each of its constants."""
     section = "model.numerics.rope_scaling"
-    if not any(one.field == f"{section}.kind" for one in lost):
+    if not any(loss.field == f"{section}.kind" for loss in lost):
         return lost
-    (why,) = (one.why for one in lost if one.field == f"{section}.kind")
-    others = [one for one in lost if not one.within(section)]
+    (why,) = (loss.why for loss in lost if loss.field == f"{section}.kind")
+    others = [loss for loss in lost if not loss.within(section)]
     return [*others, Lost(section, value_at(job, section).to_dict(), why)]
 
 

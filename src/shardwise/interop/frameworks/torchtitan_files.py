@@ -37,13 +37,13 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 
 
 def _nested(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = parse_json(without_comments(text))
-    return found
+    tree: dict[str, Any] = parse_json(without_comments(text))
+    return tree
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = tree.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _whole(tree: Mapping[str, Any], section: str, name: str, usual: int) -> int:
@@ -120,9 +120,9 @@ def _recompute(policy: object) -> Settings:
 def _shape_or_reason(model: Mapping[str, Any]) -> dict[str, Any] | str:
     """The fields of a model here, or why it is none."""
     layers = model.get("layers")
-    if not isinstance(layers, list) or not layers or not all(isinstance(one, Mapping) for one in layers):
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
         return "the file has no layers"
-    if any(not isinstance(one.get("attention"), Mapping) for one in layers):
+    if any(not isinstance(layer.get("attention"), Mapping) for layer in layers):
         return "some of its layers have no softmax attention"
     try:
         return _shape(model, layers)
@@ -132,8 +132,8 @@ def _shape_or_reason(model: Mapping[str, Any]) -> dict[str, Any] | str:
 
 def _shape(model: Mapping[str, Any], layers: list[Any]) -> dict[str, Any]:
     first, attention = layers[0], layers[0]["attention"]
-    dense = next((one["feed_forward"] for one in layers if one.get("feed_forward")), None)
-    experts = next((one["moe"] for one in layers if one.get("moe")), None)
+    dense = next((layer["feed_forward"] for layer in layers if layer.get("feed_forward")), None)
+    experts = next((layer["moe"] for layer in layers if layer.get("moe")), None)
     rope = attention.get("rope") or {}
     shape: dict[str, Any] = {
         "layers": len(layers), "hidden": model["dim"], "vocab": model["vocab_size"], "heads": attention["n_heads"],
@@ -153,10 +153,10 @@ def _shape(model: Mapping[str, Any], layers: list[Any]) -> dict[str, Any]:
         projected = attention["qkv_linear"]
         shape["kv_heads"] = attention.get("n_kv_heads") or attention["n_heads"]
         shape["head_dim"] = projected["head_dim"]
-        shape["qkv_bias"] = any(isinstance(one, Mapping) and bool(one.get("bias")) for one in projected.values())
-    windows = [one["attention"].get("sliding_window_size") for one in layers]
+        shape["qkv_bias"] = any(isinstance(part, Mapping) and bool(part.get("bias")) for part in projected.values())
+    windows = [layer["attention"].get("sliding_window_size") for layer in layers]
     if any(windows):
-        shape["sliding_window"] = next(one for one in windows if one)
+        shape["sliding_window"] = next(window for window in windows if window)
         shape["sliding_window_every"] = max(1, round(len(layers) / sum(map(bool, windows))))
     if experts is not None:
         shape["moe"], routed = _experts(experts, layers), experts["router"]
@@ -170,7 +170,7 @@ def _expert_width(experts: Any) -> int:
 
 
 def _experts(experts: Mapping[str, Any], layers: list[Any]) -> dict[str, Any]:
-    kinds = [bool(one.get("moe")) for one in layers]
+    kinds = [bool(layer.get("moe")) for layer in layers]
     dense = kinds.index(True)
     if not all(kinds[dense:]):
         raise TypeError("experts in some layers only")

@@ -112,7 +112,7 @@ def read_deepspeed(reading: Reading, fields: Fields) -> None:
     read_numbers(reading, fields, _DS_NUMBERS)
     betas = reading.value(_DS_PARAMS + "betas")
     if betas is not None:
-        if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(one, int | float) for one in betas):
+        if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas):
             raise SpecError(_DS_PARAMS + "betas", f"{shown(betas)} are not two numbers", "write [0.9, 0.95]")
         fields.update({OPTIMIZATION + "beta1": betas[0], OPTIMIZATION + "beta2": betas[1]})
     if reading.settings.get("gradient_clipping") != "auto":
