@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.explain.explanation import Explanation, GridTable
-from shardwise.report.explain.quantity import Quantity
+from shardwise.report.explain.explanation import Explanation, GridTable, Quantity
 
 Values = dict[str, Any]  # a number, the numbers of a column, or a function
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {

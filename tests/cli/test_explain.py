@@ -16,7 +16,7 @@ from shardwise.cli.explain import TOPICS, explained
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import analyze
 from shardwise.report.explain.dimension import explain_dimension
-from shardwise.report.explain.quantity import Quantity
+from shardwise.report.explain.explanation import Quantity
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 

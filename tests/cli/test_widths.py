@@ -230,8 +230,8 @@ REPORTS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_findings_of_doctor_at_every_width(width: int) -> None:
+    from shardwise.cli.doctor import print_finding
     from shardwise.measure.doctor.host import Checked
-    from shardwise.report.doctor import print_finding
 
     found = Checked(
         "shared memory", "warn", "63.9 MiB free of 64.0 MiB in /dev/shm", "start the container with --shm-size 1g"

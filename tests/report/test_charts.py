@@ -23,8 +23,7 @@ from shardwise.report.charts.chart import BarChart, Chart, readable
 from shardwise.report.charts.memory import memory_chart, memory_over_time_chart
 from shardwise.report.charts.mesh import mesh_chart
 from shardwise.report.charts.plan import pareto_chart, ranking_chart
-from shardwise.report.charts.roofline import roofline_chart
-from shardwise.report.charts.step import communication_chart, levels_chart, step_chart
+from shardwise.report.charts.step import communication_chart, levels_chart, roofline_chart, step_chart
 from shardwise.report.charts.timeline import timeline_chart
 from shardwise.report.charts.whole_run import campaign_chart, scaling_chart
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS

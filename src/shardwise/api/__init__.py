@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose errors name keywords where the command line has flags."""
+    """The same function; its errors name keywords instead of the command line's flags."""
 
     @functools.wraps(verb)
     def called(*arguments: Any, **keywords: Any) -> Any:

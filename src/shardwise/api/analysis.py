@@ -17,9 +17,8 @@ from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.report.analysis import analysis_data, analysis_page, dimension_data
+from shardwise.report.analysis import analysis_data, analysis_page, dimension_data, topology_rows
 from shardwise.report.page import Page
-from shardwise.report.topologies import topology_rows
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -32,10 +31,12 @@ _PREDICTED = ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_h
 
 @dataclass(frozen=True)
 class PredictionResult(Result):
-    """The predicted step time and memory of one job; ``notes`` say what was assumed where the job left it open."""
+    """The predicted step time and memory of one job."""
 
     assessment: Assessment
+    """Every figure."""
     notes: tuple[str, ...] = ()
+    """What was assumed where the job left it open."""
 
     job = Figure[Job]("assessment.analysis.job")
     predicted_seconds = Figure[float]("assessment.analysis.predicted_seconds", "A step, as it should take in a run.")
@@ -55,7 +56,7 @@ class PredictionResult(Result):
 
     @property
     def parts_seconds(self) -> dict[str, float]:
-        """Where the predicted step goes; the parts add up to ``predicted_seconds``."""
+        """The parts of the predicted step, which add up to ``predicted_seconds``."""
         return dict(self.assessment.analysis.parts)
 
     @property
@@ -75,7 +76,7 @@ class PredictionResult(Result):
 
 
 class AnalysisResult(PredictionResult):
-    """One job, priced, with what bounds it and what to change; ``assessment`` has every figure."""
+    """One job, priced, with what bounds it and what to change."""
 
     best_change = Figure[Change | None]("assessment.best_change", "What shortens the step most, if it is worth it.")
 
@@ -91,7 +92,7 @@ class AnalysisResult(PredictionResult):
     @cached_property
     def plots(self) -> Page:
         """The same in pictures."""
-        from shardwise.report.plot.pages import analysis_plots
+        from shardwise.report.charts.sections import analysis_plots
 
         return analysis_plots(self.assessment)
 
@@ -135,9 +136,9 @@ def analyze(
 ) -> AnalysisResult:
     """Prices one job: a Job, a job file, or keywords such as ``model="llama3-8b", cluster="dgx-h100:2", tp=8``.
 
-    ``scaling`` adds strong and weak scaling, ``ranks`` the groups of every rank, ``memory_over_time`` what a device
-    holds when, ``compare_topologies`` the same job on a ring, a tree, a hierarchy, a switch, a mesh and a torus.
-    ``tokens`` prices the whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
+    ``scaling`` adds strong and weak scaling, ``ranks`` the groups of every rank, ``memory_over_time`` the memory of
+    each pipeline rank over a step, ``compare_topologies`` the same job on a ring, a tree, a hierarchy, a switch, a mesh
+    and a torus. ``tokens`` prices the whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
     """
     made, notes = _job(job, keywords)
     if ranks and made.cluster.devices > _MOST_RANKS:
@@ -151,12 +152,12 @@ def analyze(
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     campaign = campaign_of(run, made, analysis.predicted_seconds)
     asked = {"scaling": scaling, "ranks": ranks, "over_time": memory_over_time, "topologies": compare_topologies}
-    found = assess(analysis, campaign=campaign, **asked)
-    return AnalysisResult(found, (*notes, *analysis.notes))
+    assessment = assess(analysis, campaign=campaign, **asked)
+    return AnalysisResult(assessment, (*notes, *analysis.notes))
 
 
 def predict(job: JobSource | None = None, **keywords: Unpack[JobKeywords]) -> PredictionResult:
-    """The predicted step time with its error bar, the floor, and the memory of one job; the same as `analyze` says."""
+    """The predicted step time with its error bar, the floor, and the memory of one job, as `analyze` has them."""
     made, notes = _job(job, keywords)
     analysis = analyze_job(made)
     return PredictionResult(assess(analysis, advice=False), (*notes, *analysis.notes))

@@ -60,7 +60,7 @@ def _whole(arguments: JobArguments, name: str, default: int | None = None) -> in
 
 
 def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
-    """A plain decoder with the given numbers; ``--params`` fixes the MLP width that makes them add up."""
+    """A plain decoder with the given numbers; ``--params`` determines the MLP width."""
     layers, hidden, heads = (_whole(arguments, name) for name in ("layers", "hidden", "heads"))
     kv_heads = _whole(arguments, "kv_heads", heads)
     vocab = _whole(arguments, "vocab", DEFAULT_VOCAB)
@@ -88,7 +88,7 @@ def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
 def _width_for(
     parameters: int, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, tensor_parallel: object
 ) -> int:
-    """The MLP width (two matrices) that brings the whole model to ``parameters``, a multiple of tp."""
+    """The MLP width (of two matrices), a multiple of tp, with which the model has ``parameters``."""
     attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
     left = (parameters - 2 * vocab * hidden - hidden) / layers - attention - 2 * hidden
     multiple = int(str(tensor_parallel)) if str(tensor_parallel).isdigit() and int(str(tensor_parallel)) > 0 else 1
@@ -162,7 +162,7 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
 
 
 def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:
-    """The numbers of a shape, which multiply to the devices if those are given too."""
+    """The axes of a shape; raises SpecError unless they multiply to ``devices``, if given."""
     axes = parse_shape(shape, "--shape")
     total = math.prod(axes)
     if devices is not None and total != devices:
@@ -172,7 +172,7 @@ def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:
 
 
 def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
-    """Levels of switches: a node of --gpus-per-node, then the rest; more levels by --shape 8x4x2."""
+    """Levels of switches: nodes of --gpus-per-node and a network between them, or the widths of --shape 8x4x2."""
     devices = _gpus(arguments) if arguments.gpus is not None or arguments.shape is None else None
     if arguments.shape is not None:
         widths = _shape_of(arguments.shape, devices)

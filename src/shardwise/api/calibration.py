@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.api.outputs import require_writable, write_text
-from shardwise.api.quantities import path_text, texts, whole_number
+from shardwise.api.quantities import path_text, require_writable, texts, whole_number, write_text
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.calibration import calibration_page, recut_page
+from shardwise.report.console import picked
 from shardwise.report.page import Page
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.clusters import cluster_from, cpu_hosts
@@ -34,12 +34,15 @@ RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
 
 @dataclass(frozen=True)
 class CalibrationResult(Result):
-    """The measured cluster; ``before`` is what was known of it, ``path`` the file."""
+    """The measured cluster."""
 
     found: Calibration
     before: Cluster
+    """What was known of it before."""
     path: Path
+    """The cluster file."""
     is_written: bool = True
+    """By this process: under a launcher only rank 0 writes."""
 
     cluster = Figure[Cluster]("found.cluster", "To plan with: ``plan(cluster=result.cluster, ...)``.")
 
@@ -48,16 +51,19 @@ class CalibrationResult(Result):
         return calibration_page(self.found, self.before, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        residuals = {name: [asdict(one) for one in getattr(self.found, name)] for name in ("residuals", "far_off")}
+        residuals = {
+            name: [asdict(residual) for residual in getattr(self.found, name)] for name in ("residuals", "far_off")
+        }
         return {"cluster": self.cluster.to_dict(), **residuals, "written": str(self.path)}
 
 
 @dataclass(frozen=True)
 class RecutResult(Result):
-    """A profiled run's pipeline, rebalanced; ``path`` holds the new job."""
+    """A profiled run's pipeline, rebalanced."""
 
     found: Recut
     path: Path
+    """The file with the new job."""
 
     job = Figure[Job]("found.job")
     predicted_seconds = Figure[float]("found.expected_seconds", "A step with the new stages, by the measured times.")
@@ -68,14 +74,14 @@ class RecutResult(Result):
         return recut_page(self.found, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        found = self.found
+        cut = self.found
         return {
-            "layers_before": found.layers[0],
-            "layers_after": found.layers[1],
-            "order_before": found.old.strategy.order,
-            "order_after": found.job.strategy.order,
-            "slowness_of_ranks": found.slowness,
-            **{name: getattr(found, name) for name in ("step_seconds", "expected_seconds", "gain")},
+            "layers_before": cut.layers[0],
+            "layers_after": cut.layers[1],
+            "order_before": cut.old.strategy.order,
+            "order_after": cut.job.strategy.order,
+            "slowness_of_ranks": cut.slowness,
+            **picked(cut, "step_seconds", "expected_seconds", "gain"),
             "written": str(self.path),
         }
 
@@ -96,7 +102,8 @@ def calibrate(
 ) -> CalibrationResult:
     """Measures this machine, or the hosts that a launcher started this on, and writes a cluster file to plan with.
 
-    ``only`` measures some of device, links and storage. ``on_progress`` is called with what is measured next.
+    ``only`` restricts it to some of device, host, links and storage. ``on_progress`` is called with what is measured
+    next.
     """
     require_packages("calibrate", "torch")
     here = started()
@@ -119,10 +126,10 @@ def calibrate(
     folder = path.resolve().parent
     request = measured.CalibrationRequest(known, kind, threads, folder, emulation, _parts(only), here)
     with told_in_one_line("run it again; a process that the system killed needs more memory"):
-        found = measured.calibrate(request, on_progress or (lambda text: None))
+        calibration = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
-        write_text(path, dump_yaml(_rounded(found.cluster.to_dict())), "--out")
-    return CalibrationResult(found, known, path, writes)
+        write_text(path, dump_yaml(_rounded(calibration.cluster.to_dict())), "--out")
+    return CalibrationResult(calibration, known, path, writes)
 
 
 def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -> RecutResult:
@@ -153,7 +160,7 @@ def _device(asked: str, *, emulated: bool) -> str:
 
 
 def _cluster(name: str | None, processes: int | str | None, device: str, emulation: Emulation | None) -> Cluster:
-    """The cluster as known before it is measured, with the devices found or asked for."""
+    """The cluster as known before it is measured, with the devices that are visible or asked for."""
     base = named_cluster(name or _preset_here(device))
     if emulation is not None:
         return cluster_of(emulation, base)
@@ -166,7 +173,7 @@ def _cluster(name: str | None, processes: int | str | None, device: str, emulati
 
 
 def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
-    """The named cluster, which must match the ranks on the hosts; CPUs need no name."""
+    """The named cluster, which must match the ranks that were started; for CPUs no name is needed."""
     if name is None and device == "cpu":
         return cpu_hosts(here.hosts, here.ranks_per_host)
     name = name or f"{_preset_here(device)}:{here.hosts}"
@@ -181,7 +188,7 @@ def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
 
 
 def _preset_here(device: str) -> str:
-    """Raises SpecError for GPUs that no preset has."""
+    """The preset for this machine's devices; raises SpecError for GPUs that no preset has."""
     if device == "cpu":
         return "laptop:1"
     from shardwise.measure.step import cluster_name_here

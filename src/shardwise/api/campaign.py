@@ -15,8 +15,8 @@ from shardwise.spec.job import Job
 from shardwise.spec.training import Training
 from shardwise.spec.units import readable_duration
 
-# A prior: from an interruption to training again. MegaScale (arXiv 2402.15627, section 6.3; recalled) needs less than
-# ten minutes to find a fault and about as long again to be where it was.
+# Assumed time from an interruption to training again. MegaScale (arXiv 2402.15627, section 6.3; from memory) needs less
+# than ten minutes to find a fault and about as long again to repeat the lost steps.
 RESTART_SECONDS = 600.0
 _LEAST_GOODPUT = 0.01
 _CURRENCY = "$"
@@ -35,7 +35,7 @@ _PRICE = re.compile(
 
 @dataclass(frozen=True)
 class CampaignArguments:
-    """The whole run as a caller gives it: numbers, or text with units, as the flags of the same names take."""
+    """The whole run as a caller gives it: numbers, or text with units, as for the flags of the same names."""
 
     tokens: Any = None
     price: Any = None
@@ -46,7 +46,7 @@ class CampaignArguments:
 
 @dataclass(frozen=True)
 class Terms:
-    """The same as numbers; None is left to the job."""
+    """`CampaignArguments` as numbers; None where the job decides."""
 
     tokens: float
     price: float | None
@@ -57,7 +57,7 @@ class Terms:
 
 
 def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
-    """The flags as numbers, or None if no length is given; raises SpecError for invalid values."""
+    """The arguments as numbers, or None if no number of tokens is given; raises SpecError for invalid values."""
     tokens = training.tokens if given.tokens is None else _amount("--tokens", given.tokens, "count")
     if tokens is None:
         _refuse(given, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
@@ -78,7 +78,7 @@ def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
 
 
 def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) -> Campaign | None:
-    """The whole run of ``job`` at the predicted time of its step; None if no length is given."""
+    """The whole run of ``job`` at the predicted time of its step; None if no number of tokens is given."""
     terms = terms_from(given, job.training)
     if terms is None:
         return None
@@ -133,7 +133,10 @@ def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
 
 
 def _copies(terms: Terms, job: Job, step_seconds: float, disk_seconds: float) -> MemoryCopyCost | None:
-    """The copies in memory that a job asks for, where anything fails; the seconds that are given are theirs."""
+    """The cost of in-memory checkpoints, if the job asks for them and failures are counted.
+
+    A given checkpoint time is that of a copy in memory.
+    """
     if job.run.checkpoints.memory is None or math.isinf(terms.device_hours_per_interruption):
         return None
     given = terms.checkpoint_seconds
@@ -176,5 +179,5 @@ def _price(text: Any) -> tuple[float, str]:
 
 
 def _device_hours(text: Any) -> float:
-    """Device-hours, which are also the unit of a number without one."""
+    """Device-hours; a number without a unit is in hours."""
     return _amount("--mtbf", f"{text}h" if str(text).strip()[-1:].isdigit() else text, "seconds") / HOUR

@@ -10,8 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.api.outputs import write_text
-from shardwise.api.quantities import path_text
+from shardwise.api.quantities import path_text, write_text
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.report.compare import comparison_data, comparison_page
 from shardwise.report.page import Page
@@ -25,10 +24,11 @@ TRACE = "timeline.json"
 
 @dataclass(frozen=True)
 class ComparisonResult(Result):
-    """A run's profiled steps against their prediction; ``trace`` is the file with both timelines."""
+    """A run's profiled steps against their prediction."""
 
     found: Comparison
     trace: Path
+    """The file with both timelines."""
 
     predicted_seconds = Figure[float]("found.predicted.step_seconds")
     measured_seconds = Figure[float]("found.found.step_seconds", "Of a profiled step; profiling makes steps longer.")
@@ -40,7 +40,7 @@ class ComparisonResult(Result):
     @cached_property
     def plots(self) -> Page:
         """The same in pictures."""
-        from shardwise.report.plot.pages import comparison_plots
+        from shardwise.report.charts.sections import comparison_plots
 
         return comparison_plots(self.found)
 
@@ -50,8 +50,8 @@ class ComparisonResult(Result):
     def tables(self) -> Mapping[str, Rows]:
         data = self.to_dict()
         return {
-            "parts": [{"part": name, **one} for name, one in data["parts"].items()],
-            "memory": [{"part": name, **one} for name, one in data["memory"].items()],
+            "parts": [{"part": name, **figures} for name, figures in data["parts"].items()],
+            "memory": [{"part": name, **figures} for name, figures in data["memory"].items()],
             "differences": data["differences"],
             "ranks": data["ranks"],
         }
@@ -68,7 +68,7 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
     from shardwise.measure.compare.timeline import timeline
 
     profiled = profiled_run(path_text(run, "run"))
-    found = comparison.compare(profiled)
+    result = comparison.compare(profiled)
     path = profiled.folder.profile / TRACE if trace is None else Path(path_text(trace, "--trace"))
     write_text(path, json.dumps(timeline(profiled.job, profiled.measured)), "--trace")
-    return ComparisonResult(found, path)
+    return ComparisonResult(result, path)

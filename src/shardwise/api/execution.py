@@ -50,11 +50,12 @@ Watch = Callable[[RunFolder, Job], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class TrainingResult(Result):
-    """How a run ended. ``outcome`` is None if all steps had been done before."""
+    """How a run ended."""
 
     job: Job
     summary: RunSummary
     outcome: Outcome | None
+    """None if all steps had been done before."""
 
     @property
     def ok(self) -> bool:
@@ -120,11 +121,11 @@ def train(
     Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
-    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine. Devices that are missing are
-    waited for (``wait_for_resources``, `run.restarts.wait`); then the run goes on with fewer, if at least
-    ``least_devices`` (`run.restarts.shrink`), and with more when they come. ``profile`` and ``nvtx`` name steps, as in
-    "steps=10:12": to record for `compare`, or to mark as NVTX ranges. ``metrics_port`` serves the
-    run's state to Prometheus on loopback while it goes on. ``on_progress`` is called with notes and events.
+    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine. It waits for devices that are
+    missing (``wait_for_resources``, `run.restarts.wait`), then continues with fewer, at least ``least_devices``
+    (`run.restarts.shrink`), and with more when they return. ``profile`` and ``nvtx`` name steps, as in "steps=10:12":
+    to record for `compare`, or to mark as NVTX ranges. ``metrics_port`` serves the run's state to Prometheus on
+    loopback while it trains. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
     target = None if on is None else starting_target(on, here)
@@ -153,13 +154,15 @@ def train(
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A checked job in its folder; ``named_model`` is the model as the caller gave it."""
+    """A checked job in its folder."""
 
     job: Job
     folder: RunFolder
     checked: Preflight
     named_model: Any
+    """The model as the caller gave it."""
     go_on: bool
+    """Resume even if data, sequence, batch or optimizer differ."""
     note: OnProgress
 
     def finished_step(self, *, here: bool = True) -> int | None:
@@ -219,10 +222,10 @@ def ready_run(
     hosts: Sequence[str] | None = None,
     note: OnProgress,
 ) -> ReadyRun:
-    """The job with its run completed, checked and given a folder; ``here``: it runs on this machine.
+    """The job, completed, checked and given a folder.
 
-    ``started_as``: the rank that this process already is; ``elsewhere``: the ranks will be on other hosts. ``hosts``
-    are the nodes, where they are known by name.
+    ``here``: ranks are started by this command, not by commands that it prints. ``started_as``: the rank that this
+    process already is. ``elsewhere``: the ranks will be on other hosts. ``hosts``: the nodes, if their names are known.
     """
     fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
@@ -250,15 +253,15 @@ def ready_run(
     if here and not elsewhere and (started_as is None or started_as.hosts == 1):
         from shardwise.launch.preflight import with_fitting_microbatch
 
-        found = with_fitting_microbatch(job, folder, note)
-        job, checked = found, checked if found == job else preflight(found, started=started_as)
+        fitting = with_fitting_microbatch(job, folder, note)
+        job, checked = fitting, checked if fitting == job else preflight(fitting, started=started_as)
     for text in (*checked.notes, *_weights_left(given.model, job), *_how_long(job, checked.price.step_seconds)):
         note(text)
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
 
 
 def _how_long(job: Job, step_seconds: float) -> list[str]:
-    """A note for a run that is predicted to take long; after its first steps it says how long they took."""
+    """A note on the predicted duration of a long run."""
     steps = job.run.last_step
     if steps * step_seconds < LONG_SECONDS:
         return []
@@ -267,7 +270,7 @@ def _how_long(job: Job, step_seconds: float) -> list[str]:
 
 
 def starting_target(on: str, here: Started | None) -> LaunchTarget:
-    """The target that starts ranks; raises SpecError for any other name, and in a process that is a rank already."""
+    """The target of that name, which must start ranks; raises SpecError also if this process is a rank already."""
     target = target_named(on)
     if here is not None:
         raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
@@ -277,13 +280,13 @@ def starting_target(on: str, here: Started | None) -> LaunchTarget:
 
 
 def require_ray_for(address: str | None, target: LaunchTarget | None) -> None:
-    """Raises SpecError for a Ray cluster that nothing is started on."""
+    """Raises SpecError for a Ray address without ``--on ray``."""
     if address is not None and (target is None or target.name != "ray"):
         raise SpecError("--ray-address", "is for --on ray", "leave it out")
 
 
 def _shrinking(job: Job, wait: Size | None, least_devices: int | str | None) -> Job:
-    """The job with its `run.restarts` as the flags have them, checked."""
+    """The job with the flags in its `run.restarts`, checked."""
     restarts = job.run.restarts
     if wait is not None:
         seconds = float(parse(wait, "seconds", "--wait-for-resources"))
@@ -307,13 +310,13 @@ def on_target(
     supervised: Callable[[Launch], Outcome],
     ray_address: str | None = None,
 ) -> Callable[[Launch], Outcome]:
-    """Supervises a launch whose ranks the target starts."""
+    """A function that supervises a launch whose ranks the target starts."""
 
     def run(launch: Launch) -> Outcome:
-        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, ray_address)) as found:
-            for text in found.notes:
+        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, ray_address)) as started_target:
+            for text in started_target.notes:
                 ready.note(text)
-            return supervised(replace(launch, target=found))
+            return supervised(replace(launch, target=started_target))
 
     return run
 
@@ -325,20 +328,19 @@ def trained_as_rank(
     *,
     debug: bool = False,
 ) -> TrainingResult:
-    """Trains as the rank that this process was started as. Rank 0 prepares the folder, the others follow it.
+    """Trains as the rank that this process was started as. Rank 0 prepares the folder, the others wait for it.
 
-    ``watch(folder, job)`` is entered by rank 0 while it trains. A rank that fails ends the world: its launcher ends the
-    others.
+    Rank 0 enters ``watch(folder, job)`` while it trains. If a rank fails, the launcher ends the others.
     """
     if debug:
         os.environ.update(DEBUG)
     from shardwise.launch.as_rank import Prepared, follow, lead
 
     def prepared(hosts: Sequence[str]) -> Prepared:
-        found = ready(hosts)
-        with found.folder.checkpoints.locked():
-            step = found.finished_step()
-            return Prepared(str(found.folder.path.resolve()), found.job.to_yaml(), step)
+        prepared_run = ready(hosts)
+        with prepared_run.folder.checkpoints.locked():
+            step = prepared_run.finished_step()
+            return Prepared(str(prepared_run.folder.path.resolve()), prepared_run.job.to_yaml(), step)
 
     begin = lead(here, prepared) if here.rank == 0 else follow(here)
     folder = RunFolder(Path(begin.folder))
@@ -359,11 +361,11 @@ def _require_world(job: Job, here: Started) -> None:
 
 
 def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
-    """The figures of a run; a finished run's step is its checkpoint's, which metrics may lack."""
+    """The figures of a run; the last step of a finished run is its checkpoint's, which the metrics may lack."""
     from shardwise.run.metrics.lines import read_lines, summarise
 
-    found = summarise(read_lines(folder.metrics))
-    return found if finished_step is None else replace(found, steps=finished_step)
+    summary = summarise(read_lines(folder.metrics))
+    return summary if finished_step is None else replace(summary, steps=finished_step)
 
 
 def _completed(
@@ -376,13 +378,15 @@ def _completed(
     if nvtx is not None:
         changes["nvtx"] = StepWindow.parse(nvtx, "--nvtx")
     known = job.run.data
-    shards = _absolute((data,) if isinstance(data, str) else tuple(data) or known.shards)
+    shards = (data,) if isinstance(data, str) else tuple(data) or known.shards
     if job.run.checkpoints.folder is not None:
         changes["checkpoints"] = replace(job.run.checkpoints, folder=absolute(job.run.checkpoints.folder))
     if job.run.start_from is not None:
         changes["start_from"] = absolute(job.run.start_from)
     try:
-        changes["data"] = replace(known, shards=shards, validation=_absolute(known.validation))
+        changes["data"] = replace(
+            known, shards=tuple(map(absolute, shards)), validation=tuple(map(absolute, known.validation))
+        )
         return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
     except SpecError as error:
         raise error.under("run") from None
@@ -395,17 +399,13 @@ def port_number(text: int | str, flag: str = "--metrics-port") -> int:
 
 
 def no_metrics(launcher: str) -> SpecError:
-    """Where this process does not outlive the ranks, it has nothing to serve them by."""
+    """The error for a metrics port when another launcher runs the ranks, so that no process here can serve metrics."""
     remedy = "leave it out; `shardwise status RUN --metrics-port N` serves any run"
     return SpecError("run.logging.metrics_port", f"is served by `shardwise train`, and {launcher} starts these", remedy)
 
 
-def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(absolute(path) for path in paths)
-
-
 def _weights_left(named: Any, job: Job) -> list[str]:
-    """A note on a model folder whose weights are not used: the user may have meant to start from them."""
+    """A note if the model is a folder whose weights are not used: the user may have meant to start from them."""
     if job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
         return []
     if not any(Path(named).glob("*.safetensors")):
@@ -427,7 +427,7 @@ def _check_emulation(job: Job, *, here: bool, note: OnProgress) -> None:
 
 
 def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> Job:
-    """The job in its folder; a default folder never belongs to a different job."""
+    """The job with a folder; the default is changed if it has another job's run."""
     if job.run.folder is not None:
         return job
     default = Path("runs") / (Path(given.job).stem if given.job else job.model.name or "run")

@@ -19,6 +19,7 @@ from shardwise.interop.companions import end_tokens
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import TARGETS
+from shardwise.report.console import picked
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
 from shardwise.run.environment.reader import Started, started
@@ -51,23 +52,29 @@ class GenerationResult(Result):
     @property
     def tokens(self) -> list[list[int]]:
         """The new tokens of each prompt."""
-        return [list(one.tokens) for one in self.found.results]
+        return [list(result.tokens) for result in self.found.results]
 
     @cached_property
     def page(self) -> Page:
         return generation_page(self.found)
 
     def to_dict(self) -> dict[str, Any]:
-        found, times = self.found, self.found.times
+        made = self.found
+        times = ("tokens", "seconds", "tokens_per_second", "first_token_seconds", "load_seconds")
         return {
-            "model": found.model, "tp": found.tp, "prompts": found.prompts, "out": found.out and str(found.out),
-            "tokens": times.tokens, "seconds": times.seconds, "tokens_per_second": times.tokens_per_second,
-            "first_token_seconds": times.first_token_seconds, "load_seconds": times.load_seconds,
+            **picked(made, "model", "tp", "prompts"),
+            "out": made.out and str(made.out),
+            **picked(made.times, *times),
             "results": [
-                {"prompt_tokens": list(one.prompt), "text": text, "tokens": list(one.tokens), "reason": one.reason}
-                for one, text in zip(found.results, found.texts)
+                {
+                    "prompt_tokens": list(result.prompt),
+                    "text": text,
+                    "tokens": list(result.tokens),
+                    "reason": result.reason,
+                }
+                for result, text in zip(made.results, made.texts)
             ],
-        }  # fmt: skip
+        }
 
     def tables(self) -> Mapping[str, Rows]:
         return {"results": self.to_dict()["results"]}
@@ -104,12 +111,11 @@ def generate(
     """Continues prompts, given as text, as ``tokens`` (a list of ids each) or in a file of JSON lines (``data``).
 
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
-    at a token of ``stop`` (those that the weights' folder names; "none": no token ends it) or after
-    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. ``on``
-    "ray" a file goes through ``workers`` models, each on ``tp`` ranks of one node, on a Ray cluster (the one at
-    ``ray_address``, or one started here).
-    ``on_text`` is called with the number of a prompt and what has been added to its text; ``on_done`` with how many of
-    a file's prompts are done, and how many there are.
+    at a token of ``stop`` (default: those that the weights' folder names; "none": no token ends it) or after
+    ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. With
+    ``on="ray"`` a file is divided among ``workers`` models on a Ray cluster (the one at ``ray_address``, or one started
+    here), each on ``tp`` ranks of one node. ``on_text`` is called with the index of a prompt and what was added to its
+    text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
     request = GenerationRequest(
@@ -180,10 +186,10 @@ def _of_prompts(
     for text in texts:
         assert reader is not None
         prompts.append(tuple(prompt_tokens(text, reader, "--prompt")))
-    prompts += [tuple(one) for one in tokens]
-    for number, one in enumerate(prompts):
-        require_prompt(model, one, asked.request, "--prompt" if number < len(texts) else "--tokens")
-    growing = [GrowingText(reader, one) for one in prompts]
+    prompts += [tuple(ids) for ids in tokens]
+    for number, prompt in enumerate(prompts):
+        require_prompt(model, prompt, asked.request, "--prompt" if number < len(texts) else "--tokens")
+    growing = [GrowingText(reader, prompt) for prompt in prompts]
 
     def on_step(step: list[list[int]]) -> None:
         if on_text is not None:
@@ -191,14 +197,13 @@ def _of_prompts(
                 if piece := growing[number].add(token):
                     on_text(number, piece)
 
-    found, times = asked.run(PromptList(tuple(prompts)), on_step)
+    results, times = asked.run(PromptList(tuple(prompts)), on_step)
     if on_text is not None:
         for number, text_so_far in enumerate(growing):
             if piece := text_so_far.rest():
                 on_text(number, piece)
-    written = tuple(text_of(one, reader) for one in found)
-    made = Generation(model.name, asked.request.tp, len(prompts), times, tuple(found), written)
-    return GenerationResult(made)
+    written = tuple(text_of(result, reader) for result in results)
+    return GenerationResult(Generation(model.name, asked.request.tp, len(prompts), times, tuple(results), written))
 
 
 @dataclass(frozen=True)
@@ -255,8 +260,7 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place
         for text in asked.notes:
             asked.note(text)
         _, times = RayPrompts(*files, place.address, place.wait_seconds, place.workers).run(asked.request, on_event)
-    made = Generation(asked.weights.model.name, asked.request.tp, number, times, out=out)
-    return GenerationResult(made)
+    return GenerationResult(Generation(asked.weights.model.name, asked.request.tp, number, times, out=out))
 
 
 def _ranks(tp: int | None, here: Started | None) -> int:
@@ -295,9 +299,9 @@ def _check_prompts(
 def _tokenizer(
     weights: Weights, named: str | PathLike[str] | None, *, needed: bool
 ) -> tuple[Tokenizer | None, str | None, tuple[str, ...]]:
-    """The one that is named, or that came with the weights, its name, and notes if there is none.
+    """The tokenizer that is named, or that came with the weights; its name; notes if there is none.
 
-    Raises SpecError if text ``needed`` one.
+    Raises SpecError if there is none and it is ``needed``.
     """
     from shardwise.run.data.tokenizer import BYTES, FILE, tokenizer_from
 
@@ -324,9 +328,9 @@ def _with_stop(
     if stop == _NEVER:
         return request
     if stop is not None:
-        for one in stop:
-            if type(one) is not int or not 0 <= one < weights.model.vocab:
-                problem = f"{shown(one)} is not a token of {weights.model.name}"
+        for token in stop:
+            if type(token) is not int or not 0 <= token < weights.model.vocab:
+                problem = f"{shown(token)} is not a token of {weights.model.name}"
                 raise SpecError("--stop", problem, f"use ids below {weights.model.vocab:,}")
         return replace(request, stop=tuple(stop))  # type: ignore[arg-type]
     named = () if weights.companions is None else end_tokens(weights.companions)

@@ -62,7 +62,7 @@ class JobArguments:
 
 # Of a job as given, all that a caller names by keyword or flag.
 NAMED = tuple(
-    one.name for one in fields(JobArguments) if one.name not in ("job", "fields", "configuration", "overrides")
+    item.name for item in fields(JobArguments) if item.name not in ("job", "fields", "configuration", "overrides")
 )
 
 JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]
@@ -166,8 +166,8 @@ def keyword_path(name: str) -> str:
 
 
 def _field_paths() -> dict[str, str]:
-    strategy = {one.name: f"strategy.{one.name}" for one in fields(Strategy)}
-    return strategy | {one.name: f"training.{one.name}" for one in fields(Training)} | _PATHS
+    strategy = {item.name: f"strategy.{item.name}" for item in fields(Strategy)}
+    return strategy | {item.name: f"training.{item.name}" for item in fields(Training)} | _PATHS
 
 
 def _path(name: str) -> str:

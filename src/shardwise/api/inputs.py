@@ -130,17 +130,19 @@ def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str
     """Gives ``fields`` the framework's stack and precision unless set, with a note; rejects another framework's."""
     from shardwise.interop.frameworks import TARGETS, own_stack
 
-    one, notes = TARGETS[framework], []
+    target, notes = TARGETS[framework], []
     if "stack" in fields:
         stack = stack_from(fields["stack"])
-        if own_stack(stack, one).name != stack.name:
-            remedy = f"leave --stack out, or use {' or '.join(one.stacks)}"
+        if own_stack(stack, target).name != stack.name:
+            remedy = f"leave --stack out, or use {' or '.join(target.stacks)}"
             raise SpecError("--stack", f"{stack.name} is not the software of {framework}", remedy)
     else:
-        fields["stack"] = one.stacks[0]
+        fields["stack"] = target.stacks[0]
     if not _mapping(fields.get("training")).get("precision"):
-        set_field(fields, "training.precision", one.recipe)
-        notes.append(f"for {framework}: {one.recipe} (--precision), priced with the stack {fields['stack']} (--stack)")
+        set_field(fields, "training.precision", target.recipe)
+        notes.append(
+            f"for {framework}: {target.recipe} (--precision), priced with the stack {fields['stack']} (--stack)"
+        )
     return notes
 
 

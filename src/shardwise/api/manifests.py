@@ -34,11 +34,11 @@ def job_for_manifest(
     described, notes = job_from(given, {} if steps is None else {"steps": whole_number(steps, "--steps")})
     run = described.run
     try:
-        found = replace(run.data, shards=tuple(data) if data else run.data.shards)
+        shards = replace(run.data, shards=tuple(data) if data else run.data.shards)
         folder = run.folder if run_folder is None else str(run_folder)
         wanted = run.profile if profile is None else Profile.parse(profile, "--profile")
         marked = run.nvtx if nvtx is None else StepWindow.parse(nvtx, "--nvtx")
-        job = replace(described, run=replace(run, data=found, folder=folder, profile=wanted, nvtx=marked))
+        job = replace(described, run=replace(run, data=shards, folder=folder, profile=wanted, nvtx=marked))
     except SpecError as error:
         raise error.under("run") from None
     if job.run.emulate is not None:

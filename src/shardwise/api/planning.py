@@ -64,7 +64,7 @@ class PlanResult(Result):
     @cached_property
     def plots(self) -> Page:
         """The same in pictures."""
-        from shardwise.report.plot.pages import plan_plots
+        from shardwise.report.charts.sections import plan_plots
 
         return plan_plots(self.answer, top=self.top)
 
@@ -72,12 +72,14 @@ class PlanResult(Result):
         return plan_data(self.answer)
 
     def tables(self) -> Mapping[str, Rows]:
-        found = self.answer.plan
+        searched = self.answer.plan
         return {
-            "layouts": [_flat(ranked_data(found, one)) for one in found.layouts],
-            "candidates": [_flat(ranked_data(found, one)) for one in found.candidates],
-            "families": [_flat({**family_data(one), **(family_data(one)["best"] or {})}) for one in found.families],
-            "parts": [{"part": name, "seconds": seconds} for name, seconds in found.best.parts.items()],
+            "layouts": [_flat(ranked_data(searched, candidate)) for candidate in searched.layouts],
+            "candidates": [_flat(ranked_data(searched, candidate)) for candidate in searched.candidates],
+            "families": [
+                _flat({**family_data(family), **(family_data(family)["best"] or {})}) for family in searched.families
+            ],
+            "parts": [{"part": name, "seconds": seconds} for name, seconds in searched.best.parts.items()],
         }
 
 
@@ -155,10 +157,10 @@ def plan(
     for change in questions.what_if:
         changed(wanted.cluster, change)
     shown_rows = whole_number(top, "--top")
-    found = _searched(request, chosen, on_progress)
+    searched = _searched(request, chosen, on_progress)
     if on_progress is not None:
         on_progress("explaining")
-    answered = answer(found, questions, notes, lambda best: campaign_of(run, best.job, best.step_seconds))
+    answered = answer(searched, questions, notes, lambda best: campaign_of(run, best.job, best.step_seconds))
     return PlanResult(answered, shown_rows, unfolded)
 
 
@@ -239,7 +241,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple, range)):
-        return ",".join(one if isinstance(one, str) else shown(one) for one in value)
+        return ",".join(part if isinstance(part, str) else shown(part) for part in value)
     return value if isinstance(value, str) else shown(value)
 
 
@@ -269,7 +271,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, Mapping):
             if name in ("batch", "memory"):
-                flat |= {inner: one for inner, one in value.items() if not isinstance(one, (Mapping, list))}
+                flat |= {inner: content for inner, content in value.items() if not isinstance(content, (Mapping, list))}
         elif not isinstance(value, list) or name == "dimensions":
             flat[name] = value
     return flat

@@ -1,8 +1,9 @@
-"""What flags and keywords give: whole numbers, positive amounts with a unit, one of two."""
+"""What callers give: whole numbers, positive amounts with a unit, texts, paths, files to write."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
@@ -47,6 +48,23 @@ def path_text(value: Any, flag: str) -> str:
 def texts(value: Any, flag: str) -> tuple[str, ...]:
     """One text, or a list of them."""
     listed = (value,) if isinstance(value, str) else value
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(one, str) for one in listed):
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
         raise SpecError(flag, f"{shown(value)} is not text, nor a list of texts", "write each as text")
     return tuple(listed)
+
+
+def require_writable(path: Path, flag: str) -> None:
+    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        raise SpecError(flag, f"{path} cannot be written", "give another name")
+
+
+def write_text(path: str | Path, text: str, flag: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise not_written(path, error, flag) from None
+
+
+def not_written(path: str | Path, error: Exception, flag: str) -> SpecError:
+    reason = getattr(error, "strerror", None) or "not a path"
+    return SpecError(flag, f"{shown(str(path), 300)} cannot be written ({reason})", "give another name")

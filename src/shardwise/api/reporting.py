@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from shardwise.api.campaign import CampaignArguments, campaign_of
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.planning import plan
-from shardwise.api.quantities import amount, exclusive, path_text
+from shardwise.api.quantities import amount, exclusive, path_text, require_writable, write_text
 from shardwise.api.results import Result
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
@@ -66,7 +65,7 @@ class ReportResult(Result):
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        return tuple(one for section in self.sections for one in section.charts)
+        return tuple(chart for section in self.sections for chart in section.charts)
 
     @cached_property
     def html(self) -> str:
@@ -92,7 +91,7 @@ class ReportResult(Result):
         return {
             "title": self.title,
             "verdict": self.verdict.to_dict(),
-            "charts": {one.name: one.to_dict() for one in self.charts},
+            "charts": {chart.name: chart.to_dict() for chart in self.charts},
             "not_drawn": [note for section in self.sections for note in section.notes],
             "notes": list(self.notes),
             "run": None if self.state is None else as_data(self.state),
@@ -133,7 +132,7 @@ def write_report(
     tell("pricing")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
-    found = assess(
+    assessment = assess(
         analysis,
         campaign=campaign_of(run, made, analysis.predicted_seconds),
         scaling=not is_unlike(made),
@@ -144,7 +143,7 @@ def write_report(
         if search
         else PlanPictures(why_not="other strategies were not searched for (--no-search)")
     )
-    sections = job_sections(found, searched)
+    sections = job_sections(assessment, searched)
     title = f"{made.model.name} on {made.cluster.name}"
     summary = state = None
     if folder is not None:
@@ -153,16 +152,16 @@ def write_report(
         sections, summary = [*run_sections(pictures, made), *sections], pictures.summary
         state = RunObserver(folder).state() if folder.events.is_file() else None
         title = f"{folder.path.resolve().name}: {title}"
-    result = ReportResult(title, found, tuple(sections), (*notes, *analysis.notes), path, summary, state)
+    result = ReportResult(title, assessment, tuple(sections), (*notes, *analysis.notes), path, summary, state)
     if path is not None:
         write_text(path, result.html, "--output")
     return result
 
 
-def _end_words(found: RunState) -> str:
+def _end_words(state: RunState) -> str:
     """How the run ended, or goes on, and why."""
-    restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
-    return f"{state_words(found)}{restarts}{f': {found.why}' if found.why else ''}"
+    restarts = f", {counted(state.restarts, 'restart')}" if state.restarts else ""
+    return f"{state_words(state)}{restarts}{f': {state.why}' if state.why else ''}"
 
 
 def _run_of(asked: JobArguments) -> RunFolder | None:

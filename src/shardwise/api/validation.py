@@ -46,9 +46,11 @@ class RunScores(ScoredRuns, Result):
         return runs_data(self)
 
     def tables(self) -> Mapping[str, Rows]:
-        by_device = [{"device": device, **asdict(one)} for device, one in self.by_device.items()]
-        others = {name: [asdict(one) for one in getattr(self, name)] for name in ("coverage", "choices", "not_scored")}
-        return {"rows": [asdict(one) for one in self.rows], "by_device": by_device, **others}
+        by_device = [{"device": device, **asdict(summary)} for device, summary in self.by_device.items()]
+        others = {
+            name: [asdict(entry) for entry in getattr(self, name)] for name in ("coverage", "choices", "not_scored")
+        }
+        return {"rows": [asdict(score) for score in self.rows], "by_device": by_device, **others}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ErrorScores(Result):
         return errors_data(self.rows, self.summary)
 
     def tables(self) -> Mapping[str, Rows]:
-        summary = [{"group": name, **asdict(one)} for name, one in self.summary.items()]
+        summary = [{"group": name, **asdict(errors)} for name, errors in self.summary.items()]
         return {"rows": self.to_dict()["rows"], "summary": summary}
 
 
@@ -123,16 +125,16 @@ def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
 
 def _own_run(name: str, folder: RunFolder) -> PublishedRun:
     """The job as it is priced today, beside the medians of the run's steps."""
-    job, found = read_job(folder.job), summarise(read_lines(folder.metrics))
-    if found.step_seconds is None:
+    job, measured = read_job(folder.job), summarise(read_lines(folder.metrics))
+    if measured.step_seconds is None:
         raise SpecError(name, "has no measured step", "train it first")
     predict(job)
     peak_memory(job)  # both refuse here what cannot be priced today
-    return measured_run(name, job, found.step_seconds, found.memory_bytes)
+    return measured_run(name, job, measured.step_seconds, measured.memory_bytes)
 
 
-def _scores(found: ScoredRuns) -> RunScores:
-    return RunScores(**{one.name: getattr(found, one.name) for one in fields(found)})
+def _scores(scored_runs: ScoredRuns) -> RunScores:
+    return RunScores(**{item.name: getattr(scored_runs, item.name) for item in fields(scored_runs)})
 
 
 def _summary(errors: Any) -> dict[str, ErrorSummary]:

@@ -38,7 +38,7 @@ class VerificationResult(Result):
     @property
     def worst(self) -> dict[str, float]:
         """The largest relative deviation of the loss, the gradients, and the weights at the end."""
-        return {kind: one.value for kind, one in self.found.worst.items()}
+        return {kind: deviation.value for kind, deviation in self.found.worst.items()}
 
     @cached_property
     def page(self) -> Page:
@@ -47,12 +47,16 @@ class VerificationResult(Result):
     def to_dict(self) -> dict[str, Any]:
         where: dict[str, Any] = {"worst": self.worst, "where": self.found.where}
         if self.found.in_fp8:
-            where["in_fp8"] = {kind: one.value for kind, one in self.found.in_fp8.items()}
+            where["in_fp8"] = {kind: deviation.value for kind, deviation in self.found.in_fp8.items()}
         return {"ok": self.ok, "steps": self.found.steps, **where}
 
     def tables(self) -> Mapping[str, Rows]:
         worst = self.found.worst.items()
-        return {"worst": [{"what": kind, "deviation": one.value, "where": one.where} for kind, one in worst]}
+        return {
+            "worst": [
+                {"what": kind, "deviation": deviation.value, "where": deviation.where} for kind, deviation in worst
+            ]
+        }
 
 
 def verify(
@@ -95,5 +99,5 @@ def verify(
         return VerificationResult(asked, as_rank)
     quiet = watch or (lambda phase, done: None)
     with told_in_one_line("run it again; a process that the system killed needs more memory"):
-        found = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=run_device, watch=quiet)
-    return VerificationResult(asked, found)
+        verification = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=run_device, watch=quiet)
+    return VerificationResult(asked, verification)

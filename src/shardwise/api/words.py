@@ -25,7 +25,7 @@ _QUOTED_OR_FLAG = re.compile(r"""`[^`]*`|(?<!\w)(['"]).*?\1(?!\w)|(?P<flag>--[a-
 def keywords_of(verb: Callable[..., Any]) -> tuple[str, ...]:
     """The keywords that a verb takes, with those of a job if it takes one."""
     parameters = inspect.signature(verb).parameters.values()
-    own = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
+    own = tuple(parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD)
     return own if len(own) == len(parameters) else (*own, *JobKeywords.__annotations__)
 
 
@@ -50,7 +50,7 @@ def _keyword_of(field: str, names: Mapping[str, str]) -> str:
 
 
 def _named(text: str, flags: Mapping[str, str]) -> str:
-    def word(found: re.Match[str]) -> str:
-        return flags.get(found["flag"] or "", found[0])
+    def word(match: re.Match[str]) -> str:
+        return flags.get(match["flag"] or "", match[0])
 
     return _QUOTED_OR_FLAG.sub(word, text.replace(_SET, ""))

@@ -7,7 +7,7 @@ import json
 import sys
 
 from shardwise.api.analysis import analyze, require_few_passes
-from shardwise.api.outputs import write_text
+from shardwise.api.quantities import write_text
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
 from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
@@ -40,12 +40,12 @@ def run(arguments: list[str]) -> int:
     for flag in ("--trace", "--memory-picture", "--memory-over-time"):
         if getattr(parsed, flag[2:].replace("-", "_")):
             require_few_passes(job, flag)
-    found = analyze(job, **keywords(analyze, parsed))
+    result = analyze(job, **keywords(analyze, parsed))
     written = _write_files(parsed, job)
-    show(parsed, lambda: found.plots if parsed.plot else found.page, found.to_dict)
+    show(parsed, lambda: result.plots if parsed.plot else result.page, result.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
-    return 0 if found.fits else 1
+    return 0 if result.fits else 1
 
 
 def _write_files(parsed: argparse.Namespace, job: Job) -> list[str]:

@@ -33,8 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """The parsed flags; an unknown one is named with its nearest neighbour."""
-        for one in arguments:
-            flag, _, value = one.partition("=")
+        for argument in arguments:
+            flag, _, value = argument.partition("=")
             if value == "--" and flag.startswith("--"):  # argparse would make an empty list of it
                 raise SpecError(flag, "'--' is not a value", f"see `{self.prog} --help`")
         known, unknown = self.parse_known_args(arguments)
@@ -153,5 +153,9 @@ def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
 
 def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that are keywords of a function of the API; those not given are left to its defaults."""
-    taken = (one.name for one in inspect.signature(verb).parameters.values() if one.kind is one.KEYWORD_ONLY)
+    taken = (
+        parameter.name
+        for parameter in inspect.signature(verb).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    )
     return {name: value for name in taken if (value := getattr(arguments, name, None)) is not None}

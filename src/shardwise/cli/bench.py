@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
-from shardwise.api.outputs import require_writable, write_text
-from shardwise.api.quantities import amount
+from shardwise.api.quantities import amount, require_writable, write_text
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.on_target import (
@@ -75,12 +74,12 @@ def run(arguments: list[str]) -> int:
     cluster = _cluster(parsed, here)
     wanted = _requests(parsed, cluster)
     if here is not None:
-        found, between = _measured_as_rank(parsed, here, wanted)
-        return _report(parsed, found, between) if here.rank == 0 else 0
+        measured, between = _measured_as_rank(parsed, here, wanted)
+        return _report(parsed, measured, between) if here.rank == 0 else 0
     again = "run it again; a process that the system killed needs more memory"
     with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
-        found, between = _measured_here(parsed, cluster, wanted, update)
-    return _report(parsed, found, between)
+        measured, between = _measured_here(parsed, cluster, wanted, update)
+    return _report(parsed, measured, between)
 
 
 def _measured_here(
@@ -91,21 +90,21 @@ def _measured_here(
     from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
     from shardwise.measure.collectives.run import measure_in
 
-    found: list[MeasuredCollective] = []
+    measured: list[MeasuredCollective] = []
     with _pool(parsed, cluster.wiring) as pool:
         for number, request in enumerate(wanted, 1):
             kind = request.kind.value.replace("_", "-")
             update(f"{kind} over {request.level.name} ({number} of {len(wanted)})")
-            found += measure_in(pool, request)
+            measured += measure_in(pool, request)
         if parsed.wiring is None:
-            return found, None
+            return measured, None
         emulation = Emulation.parse(parsed.emulate, "--emulate")
         nodes = emulation.nodes
         update(f"every two of {nodes} nodes")
         matrix = measured_matrix(PoolRanks(pool, emulation.world, emulation.ranks_per_node), nodes, "cpu")
     known = () if cluster.wiring is None else cluster.wiring.hosts
     hosts = known[:nodes] if len(known) >= nodes else [f"node-{node}" for node in range(nodes)]
-    return found, wiring_of(hosts, matrix, _source())
+    return measured, wiring_of(hosts, matrix, _source())
 
 
 def _measured_as_rank(
@@ -118,10 +117,10 @@ def _measured_as_rank(
 
     with started_ranks(here) as ranks:
         hosts = None if parsed.wiring is None else node_names(hosts_of(ranks), here.ranks_per_host)
-        found = ranks.run(measure_as_rank, wanted, parsed.run_device)[0]
+        measured = ranks.run(measure_as_rank, wanted, parsed.run_device)[0]
         if hosts is None:
-            return found, None
-        return found, wiring_of(hosts, measured_matrix(ranks, len(hosts), parsed.run_device), _source())
+            return measured, None
+        return measured, wiring_of(hosts, measured_matrix(ranks, len(hosts), parsed.run_device), _source())
 
 
 def _source() -> str:
@@ -216,17 +215,17 @@ def _requests(parsed: Namespace, cluster: Cluster) -> list[CollectiveRequest]:
         _require_room(largest, cluster.devices)
     if smallest > largest:
         raise SpecError("--min-bytes", f"{smallest} B is more than the largest, {largest} B", "give less")
-    kinds = [CollectiveKind.parse(one) for one in parsed.kinds.split(",")] if parsed.kinds else list(CollectiveKind)
-    algorithms = tuple(one.strip() for one in _names(parsed.algorithms)) if parsed.algorithms else None
-    found = list(
+    kinds = [CollectiveKind.parse(kind) for kind in parsed.kinds.split(",")] if parsed.kinds else list(CollectiveKind)
+    algorithms = tuple(name.strip() for name in _names(parsed.algorithms)) if parsed.algorithms else None
+    wanted = list(
         requests(
             cluster, _levels(parsed, levels_of(cluster)), kinds, algorithms, sizes_between(smallest, largest),
             warm_up=parsed.warm_up, repeats=parsed.repeats, most_seconds=parsed.seconds,
         )
     )  # fmt: skip
-    if not found:
+    if not wanted:
         raise SpecError("--algorithms", f"{parsed.algorithms} has no schedule there", "`shardwise list collectives`")
-    return found
+    return wanted
 
 
 def _names(text: str) -> list[str]:
@@ -295,4 +294,4 @@ def _report(parsed: Namespace, measured: Sequence[MeasuredCollective], between: 
     if between is not None:
         write_text(parsed.wiring, dump_yaml(between.to_dict()), "--wiring")
     show(parsed, lambda: measured_page(measured, between), lambda: measured_data(measured))
-    return 0 if all(one.right for one in measured) else 1
+    return 0 if all(row.right for row in measured) else 1

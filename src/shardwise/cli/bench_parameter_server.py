@@ -7,8 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from shardwise.api.calibration import named_cluster
-from shardwise.api.outputs import require_writable, write_text
-from shardwise.api.quantities import amount
+from shardwise.api.quantities import amount, require_writable, write_text
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import model_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show
@@ -70,13 +69,13 @@ def _compare(parsed: Namespace, workers: int, servers: int) -> int:
     request.plan  # noqa: B018  # refused before a process starts
     again = "run it again; a process that the system killed needs more memory"
     with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
-        found = compare_servers(request, update)
+        comparison = compare_servers(request, update)
     if parsed.plot is not None:
-        write_text(parsed.plot, losses_picture(found), "--plot")
-    show(parsed, lambda: servers_page(found), lambda: servers_data(found))
-    for fault in found.faults:
+        write_text(parsed.plot, losses_picture(comparison), "--plot")
+    show(parsed, lambda: servers_page(comparison), lambda: servers_data(comparison))
+    for fault in comparison.faults:
         print(f"shardwise: {fault}", file=sys.stderr)
-    return 1 if found.faults else 0
+    return 1 if comparison.faults else 0
 
 
 def _staleness(text: str) -> int:

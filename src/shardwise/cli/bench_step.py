@@ -56,11 +56,11 @@ def run(arguments: list[str]) -> int:
     require_measurable(job, here)
     quiet = parsed.json or (here is not None and here.rank > 0)
     with status("starting", quiet=quiet) as update:
-        found = measure_step(
+        measured = measure_step(
             job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, nvtx=parsed.nvtx, on_progress=update
         )  # fmt: skip
     if here is None or here.rank == 0:
-        show(parsed, lambda: step_page(found), lambda: step_data(found))
+        show(parsed, lambda: step_page(measured), lambda: step_data(measured))
     return 0
 
 

@@ -62,9 +62,9 @@ def run(arguments: list[str]) -> int:
     if target is not None:
         return _on_target(target, parsed, arguments)
     with status("starting", quiet=here is not None and here.rank > 0) as update:
-        found = calibrate(**keywords(calibrate, parsed), on_progress=lambda text: update(f"measuring {text}"))
-    if found.is_written:
-        show(parsed, lambda: found.page, found.to_dict)
+        result = calibrate(**keywords(calibrate, parsed), on_progress=lambda text: update(f"measuring {text}"))
+    if result.is_written:
+        show(parsed, lambda: result.page, result.to_dict)
     return 0
 
 

@@ -62,9 +62,9 @@ def _inspect(path: Place, parsed: argparse.Namespace) -> int:
     from shardwise.run.checkpoint.folder import newest_at
     from shardwise.run.checkpoint.manifest import contents_of
 
-    found, each_tensor = contents_of(newest_at(path)), parsed.tensors
-    plain = found if each_tensor else {**found, "tensors": len(found["tensors"])}
-    show(parsed, lambda: contents_page(found, each_tensor=each_tensor), lambda: plain)
+    contents, each_tensor = contents_of(newest_at(path)), parsed.tensors
+    plain = contents if each_tensor else {**contents, "tensors": len(contents["tensors"])}
+    show(parsed, lambda: contents_page(contents, each_tensor=each_tensor), lambda: plain)
     return 0
 
 
@@ -74,19 +74,19 @@ def _verify(paths: list[Place], parsed: argparse.Namespace) -> int:
     from shardwise.run.checkpoint.folder import checkpoints_at
     from shardwise.training.checkpoint.load import problems_of
 
-    folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
-    sizes = {one: _shard_bytes(one) for one in folders}
-    found: dict[Place, list[str]] = {}
+    folders = list(dict.fromkeys(folder for path in paths for folder in checkpoints_at(path)))
+    sizes = {folder: _shard_bytes(folder) for folder in folders}
+    problems_by_folder: dict[Place, list[str]] = {}
     with bytes_progress("verifying", sum(sizes.values()), quiet=parsed.json) as progress:
         for folder in folders:
-            found[folder] = problems_of(folder, progress=progress)
+            problems_by_folder[folder] = problems_of(folder, progress=progress)
     lines = [
-        f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, all checksums match'}"
-        for one, problems in found.items()
+        f"{folder}: {'; '.join(problems) or f'{readable_bytes(sizes[folder])}, all checksums match'}"
+        for folder, problems in problems_by_folder.items()
     ]
-    data = [{"path": str(one), "bytes": sizes[one], "problems": found[one]} for one in folders]
+    data = [{"path": str(folder), "bytes": sizes[folder], "problems": problems_by_folder[folder]} for folder in folders]
     show_line(parsed, "\n".join(lines), data)
-    return 1 if any(found.values()) else 0
+    return 1 if any(problems_by_folder.values()) else 0
 
 
 def _shard_bytes(folder: Place) -> int:
@@ -110,7 +110,7 @@ def _reshard(path: Place, parsed: argparse.Namespace) -> int:
     total = sum(contents_of(source)["bytes"].values())
     with bytes_progress("writing", total, quiet=parsed.json) as progress:
         made = reshard(source, checkpoint_folder(out), shards, weights_only=parsed.weights_only, progress=progress)
-    found = contents_of(made)
-    line = f"{made}: {counted(len(found['tensors']), 'tensor')} in {counted(shards, 'file')}"
-    show_line(parsed, line, {"path": str(made), "files": found["files"], "tensors": len(found["tensors"])})
+    contents = contents_of(made)
+    line = f"{made}: {counted(len(contents['tensors']), 'tensor')} in {counted(shards, 'file')}"
+    show_line(parsed, line, {"path": str(made), "files": contents["files"], "tensors": len(contents["tensors"])})
     return 0

@@ -25,6 +25,6 @@ def run(arguments: list[str]) -> int:
     add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
     require_torch("compare")
-    found = compare(parsed.run, trace=parsed.trace)
-    show(parsed, lambda: found.plots if parsed.plot else found.page, found.to_dict)
+    result = compare(parsed.run, trace=parsed.trace)
+    show(parsed, lambda: result.plots if parsed.plot else result.page, result.to_dict)
     return 0

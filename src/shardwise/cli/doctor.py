@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from shardwise.api.calibration import started_cluster
 from shardwise.api.given import JobArguments
-from shardwise.api.outputs import require_writable
+from shardwise.api.quantities import require_writable
 from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import (
@@ -30,9 +34,13 @@ from shardwise.interop.fabric.switches import read_switches
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
-from shardwise.report.doctor import print_finding
+from shardwise.report.tables import wrapped
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError, shown
+
+if TYPE_CHECKING:
+    from shardwise.measure.doctor.host import Checked
+
 
 PROCESSES = 2  # without a job and without GPUs
 _EXAMPLE = """
@@ -55,14 +63,14 @@ def run(arguments: list[str]) -> int:
     target = target_of_verb(parsed.on, here)
     if target is not None:
         return _on_target(target, parsed, arguments)
-    for found in _findings(_examination(parsed, here), here):
-        findings.append(found)
+    for finding in _findings(_examination(parsed, here), here):
+        findings.append(finding)
         if shows and not parsed.json:
-            print_finding(out, found)
-    failed = any(found.status == "fail" for found in findings)
+            print_finding(out, finding)
+    failed = any(finding.status == "fail" for finding in findings)
     if shows and parsed.json:
         with suppress(ReaderGone):
-            print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
+            print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
     return 1 if failed and shows else 0
 
 
@@ -112,8 +120,8 @@ def _examination(parsed: argparse.Namespace, here: Started | None) -> Examinatio
             raise SpecError("--hosts", f"{shown(host)} is not a host", "write them like node-1,node-2")
     if parsed.wiring is not None and (here is None or here.hosts == 1):
         raise SpecError("--wiring", "is for several nodes", "use --on, or start it by torchrun, srun or mpirun")
-    switches, found = _switches(parsed), _of_job(parsed, hosts, here)
-    return found if parsed.wiring is None else replace(found, wiring=Path(parsed.wiring), switches=switches)
+    switches, examination = _switches(parsed), _of_job(parsed, hosts, here)
+    return examination if parsed.wiring is None else replace(examination, wiring=Path(parsed.wiring), switches=switches)
 
 
 def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | None) -> Examination:
@@ -156,7 +164,7 @@ def _existing(name: str) -> Path:
 
 def _nearest(folder: Path) -> Path:
     """The folder, or where it will be made."""
-    return next((one for one in (folder, *folder.parents) if one.is_dir()), Path())
+    return next((parent for parent in (folder, *folder.parents) if parent.is_dir()), Path())
 
 
 def _visible_devices() -> int:
@@ -165,3 +173,19 @@ def _visible_devices() -> int:
     from shardwise.measure.doctor.software import visible_devices
 
     return visible_devices()
+
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
+_LEAST = 20  # columns in which words can be read
+
+
+def print_finding(out: Console, checked: Checked) -> None:
+    """The status, the check and what was found; lines that follow stand under the first."""
+    said = f"{checked.figure}; {checked.remedy}" if checked.remedy else checked.figure
+    check = f"{checked.check:<14} "
+    indent = len(checked.status) + 2 + len(check)
+    # In a file or a pipe, where consoles do not wrap, a finding stays on its line.
+    first, *rest = [said] if out.soft_wrap else wrapped(said, max(_LEAST, out.width - indent))
+    out.print(Text.assemble((f"{checked.status}  ", _STYLES[checked.status]), check + first))
+    for line in rest:
+        out.print(Text(" " * indent + line))

@@ -44,9 +44,9 @@ def run(arguments: list[str]) -> int:
     require_packages("dryrun", "torch")
     from shardwise.measure.dryrun.run import dry_run
 
-    found = dry_run(job, rank=rank, skew=skew, full=parsed.full)
-    show(parsed, lambda: dry_run_page(found), lambda: dry_run_data(found))
-    return 0 if found.fits else 1
+    result = dry_run(job, rank=rank, skew=skew, full=parsed.full)
+    show(parsed, lambda: dry_run_page(result), lambda: dry_run_data(result))
+    return 0 if result.fits else 1
 
 
 def _rank(text: str) -> int:

@@ -65,7 +65,7 @@ def explained(arguments: list[str]) -> tuple[argparse.Namespace, Explanation]:
 
 def _overview() -> str:
     lines = "\n".join(f"  {name:<17} {topic.line}" for name, topic in TOPICS.items())
-    examples = "\n".join(f"  {one.example}" for one in (_COLLECTIVE, TOPICS["zero"], TOPICS["activations"]))
+    examples = "\n".join(f"  {topic.example}" for topic in (_COLLECTIVE, TOPICS["zero"], TOPICS["activations"]))
     return (
         "usage: shardwise explain TOPIC [options]\n\nOne formula with the numbers put in, and its source.\n\n"
         f"{lines}\n"

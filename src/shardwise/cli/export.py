@@ -86,5 +86,5 @@ def _prices(priced: PricedExport) -> str:
     return f"{_price(there)} ({', '.join(priced.differs) or 'as exported'}), where this job takes {_price(here)}"
 
 
-def _price(one: Candidate) -> str:
-    return f"{readable_seconds(one.step_seconds)} a step and {readable_bytes(one.memory.total)}"
+def _price(candidate: Candidate) -> str:
+    return f"{readable_seconds(candidate.step_seconds)} a step and {readable_bytes(candidate.memory.total)}"

@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
             raise SpecError(f"--{name}", f"{shown(getattr(parsed, name))}: {why}", remedy)
     path_from(parsed.source)
     require_torch("generate", "safetensors")
-    parsed.tokens = [_ids(one, "--tokens") for one in parsed.tokens]
+    parsed.tokens = [_ids(ids, "--tokens") for ids in parsed.tokens]
     parsed.stop = parsed.stop if parsed.stop in (None, "none") else _ids(parsed.stop, "--stop")
     here = started()
     if here is None or here.rank == 0:
@@ -62,16 +62,16 @@ def _run_and_show(parsed: Namespace) -> int:
         shown_text(prompts, shown=text) as on_text,
         counted_progress("generating", "prompts", quiet=not file) as on_done,
     ):
-        found = generate(
+        result = generate(
             parsed.source, parsed.prompt, **keywords(generate, parsed), on_text=on_text, on_done=on_done,
             note=lambda note: print_notes([note]),
         )  # fmt: skip
     if parsed.json:
-        print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
     elif on_text is not None and len(prompts) == 1:
-        print(figures(found.found), file=sys.stderr)
+        print(figures(result.found), file=sys.stderr)
     else:
-        found.page.print()
+        result.page.print()
     return 0
 
 
@@ -112,6 +112,6 @@ def _parser() -> Parser:
 
 def _ids(text: str, flag: str) -> list[int]:
     try:
-        return [int(one) for one in text.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise SpecError(flag, f"{shown(text)} are not token ids", "write them like 1,2,3") from None

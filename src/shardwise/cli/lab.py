@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from shardwise.api.outputs import require_writable, write_text
+from shardwise.api.quantities import require_writable, write_text
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.output import add_output_arguments, show
@@ -40,12 +40,12 @@ def run(arguments: list[str]) -> int:
         status("starting", quiet=parsed.json) as update,
         own_setup(short=parsed.short, on_progress=update) as setup,
     ):
-        found = lab.run(setup)
-    return report_on(parsed, lab, found.planted() if parsed.contradict else found)
+        report = lab.run(setup)
+    return report_on(parsed, lab, report.planted() if parsed.contradict else report)
 
 
 def _parser() -> Parser:
-    names = ", ".join(one.name for one in LABS)
+    names = ", ".join(lab.name for lab in LABS)
     parser = Parser(
         "lab",
         "Runs a lab: draws what a text book says, measures it on processes of this machine, and exits with 1 where the "
@@ -70,16 +70,16 @@ def _require_folder(folder: Path) -> None:
     require_writable(folder / "lab", "--out")
 
 
-def report_on(parsed: Namespace, lab: Lab, found: LabReport) -> int:
+def report_on(parsed: Namespace, lab: Lab, report: LabReport) -> int:
     """Prints what was found and writes its files; the exit status."""
-    show(parsed, lambda: lab_page(lab, found), lambda: lab_data(lab, found))
+    show(parsed, lambda: lab_page(lab, report), lambda: lab_data(lab, report))
     if parsed.out is not None:
-        for name, text in found.files.items():
+        for name, text in report.files.items():
             write_text(Path(parsed.out) / name, text, "--out")
-        written = ", ".join(found.files) or "nothing: this lab draws in the terminal alone"
+        written = ", ".join(report.files) or "nothing: this lab draws in the terminal alone"
         print(f"note: written to {parsed.out}: {written}", file=sys.stderr)
-    wrong = found.contradictions
+    wrong = report.contradictions
     if wrong:
-        told = f"{counted(len(wrong), 'finding')} of {len(found.findings)} contradict the theory"
+        told = f"{counted(len(wrong), 'finding')} of {len(report.findings)} contradict the theory"
         print(f"shardwise: lab {lab.name}: {told}, the first: {wrong[0].what}", file=sys.stderr)
     return 1 if wrong else 0

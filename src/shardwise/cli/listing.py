@@ -48,7 +48,7 @@ def _page(rows: list[Row], hidden: tuple[str, ...]) -> Page:
 
 def _presets(kind: str, noun: type[Any], figures: Callable[[Any], Row]) -> list[Row]:
     loaded = ((name, presets.load(kind, noun, name)) for name in presets.names(kind))
-    return [{"name": name, **figures(one), "source": one.source} for name, one in loaded]
+    return [{"name": name, **figures(preset), "source": preset.source} for name, preset in loaded]
 
 
 def _model(model: Model) -> Row:
@@ -116,18 +116,18 @@ def _schedules() -> list[Row]:
 
     return [
         {
-            "name": one.name,
-            "stages per rank": "strategy.interleave" if one.chunks is None else str(one.chunks),
-            "placement": one.placement,
-            "backward": "split" if one.splits_backward else "whole",
-            "microbatches": "multiples of pp" if one.in_rounds else "any",
-            "engine": "runs" if one.runs else "priced only",
-            "bubble": "closed form" if one.closed_forms else "simulated",
-            "hides expert exchange": "yes" if one.hides_exchange else "no",
-            "source": one.source,
+            "name": record.name,
+            "stages per rank": "strategy.interleave" if record.chunks is None else str(record.chunks),
+            "placement": record.placement,
+            "backward": "split" if record.splits_backward else "whole",
+            "microbatches": "multiples of pp" if record.in_rounds else "any",
+            "engine": "runs" if record.runs else "priced only",
+            "bubble": "closed form" if record.closed_forms else "simulated",
+            "hides expert exchange": "yes" if record.hides_exchange else "no",
+            "source": record.source,
         }
-        for one in schedule_records()
-        if one.in_jobs
+        for record in schedule_records()
+        if record.in_jobs
     ]
 
 
@@ -137,10 +137,12 @@ def _collectives() -> list[Row]:
 
     columns = ("collective", "topology", "algorithm", "closed form", "schedule", "seconds", "source")
     offered = [
-        (one.kind.value, one.topology, one.algorithm, one.bound, "yes" if one.has_schedule else "none", one.formula,
-         one.source)
-        for one in pairs()
-    ]  # fmt: skip
+        (
+            *(pair.kind.value, pair.topology, pair.algorithm, pair.bound),
+            *("yes" if pair.has_schedule else "none", pair.formula, pair.source),
+        )
+        for pair in pairs()
+    ]
     others = [
         ("any", topology, algorithm, "none", "none", f"not offered: {reason}",
          "routes of its schedule over the network")

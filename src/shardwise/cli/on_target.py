@@ -43,11 +43,11 @@ def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequenc
     command = [sys.executable, "-m", "shardwise", *arguments]
     if target.kind != "starts":
         return command_status(target, TargetRequest(named, job), command)
-    with started_on(target, TargetRequest(named, job)) as found, OwnedFolder("target") as folder:
-        print_notes(found.notes)
+    with started_on(target, TargetRequest(named, job)) as started_target, OwnedFolder("target") as folder:
+        print_notes(started_target.notes)
         with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, 0, "log")):
             outcome = supervise(
-                command, job.strategy.world, folder, start=found.start, timeouts=UNWATCHED, restarts=0,
+                command, job.strategy.world, folder, start=started_target.start, timeouts=UNWATCHED, restarts=0,
                 on_event=_failed,
             )  # fmt: skip
     return outcome.status
@@ -68,11 +68,11 @@ def a_rank_for_each_device(target: LaunchTarget, named: str, cluster: str | None
 
     A file of hosts says how many there are, and their slots; others need a ``cluster``, and so do GPUs.
     """
-    found = _cluster(target, named, cluster, device)
-    world = found.devices
+    sized = _cluster(target, named, cluster, device)
+    world = sized.devices
     return Job.from_dict(
         {
-            "model": "tiny", "cluster": found, "strategy": {"dp": world},
+            "model": "tiny", "cluster": sized, "strategy": {"dp": world},
             "training": {"global_batch": world, "seq": 32}, "run": {"device": device},
         }
     )  # fmt: skip
@@ -95,10 +95,10 @@ def _failed(event: Event) -> None:
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
     """The arguments without an option and its value."""
-    found, skip = [], False
-    for one in arguments:
-        if skip or one == option or one.startswith(f"{option}="):
-            skip = one == option and not skip
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument == option or argument.startswith(f"{option}="):
+            skip = argument == option and not skip
             continue
-        found.append(one)
-    return found
+        kept.append(argument)
+    return kept

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shardwise.api.outputs import not_written, write_text
 from shardwise.api.planning import MixedPlanResult, PlanResult, plan, plan_mixed
+from shardwise.api.quantities import not_written, write_text
 from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, job_arguments, keywords
 from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
 from shardwise.planner.constraints import OFFLOADS
@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> int:
     parsed.offload = False if parsed.no_offload else parsed.offload
     output = _output(parsed.output)
     with status("searching", quiet=parsed.json) as on_progress:
-        found = plan(job_arguments(parsed), **keywords(plan, parsed), on_progress=on_progress)
-    _write_and_show(parsed, found, output)
+        result = plan(job_arguments(parsed), **keywords(plan, parsed), on_progress=on_progress)
+    _write_and_show(parsed, result, output)
     return 0
 
 
@@ -54,15 +54,17 @@ def _plan_mixed(parsed: argparse.Namespace) -> int:
             raise SpecError(flag, "is not supported for several kinds of nodes", "leave it out, or plan for one kind")
     output = _output(parsed.output)
     with status("searching", quiet=parsed.json):
-        found = plan_mixed(job_arguments(parsed), **keywords(plan_mixed, parsed))
-    _write_and_show(parsed, found, output)
+        result = plan_mixed(job_arguments(parsed), **keywords(plan_mixed, parsed))
+    _write_and_show(parsed, result, output)
     return 0
 
 
-def _write_and_show(parsed: argparse.Namespace, found: PlanResult | MixedPlanResult, output: Path | None) -> None:
+def _write_and_show(parsed: argparse.Namespace, result: PlanResult | MixedPlanResult, output: Path | None) -> None:
     if output is not None:
-        write_text(output, _HEADER + found.job.to_yaml(), "--output")
-    show(parsed, lambda: found.plots if isinstance(found, PlanResult) and parsed.plot else found.page, found.to_dict)
+        write_text(output, _HEADER + result.job.to_yaml(), "--output")
+    show(
+        parsed, lambda: result.plots if isinstance(result, PlanResult) and parsed.plot else result.page, result.to_dict
+    )
     if output is not None and form_of(parsed) == "text" and not parsed.json:
         Page((Line(f"\nWrote {output}: shardwise analyze {output}", "bold"),)).print()
 

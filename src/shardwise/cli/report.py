@@ -32,6 +32,6 @@ def run(arguments: list[str]) -> int:
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     with status("reading", quiet=parsed.json) as on_progress:
-        found = write_report(job_arguments(parsed), **keywords(write_report, parsed), on_progress=on_progress)
-    show(parsed, lambda: found.page, found.to_dict)
-    return 0 if found.assessment.analysis.fits else 1
+        result = write_report(job_arguments(parsed), **keywords(write_report, parsed), on_progress=on_progress)
+    show(parsed, lambda: result.page, result.to_dict)
+    return 0 if result.assessment.analysis.fits else 1

@@ -40,25 +40,25 @@ def run(arguments: list[str]) -> int:
         return _serve(parsed)
     if parsed.watch is not None:
         return _watch(parsed, amount(parsed.watch, "seconds", "--watch", EVERY))
-    found = status(parsed.run)
-    show(parsed, lambda: found.page, found.to_dict)
-    return 0 if found.ok else 1
+    result = status(parsed.run)
+    show(parsed, lambda: result.page, result.to_dict)
+    return 0 if result.ok else 1
 
 
 def _watch(parsed: argparse.Namespace, seconds: float) -> int:
     """On a terminal one page is drawn over the other; elsewhere there is a line each time."""
     if form_of(parsed) != "text":
         raise SpecError("--watch", f"cannot be combined with --{form_of(parsed)}", "leave one of them out")
-    for found in statuses(parsed.run, seconds):
+    for result in statuses(parsed.run, seconds):
         if parsed.json:
-            print(json.dumps(found.to_dict()), flush=True)
+            print(json.dumps(result.to_dict()), flush=True)
         elif sys.stdout.isatty():
             console().clear()
-            found.page.print()
+            result.page.print()
         else:
-            print(found.line, flush=True)
-        if not found.alive:
-            return 0 if found.ok else 1
+            print(result.line, flush=True)
+        if not result.alive:
+            return 0 if result.ok else 1
     return 0
 
 

@@ -226,15 +226,15 @@ def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRu
         return _progress(folder, job, quiet=parsed.json)
 
     try:
-        found = trained_as_rank(here, made_ready, watched, debug=parsed.debug)
+        result = trained_as_rank(here, made_ready, watched, debug=parsed.debug)
     except FollowsRankZero as error:
         return error.status
-    if here.rank == 0 and found.status in (DONE, STOPPED):
-        _show(found, parsed)
-    if found.status:
+    if here.rank == 0 and result.status in (DONE, STOPPED):
+        _show(result, parsed)
+    if result.status:
         from shardwise.training.worker import leave
 
-        leave(found.status)
+        leave(result.status)
     return DONE
 
 
@@ -272,16 +272,16 @@ def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
         if outcome.failure is not None:
             print(f"shardwise: error: {outcome.failure.reason}", file=sys.stderr)
         return outcome.status or 1
-    show(parsed, lambda: points_page(points), lambda: [asdict(one) for one in points])
-    return 0 if all(one.passed for one in points) else 1
+    show(parsed, lambda: points_page(points), lambda: [asdict(check) for check in points])
+    return 0 if all(check.passed for check in points) else 1
 
 
-def _show(found: TrainingResult, parsed: argparse.Namespace) -> int:
+def _show(result: TrainingResult, parsed: argparse.Namespace) -> int:
     """Prints the summary of a run; returns the exit status."""
-    failure = found.failure
+    failure = result.failure
     if failure is not None:
         log = f"; its log: {failure.log}" if failure.log else ""
         print(f"shardwise: error: {failure.reason if failure.mistake else f'{failure}{log}'}", file=sys.stderr)
     if parsed.json or failure is None or not failure.mistake:
-        show(parsed, lambda: found.page, found.to_dict)
-    return found.status
+        show(parsed, lambda: result.page, result.to_dict)
+    return result.status

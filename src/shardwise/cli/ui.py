@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     port, state = port_number(parsed.port, "--port"), _state(parsed)
     require_packages("ui", "uvicorn", "starlette")
-    from shardwise.ui.serve import serve
+    from shardwise.ui.app import serve
 
     listening = bound(port, "--port")
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/{state}"

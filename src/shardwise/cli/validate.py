@@ -21,6 +21,6 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("table", nargs="?", help=names)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
-    found = validate(parsed.table)
-    show(parsed, lambda: found.page, found.to_dict)
+    result = validate(parsed.table)
+    show(parsed, lambda: result.page, result.to_dict)
     return 0

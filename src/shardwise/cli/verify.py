@@ -41,8 +41,8 @@ def run(arguments: list[str]) -> int:
         given = [*without_option(arguments, "--on"), "--run-device", parsed.run_device or job.run_device]
         return run_on_target(target, parsed.on, job, ["verify", *given])
     with verification_progress(parsed.steps, shown=not parsed.json and here is None) as watch:
-        found = verify(job, **keywords(verify, parsed), watch=watch)
+        result = verify(job, **keywords(verify, parsed), watch=watch)
     if here is not None and here.rank:
-        return 0 if found.ok else 1
-    show(parsed, lambda: found.page, found.to_dict)
-    return 0 if found.ok else 1
+        return 0 if result.ok else 1
+    show(parsed, lambda: result.page, result.to_dict)
+    return 0 if result.ok else 1

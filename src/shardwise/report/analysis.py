@@ -11,6 +11,7 @@ from shardwise.cost.campaign import StorageCost
 from shardwise.cost.compute.flops import CONVENTIONS
 from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.scaling import ScalingRow
+from shardwise.cost.step.topologies import DimensionOnNetwork, PricedTopology
 from shardwise.cost.step.verdict import Change
 from shardwise.cost.traffic.gradient_reduction import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
@@ -22,8 +23,7 @@ from shardwise.report.console import bar, picked, spoken, table, table_of
 from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
-from shardwise.report.tables import FittedTable
-from shardwise.report.topologies import topology_tables
+from shardwise.report.tables import Cell, FittedTable
 from shardwise.report.verdict import bottleneck_sentence, verdict_table
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
@@ -39,43 +39,43 @@ from shardwise.spec.units import (
 
 
 @paged
-def analysis_page(found: Assessment) -> Iterator[Piece | str]:
-    """Everything `analyze` prints: the verdict, where the predicted step goes, memory, communication, the rest."""
-    analysis = found.analysis
+def analysis_page(assessment: Assessment) -> Iterator[Piece | str]:
+    """Everything `analyze` prints: the verdict, the parts of the predicted step, memory, communication, the rest."""
+    analysis = assessment.analysis
     yield headline(analysis)
     for note in analysis.notes:
         yield Line(f"note: {note}", "yellow")
-    yield verdict_table(found)
+    yield verdict_table(assessment)
     yield _time_table(analysis)
     yield _memory_table(analysis)
     for name in COMMUNICATION:
         if traffics := analysis.dimension_traffics(name):
             yield _dimension_table(analysis, name, traffics)
-    yield from collective_lines(found.gradient_times)
-    if found.storage.levels:
-        yield _storage_table(found)
-    if found.campaign is not None:
-        yield from campaign_pieces(found.campaign)
-    for kind, rows in (found.scaling or {}).items():
+    yield from collective_lines(assessment.gradient_times)
+    if assessment.storage.levels:
+        yield _storage_table(assessment)
+    if assessment.campaign is not None:
+        yield from campaign_pieces(assessment.campaign)
+    for kind, rows in (assessment.scaling or {}).items():
         yield _scaling_table(kind, rows)
-    if found.topologies is not None:
-        yield from topology_tables(found.topologies)
-    if found.ranks is not None:
-        yield Line("\n".join(_rank_lines(found.ranks)), fixed=True)
-    if found.memory_over_time is not None:
-        yield memory_table(found.memory_over_time)
-    yield f"Error bars: {found.error_bar.basis}."
+    if assessment.topologies is not None:
+        yield from topology_tables(assessment.topologies)
+    if assessment.ranks is not None:
+        yield Line("\n".join(_rank_lines(assessment.ranks)), fixed=True)
+    if assessment.memory_over_time is not None:
+        yield memory_table(assessment.memory_over_time)
+    yield f"Error bars: {assessment.error_bar.basis}."
 
 
 def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
-    """What sums the gradients where it is not the backend's own collective, and what that saves or costs."""
-    for one in sums:
-        difference = one.backend_seconds - one.seconds
+    """A line for each gradient sum that one of our algorithms runs instead of the backend: what that saves or costs."""
+    for gradients in sums:
+        difference = gradients.backend_seconds - gradients.seconds
         verb = "saves" if difference >= 0 else "costs"
         yield (
-            f"{one.payload.subject.capitalize()} by {spoken(one.choice.algorithm)}: "
-            f"{readable_seconds(one.seconds)} per step instead of {readable_seconds(one.backend_seconds)} by the "
-            f"backend's own, {verb} {readable_seconds(abs(difference))} where nothing hides it."
+            f"{gradients.payload.subject.capitalize()} by {spoken(gradients.choice.algorithm)}: "
+            f"{readable_seconds(gradients.seconds)} per step instead of {readable_seconds(gradients.backend_seconds)} "
+            f"by the backend's own, {verb} {readable_seconds(abs(difference))} where nothing hides it."
         )
 
 
@@ -94,7 +94,7 @@ def headline(analysis: Analysis) -> str:
 
 
 def _layout(job: Job) -> str:
-    """The degrees in rank order, innermost first, and every choice that is not the plain one."""
+    """The degrees in rank order, innermost first, and every choice that differs from its default."""
     strategy = job.strategy
     parts = [" × ".join(degree_words(strategy, name) for name in strategy.order)]
     if strategy.ep > 1:
@@ -118,17 +118,17 @@ def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...
     times = f"{readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
     title = f"{DIMENSIONS[name].capitalize()}: {times}"
     columns: dict[str, Callable[[Traffic], str]] = {
-        "what": lambda one: one.what,
-        "collective": lambda one: f"{one.kind.value.replace('_', '-')}, {spoken(one.cost.algorithm)}",
-        "network": lambda one: one.network,
-        "bytes": lambda one: readable_bytes(one.size_bytes),
-        "times": lambda one: f"{one.count:,.0f}",
-        "steps": lambda one: str(one.cost.steps),
-        "latency": lambda one: readable_seconds(one.count * float(one.cost.latency_seconds)),
-        "bandwidth": lambda one: readable_seconds(one.count * float(one.cost.bandwidth_seconds)),
-        "seconds": lambda one: readable_seconds(one.seconds),
-        "hidden": lambda one: readable_seconds(one.hidden_seconds),
-        "exposed": lambda one: readable_seconds(one.added_seconds),
+        "what": lambda traffic: traffic.what,
+        "collective": lambda traffic: f"{traffic.kind.value.replace('_', '-')}, {spoken(traffic.cost.algorithm)}",
+        "network": lambda traffic: traffic.network,
+        "bytes": lambda traffic: readable_bytes(traffic.size_bytes),
+        "times": lambda traffic: f"{traffic.count:,.0f}",
+        "steps": lambda traffic: str(traffic.cost.steps),
+        "latency": lambda traffic: readable_seconds(traffic.count * float(traffic.cost.latency_seconds)),
+        "bandwidth": lambda traffic: readable_seconds(traffic.count * float(traffic.cost.bandwidth_seconds)),
+        "seconds": lambda traffic: readable_seconds(traffic.seconds),
+        "hidden": lambda traffic: readable_seconds(traffic.hidden_seconds),
+        "exposed": lambda traffic: readable_seconds(traffic.added_seconds),
     }
     optional = ("steps", "latency", "bandwidth", "network", "hidden")
     return table_of(title, traffics, columns, numbers_from=3, optional=optional)
@@ -166,16 +166,16 @@ def _time_table(analysis: Analysis) -> FittedTable:
     return table(title, ("part", "share of the step", "seconds", "share"), rows, numbers_from=2)
 
 
-def _storage_table(found: Assessment) -> FittedTable:
-    storage = found.storage
+def _storage_table(assessment: Assessment) -> FittedTable:
+    storage = assessment.storage
     size, rate = readable_bytes(storage.checkpoint_bytes), readable_rate(storage.data_bytes_per_second)
     title = f"Storage: a checkpoint is {size}, the data {rate}"
     columns: dict[str, Callable[[StorageCost], str]] = {
-        "level": lambda one: one.name,
-        "bandwidth": lambda one: readable_rate(one.bandwidth),
-        "write": lambda one: readable_seconds(one.write_seconds),
-        "read": lambda one: readable_seconds(one.read_seconds),
-        "data needs": lambda one: readable_share(one.data_rate_share, 2),
+        "level": lambda level: level.name,
+        "bandwidth": lambda level: readable_rate(level.bandwidth),
+        "write": lambda level: readable_seconds(level.write_seconds),
+        "read": lambda level: readable_seconds(level.read_seconds),
+        "data needs": lambda level: readable_share(level.data_rate_share, 2),
     }
     return table_of(title, storage.levels, columns)
 
@@ -196,7 +196,7 @@ def _scaling_table(kind: str, scaled: Iterable[ScalingRow]) -> FittedTable:
 
 
 def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
-    """One plain line per rank: a table of tens of thousands of rows would take longer to draw than to price."""
+    """One plain line per rank: drawing a table of tens of thousands of rows would take longer than pricing the job."""
     names = list(places[0].groups)
     yield "Ranks (group.position in every dimension)"
     rows = [("rank", "node", "local", *names)]
@@ -212,9 +212,9 @@ def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
 FORMAT = 2
 
 
-def analysis_data(found: Assessment) -> dict[str, Any]:
+def analysis_data(assessment: Assessment) -> dict[str, Any]:
     """Everything `analyze` prints, keyed by name; bytes, seconds and FLOPs as numbers."""
-    analysis = found.analysis
+    analysis = assessment.analysis
     data = {
         "format": FORMAT,
         "job": analysis.job.to_dict(),
@@ -227,7 +227,7 @@ def analysis_data(found: Assessment) -> dict[str, Any]:
         },
         "memory": _memory(analysis),
         "flops": {
-            "per_token": {one.name: analysis.flops_per_token(one.name) for one in CONVENTIONS},
+            "per_token": {convention.name: analysis.flops_per_token(convention.name) for convention in CONVENTIONS},
             "per_step": analysis.flops_per_step(),
             "cluster_peak_per_second": analysis.peak_flops,
             **picked(analysis, "mfu", "mfu_ceiling"),
@@ -235,31 +235,35 @@ def analysis_data(found: Assessment) -> dict[str, Any]:
         },
         "time": {
             "predicted_seconds": analysis.predicted_seconds,
-            **picked(found, "predicted_seconds_low", "predicted_seconds_high"),
+            **picked(assessment, "predicted_seconds_low", "predicted_seconds_high"),
             **picked(analysis, "parts", "exposed_seconds", "exposed_share", "tokens_per_second", "floor_seconds"),
         },
-        "storage": {**asdict(found.storage), "levels": [asdict(cost) for cost in found.storage.levels]},
-        "bottleneck": bottleneck_sentence(analysis, found.bottleneck),
+        "storage": {**asdict(assessment.storage), "levels": [asdict(cost) for cost in assessment.storage.levels]},
+        "bottleneck": bottleneck_sentence(analysis, assessment.bottleneck),
     }
-    if found.gradient_times:
+    if assessment.gradient_times:
         data["gradient_sums"] = [
-            {"what": one.payload.words, "algorithm": one.choice.algorithm, **picked(one, "seconds", "backend_seconds")}
-            for one in found.gradient_times
+            {
+                "what": gradients.payload.words,
+                "algorithm": gradients.choice.algorithm,
+                **picked(gradients, "seconds", "backend_seconds"),
+            }
+            for gradients in assessment.gradient_times
         ]
     if analysis.fits:
-        data["best_change"] = None if found.best_change is None else _change(analysis.job, found.best_change)
+        data["best_change"] = None if assessment.best_change is None else _change(analysis.job, assessment.best_change)
     else:
-        data["what_would_fit"] = found.what_would_fit
-    if found.campaign is not None:
-        data["campaign"] = campaign_data(found.campaign)
-    if found.scaling is not None:
-        data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in found.scaling.items()}
-    if found.topologies is not None:
-        data["topologies"] = [asdict(one) for one in found.topologies]
-    if found.ranks is not None:
-        data["ranks"] = [asdict(place) for place in found.ranks]
-    if found.memory_over_time is not None:
-        data["memory_over_time"] = memory_over_time_data(found.memory_over_time)
+        data["what_would_fit"] = assessment.what_would_fit
+    if assessment.campaign is not None:
+        data["campaign"] = campaign_data(assessment.campaign)
+    if assessment.scaling is not None:
+        data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in assessment.scaling.items()}
+    if assessment.topologies is not None:
+        data["topologies"] = [asdict(topology) for topology in assessment.topologies]
+    if assessment.ranks is not None:
+        data["ranks"] = [asdict(place) for place in assessment.ranks]
+    if assessment.memory_over_time is not None:
+        data["memory_over_time"] = memory_over_time_data(assessment.memory_over_time)
     return data
 
 
@@ -315,3 +319,47 @@ def _memory(analysis: Analysis) -> dict[str, Any]:
         "left_bytes": room.usable_bytes - analysis.memory.total,
         "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
     }
+
+
+_FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
+
+
+def topology_tables(topologies: Sequence[PricedTopology]) -> Iterator[FittedTable]:
+    longest = max(topology.predicted_seconds for topology in topologies)
+    title = "The same job on other networks: all devices by the outermost link, or the cluster's hierarchy"
+    columns = ("topology", "network", "", "step", "exposed", "fits")
+    yield table(title, columns, [_row(topology, longest) for topology in topologies], numbers_from=3)
+    for name in dict.fromkeys(name for topology in topologies for name in topology.dimensions):
+        rows = [
+            _dimension_row(topology, topology.dimensions[name])
+            for topology in topologies
+            if name in topology.dimensions
+        ]
+        columns = ("topology", "algorithm", "bytes sent", "seconds", "exposed", "memory")
+        yield table(f"{DIMENSIONS[name].capitalize()} on each", columns, rows, numbers_from=2, optional=("algorithm",))
+
+
+def _row(topology: PricedTopology, longest: float) -> tuple[Cell, ...]:
+    step = readable_seconds(topology.predicted_seconds)
+    share = bar(topology.predicted_seconds / longest, 20)
+    return topology.topology, topology.network, share, step, readable_share(topology.exposed_share), _FITS[topology.fit]
+
+
+def _dimension_row(topology: PricedTopology, own: DimensionOnNetwork) -> tuple[str, ...]:
+    times = map(readable_seconds, (own.seconds, own.exposed_seconds))
+    algorithms = "; ".join(map(spoken, own.algorithms))
+    return topology.topology, algorithms, readable_bytes(own.bytes_sent), *times, readable_bytes(own.memory_bytes)
+
+
+def topology_rows(topologies: Sequence[PricedTopology]) -> list[dict[str, Any]]:
+    """A row for each dimension on each network, flat."""
+    return [
+        {
+            "topology": topology.topology,
+            "dimension": name,
+            **{figure: value for figure, value in vars(own).items() if figure != "algorithms"},
+            "predicted_seconds": topology.predicted_seconds,
+        }
+        for topology in topologies
+        for name, own in topology.dimensions.items()
+    ]

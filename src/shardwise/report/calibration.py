@@ -19,28 +19,33 @@ if TYPE_CHECKING:
 
 
 @paged
-def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
-    yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
-    own = found.cluster.device.efficiency.own
+def calibration_page(calibration: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
+    yield table("Device", ("", "before", "measured"), _device_rows(before, calibration.cluster))
+    own = calibration.cluster.device.efficiency.own
     if own is not None:
         yield table("Our engine's kernels", ("", "eager", "compiled"), _mode_rows(own))
         yield table("", ("", "measured"), _engine_rows(own))
-    pairs = [(old, new) for old, new in zip(before.levels, found.cluster.levels) if new.width > 1]
+    pairs = [(old, new) for old, new in zip(before.levels, calibration.cluster.levels) if new.width > 1]
     if pairs:
-        yield table_of("Network", (one for pair in pairs for one in _levels(*pair)), _LEVEL_COLUMNS, numbers_from=2)
+        yield table_of("Network", (level for pair in pairs for level in _levels(*pair)), _LEVEL_COLUMNS, numbers_from=2)
     rows = [
-        (one.what, str(one.figures), readable_share(one.median_error), readable_share(one.worst_error))
-        for one in found.residuals
+        (
+            residual.what,
+            str(residual.figures),
+            readable_share(residual.median_error),
+            readable_share(residual.worst_error),
+        )
+        for residual in calibration.residuals
     ]
     if rows:
         yield table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows)
-    for slow in found.far_off:
+    for slow in calibration.far_off:
         yield f"Slow: {slow}."
     yield f"Written: {written}. shardwise plan --cluster {written} plans with it."
 
 
 def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
-    measured_kernels = after.device.efficiency.own is not None  # a table of their own says more than one figure
+    measured_kernels = after.device.efficiency.own is not None  # these have a table of their own
 
     def shown(cluster: Cluster) -> list[tuple[str, str]]:
         device, own = cluster.device, cluster.device.efficiency
@@ -105,36 +110,36 @@ def _levels(before: NetworkLevel, after: NetworkLevel) -> Iterator[tuple[str, Ne
 
 
 _LEVEL_COLUMNS: dict[str, Callable[[tuple[str, NetworkLevel]], str]] = {
-    "level": lambda one: one[1].name,
-    "collectives": lambda one: one[0],
-    "bandwidth": lambda one: readable_rate(one[1].bandwidth_per_direction * one[1].reached_share),
-    "latency of a step": lambda one: readable_seconds(one[1].latency_per_step),
-    "latency of a call": lambda one: readable_seconds(one[1].startup),
-    "half the bandwidth at": lambda one: readable_bytes(one[1].ramp),
+    "level": lambda row: row[1].name,
+    "collectives": lambda row: row[0],
+    "bandwidth": lambda row: readable_rate(row[1].bandwidth_per_direction * row[1].reached_share),
+    "latency of a step": lambda row: readable_seconds(row[1].latency_per_step),
+    "latency of a call": lambda row: readable_seconds(row[1].startup),
+    "half the bandwidth at": lambda row: readable_bytes(row[1].ramp),
 }
 
 
-SLOW = 1.1  # times the median rank's time for a layer: ranks below that are not mentioned
+SLOW = 1.1  # times the median rank's time for a layer: faster ranks are not mentioned
 
 
 @paged
-def recut_page(found: Recut, written: Path) -> Iterator[Piece | str]:
-    before, after = found.layers
+def recut_page(recut: Recut, written: Path) -> Iterator[Piece | str]:
+    before, after = recut.layers
     rows = [
         (str(stage), str(old), str(new), f"{new - old:+d}" if new != old else "")
         for stage, (old, new) in enumerate(zip(before, after))
     ]
     yield table("Layers of every stage", ("stage", "measured run", "new cut", ""), rows)
-    slow = [(rank, one) for rank, one in enumerate(found.slowness) if one >= SLOW]
+    slow = [(rank, times) for rank, times in enumerate(recut.slowness) if times >= SLOW]
     if slow:
-        words = ", ".join(f"rank {rank} {one:.2f} times" for rank, one in slow)
+        words = ", ".join(f"rank {rank} {times:.2f} times" for rank, times in slow)
         yield f"Slow ranks, by time for a layer against the median rank: {words}."
-    if found.job.strategy.order != found.old.strategy.order:
-        order = ", ".join(found.job.strategy.order)
+    if recut.job.strategy.order != recut.old.strategy.order:
+        order = ", ".join(recut.job.strategy.order)
         yield f"Ranks are moved: order [{order}] puts slow ranks into the same stages."
-    if found.job == found.old:
+    if recut.job == recut.old:
         yield "The stages are as even as whole layers allow: no other split is faster."
     else:
-        old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
-        yield f"Step time {old} → {new} expected, {found.gain:.2f} times faster."
+        old, new = readable_seconds(recut.step_seconds), readable_seconds(recut.expected_seconds)
+        yield f"Step time {old} → {new} expected, {recut.gain:.2f} times faster."
     yield f"Written: {written}"

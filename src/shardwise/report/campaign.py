@@ -53,7 +53,7 @@ def _rows(run: Campaign) -> Iterator[tuple[Cell, ...]]:
 
 
 def campaign_data(run: Campaign) -> dict[str, Any]:
-    """The same as plain data; what is infinite (no interruptions, no checkpoints) is None."""
+    """A whole run as plain data; infinite times (no interruptions, no checkpoints) are None."""
     return {
         **picked(run, "tokens", "tokens_per_second", "devices", "seconds", "days", "device_hours"),
         **picked(run, "price_per_device_hour", "cost"),

@@ -11,37 +11,37 @@ from shardwise.spec.units import readable_bytes, readable_count
 _KINDS = {"weight": "weights", "buffer": "buffers"}
 
 
-def contents_page(found: dict[str, Any], *, each_tensor: bool) -> Page:
-    """Of what `training.checkpoint.manifest.contents_of` returns."""
-    sizes, tensors = found["bytes"], found["tensors"]
+def contents_page(contents: dict[str, Any], *, each_tensor: bool) -> Page:
+    """A page of what `run.checkpoint.manifest.contents_of` returns."""
+    sizes, tensors = contents["bytes"], contents["tensors"]
     rows = [
-        (_KINDS.get(kind, kind), f"{sum(one['kind'] == kind for one in tensors):,}", readable_bytes(size))
+        (_KINDS.get(kind, kind), f"{sum(tensor['kind'] == kind for tensor in tensors):,}", readable_bytes(size))
         for kind, size in sizes.items()
     ]
     rows.append(("all", f"{len(tensors):,}", readable_bytes(sum(sizes.values()))))
-    tables = [table("", (found["path"], ""), _rows(found), numbers_from=2)]
+    tables = [table("", (contents["path"], ""), _rows(contents), numbers_from=2)]
     tables.append(table("Contents", ("", "tensors", "bytes"), rows))
     if each_tensor:
         cells = [
-            (*(one[name] for name in ("kind", "name", "dtype")), " × ".join(map(str, one["shape"])),
-             str(one["pieces"]), readable_bytes(one["bytes"]))
-            for one in tensors
+            (*(tensor[name] for name in ("kind", "name", "dtype")), " × ".join(map(str, tensor["shape"])),
+             str(tensor["pieces"]), readable_bytes(tensor["bytes"]))
+            for tensor in tensors
         ]  # fmt: skip
         columns = "kind", "tensor", "type", "shape", "pieces", "bytes"
         tables.append(table("Tensors", columns, cells, numbers_from=3))
     return Page(tuple(tables))
 
 
-def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    # Of the layout, without its defaults and degrees of 1.
-    layout = [f"{name} {_value(value)}" for name, value in found["layout"].items() if value != 1 or name == "zero"]
-    saved_under = ", ".join(layout) or ("one process" if found["numbers"] else "no layout: whole tensors")
-    rows = [("step", f"{found['step']:,}"), ("model", found["model"]), ("saved under", saved_under)]
-    if found["precision"]:
-        rows.append(("precision", str(found["precision"])))
-    files = found["files"]
+def _rows(contents: dict[str, Any]) -> list[tuple[str, str]]:
+    # The layout without degrees of 1.
+    layout = [f"{name} {_value(value)}" for name, value in contents["layout"].items() if value != 1 or name == "zero"]
+    saved_under = ", ".join(layout) or ("one process" if contents["numbers"] else "no layout: whole tensors")
+    rows = [("step", f"{contents['step']:,}"), ("model", contents["model"]), ("saved under", saved_under)]
+    if contents["precision"]:
+        rows.append(("precision", str(contents["precision"])))
+    files = contents["files"]
     rows.append(("files", f"{len(files):,}, {readable_bytes(sum(files.values()))}"))
-    numbers = dict(found["numbers"])
+    numbers = dict(contents["numbers"])
     if "optimizer_steps" in numbers:
         rows.append(("optimizer steps", readable_count(numbers.pop("optimizer_steps"))))
     if isinstance(scale := numbers.pop("loss_scale", None), dict):
@@ -55,7 +55,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_value(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_value(inner)}" for name, inner in value.items()) + "}"
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

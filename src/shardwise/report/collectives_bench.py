@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 COLUMNS = ("level", "collective", "algorithm", "ranks", "size_bytes", "repeats", "median_seconds", "least_seconds",
            "algorithm_bandwidth", "bus_bandwidth", "predicted_seconds", "right")  # fmt: skip
 _TABLE: dict[str, Callable[[MeasuredCollective], str]] = {
-    "algorithm": lambda one: spoken(one.algorithm),
-    "size": lambda one: readable_bytes(one.size_bytes),
-    "median": lambda one: readable_seconds(one.median_seconds),
-    "least": lambda one: readable_seconds(one.least_seconds),
-    "algbw": lambda one: readable_rate(one.algorithm_bandwidth),
-    "busbw": lambda one: readable_rate(one.bus_bandwidth),
-    "model": lambda one: "" if one.predicted_seconds is None else readable_seconds(one.predicted_seconds),
-    "median/model": lambda one: f"{one.median_seconds / one.predicted_seconds:.2f}" if one.predicted_seconds else "",
-    "result": lambda one: "right" if one.right else "WRONG",
+    "algorithm": lambda row: spoken(row.algorithm),
+    "size": lambda row: readable_bytes(row.size_bytes),
+    "median": lambda row: readable_seconds(row.median_seconds),
+    "least": lambda row: readable_seconds(row.least_seconds),
+    "algbw": lambda row: readable_rate(row.algorithm_bandwidth),
+    "busbw": lambda row: readable_rate(row.bus_bandwidth),
+    "model": lambda row: "" if row.predicted_seconds is None else readable_seconds(row.predicted_seconds),
+    "median/model": lambda row: f"{row.median_seconds / row.predicted_seconds:.2f}" if row.predicted_seconds else "",
+    "result": lambda row: "right" if row.right else "WRONG",
 }
 _PAIRS: dict[str, Callable[[PairLink], str]] = {
-    "between": lambda one: " and ".join(one.between),
-    "bandwidth": lambda one: readable_rate(one.bandwidth),
-    "latency": lambda one: readable_seconds(one.latency),
+    "between": lambda link: " and ".join(link.between),
+    "bandwidth": lambda link: readable_rate(link.bandwidth),
+    "latency": lambda link: readable_seconds(link.latency),
 }
 
 
 def measured_page(measured: Sequence[MeasuredCollective], between: Wiring | None = None) -> Page:
-    """A table for each collective and network level, and one of every two nodes, where these were measured."""
+    """A table per collective and network level, and one of all pairs of nodes, if these were measured."""
     tables = []
     for title, some in _groups(measured):
-        rows = sorted(some, key=lambda one: (one.size_bytes, one.median_seconds))
+        rows = sorted(some, key=lambda row: (row.size_bytes, row.median_seconds))
         tables.append(table_of(title, rows, _TABLE, optional=("least", "algbw", "model")))
     if between is not None:
-        slowest_first = sorted(between.links, key=lambda one: one.bandwidth)
+        slowest_first = sorted(between.links, key=lambda link: link.bandwidth)
         tables.append(table_of(f"every two of {len(between.hosts)} nodes", slowest_first, _PAIRS))
     return Page(tuple(tables))
 
 
 def _groups(measured: Sequence[MeasuredCollective]) -> Iterator[tuple[str, list[MeasuredCollective]]]:
-    """Those of each collective and network level, under a title."""
-    for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks)):
+    """Measurements by collective and network level, each group with its title."""
+    for (level, kind, ranks), some in groupby(measured, key=lambda row: (row.level, row.kind, row.ranks)):
         yield f"{kind.replace('_', '-')} over {level}: {ranks} ranks", list(some)
 
 
 def measured_data(measured: Sequence[MeasuredCollective]) -> list[dict[str, Any]]:
     """One entry for every collective, algorithm and size."""
-    return [{name: getattr(one, "kind" if name == "collective" else name) for name in COLUMNS} for one in measured]
+    return [{name: getattr(row, "kind" if name == "collective" else name) for name in COLUMNS} for row in measured]
 
 
 def measured_csv(measured: Sequence[MeasuredCollective]) -> str:
@@ -91,9 +91,9 @@ def collectives_picture(measured: Sequence[MeasuredCollective]) -> str:
 class _Panel:
     def __init__(self, measured: list[MeasuredCollective]) -> None:
         self.measured = measured
-        times = [one.median_seconds for one in measured]
-        times += [one.predicted_seconds for one in measured if one.predicted_seconds]
-        self.sizes = _bounds([one.size_bytes for one in measured])
+        times = [row.median_seconds for row in measured]
+        times += [row.predicted_seconds for row in measured if row.predicted_seconds]
+        self.sizes = _bounds([row.size_bytes for row in measured])
         self.times = _bounds(times)
         self.width = _WIDTH - _LEFT - _RIGHT
 
@@ -107,18 +107,18 @@ class _Panel:
 
     def drawn(self) -> Iterator[str]:
         yield from self._axes()
-        names = list(dict.fromkeys(one.algorithm for one in self.measured))
+        names = list(dict.fromkeys(row.algorithm for row in self.measured))
         for index, name in reversed(list(enumerate(names))):  # the backend's dashes over the line that they follow
             colour, hollow = _COLOURS[index % len(_COLOURS)], index >= len(_COLOURS)
-            some = sorted((one for one in self.measured if one.algorithm == name), key=lambda one: one.size_bytes)
+            some = sorted((row for row in self.measured if row.algorithm == name), key=lambda row: row.size_bytes)
             yield from self._modelled(some, colour, dashed=name == "backend")
-            for one in some:
-                yield _point(self.x(one.size_bytes), self.y(one.median_seconds), colour, hollow)
+            for row in some:
+                yield _point(self.x(row.size_bytes), self.y(row.median_seconds), colour, hollow)
             yield _point(self.width + 24, 10 + 20 * index, colour, hollow)
             yield text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
 
     def _modelled(self, some: list[MeasuredCollective], colour: str, *, dashed: bool) -> Iterator[str]:
-        modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
+        modelled = [(row.size_bytes, row.predicted_seconds) for row in some if row.predicted_seconds]
         if modelled:
             line = " ".join(f"{self.x(size):.1f},{self.y(seconds):.1f}" for size, seconds in modelled)
             dashes = ' stroke-dasharray="6 5"' if dashed else ""
@@ -139,7 +139,7 @@ class _Panel:
 
 
 def _time_ticks(low: float, high: float) -> list[float]:
-    """Seconds between 10^low and 10^high: powers of ten; where that is fewer than two, finer steps."""
+    """Seconds between 10^low and 10^high: powers of ten, or finer steps if these are fewer than two."""
     powers = range(math.floor(low), math.floor(high) + 1)
     for steps in ((1,), (1, 2, 5), range(1, 10)):
         ticks = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
@@ -149,7 +149,7 @@ def _time_ticks(low: float, high: float) -> list[float]:
 
 
 def _short(figure: str) -> str:
-    """A round figure without the zeros that a table has behind its point: 1.00 ms is 1 ms."""
+    """A figure without trailing zeros: 1 ms for 1.00 ms."""
     number, unit = figure.split(" ")
     return f"{float(number):g} {unit}"
 

@@ -21,41 +21,45 @@ _MOST_RANKS = 16
 _SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
 
-def comparison_data(found: Comparison) -> dict[str, Any]:
+def comparison_data(comparison: Comparison) -> dict[str, Any]:
     return {
-        "steps": found.found.numbers,
+        "steps": comparison.found.numbers,
         "step_seconds": {
-            "predicted": found.predicted.step_seconds,
-            "profiled": found.found.step_seconds,
-            "usual": found.usual_seconds,
+            "predicted": comparison.predicted.step_seconds,
+            "profiled": comparison.found.step_seconds,
+            "usual": comparison.usual_seconds,
         },
         "parts": {
-            one.name: picked(one, "predicted", "measured", "hidden_predicted", "hidden_measured") for one in found.parts
+            part.name: picked(part, "predicted", "measured", "hidden_predicted", "hidden_measured")
+            for part in comparison.parts
         },
         "memory": {
-            one.name: {"predicted_bytes": one.predicted, "measured_bytes": one.measured} for one in found.memory
+            part.name: {"predicted_bytes": part.predicted, "measured_bytes": part.measured}
+            for part in comparison.memory
         },
-        "differences": [{"part": one.name, "seconds": one.difference, "cause": one.cause} for one in found.differences],
+        "differences": [
+            {"part": part.name, "seconds": part.difference, "cause": part.cause} for part in comparison.differences
+        ],
         "ranks": [
             {
-                **picked(one, "rank", "node"),
-                "compute_seconds": one.parts.get("compute", 0.0),
-                "waits_seconds": one.waits,
-                "layer_seconds": one.layer_seconds,
+                **picked(rank, "rank", "node"),
+                "compute_seconds": rank.parts.get("compute", 0.0),
+                "waits_seconds": rank.waits,
+                "layer_seconds": rank.layer_seconds,
             }
-            for one in found.found.ranks
+            for rank in comparison.found.ranks
         ],
         "sent": {
-            ", ".join(one.dimensions): {
-                "collectives": one.collectives,
-                "planned_bytes": one.planned,
-                "recorded_bytes": one.recorded,
-                "unrecorded": list(one.unrecorded),
+            ", ".join(traffic.dimensions): {
+                "collectives": traffic.collectives,
+                "planned_bytes": traffic.planned,
+                "recorded_bytes": traffic.recorded,
+                "unrecorded": list(traffic.unrecorded),
             }
-            for one in found.sent
+            for traffic in comparison.sent
         },
-        "slow_rank": found.slow_rank,
-        "slow_link": found.slow_link and _link_data(found.slow_link),
+        "slow_rank": comparison.slow_rank,
+        "slow_link": comparison.slow_link and _link_data(comparison.slow_link),
     }
 
 
@@ -65,87 +69,96 @@ def _link_data(slow: SlowLink) -> dict[str, Any]:
 
 
 @paged
-def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | str]:
-    busiest = found.found.busiest
+def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piece | str]:
+    busiest = comparison.found.busiest
     title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
     rows = [
         (
-            MEASURED_WORDS.get(one.name, one.name),
-            *(readable_seconds(seconds) for seconds in (one.predicted, one.measured)),
-            readable_difference(one.difference),
-            *(_optional(seconds) for seconds in (one.hidden_predicted, one.hidden_measured)),
+            MEASURED_WORDS.get(part.name, part.name),
+            *(readable_seconds(seconds) for seconds in (part.predicted, part.measured)),
+            readable_difference(part.difference),
+            *(_optional(seconds) for seconds in (part.hidden_predicted, part.hidden_measured)),
         )
-        for one in found.parts
+        for part in comparison.parts
     ]
-    whole = (found.predicted.step_seconds, found.found.step_seconds)
+    whole = (comparison.predicted.step_seconds, comparison.found.step_seconds)
     rows.append(("step", *map(readable_seconds, whole), readable_difference(whole[1] - whole[0]), "", ""))
     columns = ("part", "predicted", "measured", "difference", "hidden, predicted", "hidden, measured")
     yield table(title, columns, rows, optional=("hidden, measured", "hidden, predicted"))
-    if found.usual_seconds:
-        first, last = found.found.numbers[0], found.found.numbers[-1]
-        usual = readable_seconds(found.usual_seconds)
+    if comparison.usual_seconds:
+        first, last = comparison.found.numbers[0], comparison.found.numbers[-1]
+        usual = readable_seconds(comparison.usual_seconds)
         yield f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median)."
-    if found.memory:
-        cells = [(one.name, *map(readable_bytes, (one.predicted, one.measured)), _ratio(one)) for one in found.memory]
+    if comparison.memory:
+        cells = [
+            (part.name, *map(readable_bytes, (part.predicted, part.measured)), _ratio(part))
+            for part in comparison.memory
+        ]
         yield table("Memory", ("", "predicted", "measured", "measured / predicted"), cells)
-    whole_records = [one for one in found.sent if not one.unrecorded]
+    whole_records = [traffic for traffic in comparison.sent if not traffic.unrecorded]
     if whole_records:
         cells = [
-            (", ".join(one.dimensions), f"{one.collectives:,.0f}", *map(readable_bytes, (one.planned, one.recorded)))
-            for one in whole_records
+            (
+                ", ".join(traffic.dimensions),
+                f"{traffic.collectives:,.0f}",
+                *map(readable_bytes, (traffic.planned, traffic.recorded)),
+            )
+            for traffic in whole_records
         ]
         yield table("Sent in a step, by the backend's own record", _SENT_COLUMNS, cells)
-    for one in found.sent:
-        if one.unrecorded:
+    for traffic in comparison.sent:
+        if traffic.unrecorded:
             yield (
-                f"Sent as messages, which the backend does not record: {', '.join(one.unrecorded)} "
-                f"({', '.join(one.dimensions)})."
+                f"Sent as messages, which the backend does not record: {', '.join(traffic.unrecorded)} "
+                f"({', '.join(traffic.dimensions)})."
             )
-    if len(found.found.ranks) > 1:
-        yield _ranks(found)
-    if found.differences:
+    if len(comparison.found.ranks) > 1:
+        yield _ranks(comparison)
+    if comparison.differences:
         cells = [
-            (MEASURED_WORDS.get(one.name, one.name), readable_difference(one.difference), one.cause)
-            for one in found.differences
+            (MEASURED_WORDS.get(part.name, part.name), readable_difference(part.difference), part.cause)
+            for part in comparison.differences
         ]
         yield table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9)
-    for line in verdicts(found):
+    for line in verdicts(comparison):
         yield Line(line, "bold")
     if trace is not None:
         yield f"Both timelines: {trace} (open it in ui.perfetto.dev)"
 
 
-def _ranks(found: Comparison) -> FittedTable:
-    ranks = sorted(found.found.ranks, key=lambda one: one.waits)[:_MOST_RANKS]
+def _ranks(comparison: Comparison) -> FittedTable:
+    ranks = sorted(comparison.found.ranks, key=lambda rank: rank.waits)[:_MOST_RANKS]
     columns: dict[str, Callable[[RankTimes], str]] = {
-        "rank": lambda one: str(one.rank),
-        "compute": lambda one: readable_seconds(one.parts.get("compute", 0.0)),
-        "waits for others": lambda one: readable_seconds(one.waits),
-        "a layer forward": lambda one: _optional(one.layer_seconds),
-        "times the median rank's": lambda one: "–" if found.slowness is None else f"{found.slowness[one.rank]:.2f}",
+        "rank": lambda rank: str(rank.rank),
+        "compute": lambda rank: readable_seconds(rank.parts.get("compute", 0.0)),
+        "waits for others": lambda rank: readable_seconds(rank.waits),
+        "a layer forward": lambda rank: _optional(rank.layer_seconds),
+        "times the median rank's": lambda rank: (
+            "–" if comparison.slowness is None else f"{comparison.slowness[rank.rank]:.2f}"
+        ),
     }
     return table_of("Ranks: the others wait for the rank that waits least", ranks, columns)
 
 
-def verdicts(found: Comparison) -> list[str]:
-    """Findings to act on, one line each."""
+def verdicts(comparison: Comparison) -> list[str]:
+    """Findings to act on, a line each."""
     lines = []
-    if found.slow_rank is not None and found.slowness is not None:
-        rank, times = found.slow_rank, found.slowness[found.slow_rank]
-        node = found.found.records[rank].node
+    if comparison.slow_rank is not None and comparison.slowness is not None:
+        rank, times = comparison.slow_rank, comparison.slowness[comparison.slow_rank]
+        node = comparison.found.records[rank].node
         lines.append(f"Slow rank: {rank} (node {node}) takes {times:.2f} times as long for a layer as the median rank.")
-    if found.slow_link is not None:
-        slow = found.slow_link
+    if comparison.slow_link is not None:
+        slow = comparison.slow_link
         link = slow.link
         took, size = readable_seconds(link.seconds), readable_bytes(link.bytes)
         lines.append(
             f"Slow link: between {link.between}, {slow.times:.1f} times as long as {slow.than} "
             f"({link.dimension}: {link.what}, {size} in {took})."
         )
-    if found.mismatch is not None:
-        lines.append(found.mismatch)
-    if found.missing_steps:
-        lines.append(f"metrics.jsonl has no line for step {found.missing_steps}.")
+    if comparison.mismatch is not None:
+        lines.append(comparison.mismatch)
+    if comparison.missing_steps:
+        lines.append(f"metrics.jsonl has no line for step {comparison.missing_steps}.")
     return lines
 
 
@@ -153,5 +166,5 @@ def _optional(seconds: float | None) -> str:
     return "–" if seconds is None else readable_seconds(seconds)
 
 
-def _ratio(one: Part) -> str:
-    return f"{one.measured / one.predicted:.2f}" if one.predicted else "–"
+def _ratio(part: Part) -> str:
+    return f"{part.measured / part.predicted:.2f}" if part.predicted else "–"

@@ -17,9 +17,9 @@ _FILE_WIDTH = 132  # where no terminal says how wide it is
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console on standard output, or on ``file`` without colour; as wide as the terminal or COLUMNS say.
+    """A console on standard output, or on ``file`` without colour; as wide as the terminal, or as COLUMNS says.
 
-    In a pipe or a file without COLUMNS sentences stay on one line, and tables are as wide as all of their columns need.
+    In a pipe or a file, without COLUMNS, lines are not folded and tables show all columns.
     """
     bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
     width = shutil.get_terminal_size().columns if bounded and file is not None else None if bounded else _FILE_WIDTH
@@ -36,7 +36,7 @@ def table(
 ) -> FittedTable:
     """A table under its title: the first ``numbers_from`` columns hold words, the rest numbers.
 
-    ``optional`` names the columns that a narrow console leaves out, the first to go first.
+    ``optional`` names the columns that a narrow console leaves out, in this order.
     """
     described = tuple(Column(name, numeric=index >= numbers_from) for index, name in enumerate(columns))
     return FittedTable(title, described, tuple(tuple(row) for row in rows), tuple(optional))
@@ -50,13 +50,13 @@ def table_of(
     numbers_from: int = 1,
     optional: Sequence[str] = (),
 ) -> FittedTable:
-    """A `table` with a row for each of the items; ``columns`` says what stands under each heading."""
-    rows = [[cell(one) for cell in columns.values()] for one in items]
+    """A `table` with a row per item; ``columns`` maps headings to what an item shows below them."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
     return table(title, columns, rows, numbers_from=numbers_from, optional=optional)
 
 
 def spoken(algorithm: str) -> str:
-    """An algorithm's name for people; commas may break, so that a narrow column shows all of it."""
+    """An algorithm's name for people, with spaces after commas, so that a narrow column can fold it."""
     return algorithm.replace("_", " ").replace(",", ", ")
 
 
@@ -65,6 +65,6 @@ def bar(share: float, width: int = 40) -> Cell:
     return Bar(share, width)
 
 
-def picked(one: object, *names: str) -> dict[str, Any]:
-    """Some attributes of an object as plain data, by their names."""
-    return {name: getattr(one, name) for name in names}
+def picked(source: object, *names: str) -> dict[str, Any]:
+    """The attributes of an object that are named, as plain data."""
+    return {name: getattr(source, name) for name in names}

@@ -1,4 +1,4 @@
-"""A dry run as text and as plain data: memory, collectives and arithmetic of one rank, traced beside planned."""
+"""A dry run as text and as plain data: memory, collectives and FLOPs of one rank, as traced and as planned."""
 
 from __future__ import annotations
 
@@ -17,105 +17,110 @@ from shardwise.spec.units import readable_bytes, readable_change, readable_count
 _MOST_HOLDERS = 8
 
 
-def dry_run_page(found: DryRun) -> Page:
-    tables = (_memory_table(found), _holder_table(found), _collective_table(found), _comparison_table(found))
-    return Page((Line(_headline(found)), *tables, *(Line(line, "bold") for line in _verdict(found))))
+def dry_run_page(trace: DryRun) -> Page:
+    tables = (_memory_table(trace), _holder_table(trace), _collective_table(trace), _comparison_table(trace))
+    return Page((Line(_headline(trace)), *tables, *(Line(line, "bold") for line in _verdict(trace))))
 
 
-def _headline(found: DryRun) -> str:
-    strategy = found.job.strategy
-    place = " ".join(f"{name} {found.coordinates[name]}" for name in strategy.order if strategy.degree(name) > 1)
-    where = f"rank {found.rank} of {strategy.world:,}" + (f" ({place})" if place else "")
-    return f"{found.job.model.name}: {where}; traced {found.traced}"
+def _headline(trace: DryRun) -> str:
+    strategy = trace.job.strategy
+    place = " ".join(f"{name} {trace.coordinates[name]}" for name in strategy.order if strategy.degree(name) > 1)
+    where = f"rank {trace.rank} of {strategy.world:,}" + (f" ({place})" if place else "")
+    return f"{trace.job.model.name}: {where}; traced {trace.traced}"
 
 
-def _memory_table(found: DryRun) -> FittedTable:
+def _memory_table(trace: DryRun) -> FittedTable:
     rows = [
-        (MEMORY_PARTS[part], readable_bytes(found.peak[part]), readable_bytes(found.planned_peak[part]))
+        (MEMORY_PARTS[part], readable_bytes(trace.peak[part]), readable_bytes(trace.planned_peak[part]))
         for part in PARTS
-        if found.peak[part] or found.planned_peak[part]
+        if trace.peak[part] or trace.planned_peak[part]
     ]
-    rows.append(("all tensors", readable_bytes(found.peak_bytes), readable_bytes(found.planned_peak_bytes)))
-    return table(f"Memory at its peak: {found.peak_place}", ("part", "traced", "planned"), rows)
+    rows.append(("all tensors", readable_bytes(trace.peak_bytes), readable_bytes(trace.planned_peak_bytes)))
+    return table(f"Memory at its peak: {trace.peak_place}", ("part", "traced", "planned"), rows)
 
 
-def _holder_table(found: DryRun) -> FittedTable:
+def _holder_table(trace: DryRun) -> FittedTable:
     rows = [
-        (MEMORY_PARTS[one.part], one.operator, one.made_in, str(one.number), readable_bytes(one.bytes))
-        for one in found.holders[:_MOST_HOLDERS]
+        (MEMORY_PARTS[holder.part], holder.operator, holder.made_in, str(holder.number), readable_bytes(holder.bytes))
+        for holder in trace.holders[:_MOST_HOLDERS]
     ]
     title = "The largest tensors at the peak of what was traced"
     return table(title, ("part", "made by", "in", "number", "bytes each"), rows, numbers_from=3)
 
 
-def _collective_table(found: DryRun) -> FittedTable:
-    rows = [_calls_row(one) for one in found.calls]
+def _collective_table(trace: DryRun) -> FittedTable:
+    rows = [_calls_row(calls) for calls in trace.calls]
     return table("Collectives of a step", ("", "collective", "what", "ranks", "calls", "bytes"), rows, numbers_from=3)
 
 
-def _calls_row(one: Calls) -> tuple[str, ...]:
-    line = one.line
+def _calls_row(calls: Calls) -> tuple[str, ...]:
+    line = calls.line
     what = line.what if line.peer is None else f"{line.what} (rank {line.peer})"
-    figures = str(line.ranks), readable_count(one.count), readable_bytes(one.bytes)
+    figures = str(line.ranks), readable_count(calls.count), readable_bytes(calls.bytes)
     return line.dimension, line.kind.replace("_", "-"), what, *figures
 
 
-def _comparison_table(found: DryRun) -> FittedTable:
+def _comparison_table(trace: DryRun) -> FittedTable:
     rows = [
-        (one.what.replace("_", "-"), *_planned_and_traced(one), _difference(one), "defect" if one.defect else "")
-        for one in found.compared
-        if not one.negligible
+        (
+            figure.what.replace("_", "-"),
+            *_planned_and_traced(figure),
+            _difference(figure),
+            "defect" if figure.defect else "",
+        )
+        for figure in trace.compared
+        if not figure.negligible
     ]
     return table("Beside the plan", ("", "planned", "traced", "difference", ""), rows)
 
 
-def _planned_and_traced(one: Compared) -> tuple[str, str]:
-    readable = readable_flops if one.unit == "FLOPs" else readable_bytes
-    return readable(one.planned), readable(one.traced)
+def _planned_and_traced(figure: Compared) -> tuple[str, str]:
+    readable = readable_flops if figure.unit == "FLOPs" else readable_bytes
+    return readable(figure.planned), readable(figure.traced)
 
 
-def _difference(one: Compared) -> str:
-    return readable_change(one.difference) if isfinite(one.difference) else "not planned"
+def _difference(figure: Compared) -> str:
+    return readable_change(figure.difference) if isfinite(figure.difference) else "not planned"
 
 
-def _verdict(found: DryRun) -> Iterator[str]:
-    if not found.fits:
-        needed, usable = readable_bytes(found.needed_bytes), readable_bytes(room_of(found.job).usable_bytes)
+def _verdict(trace: DryRun) -> Iterator[str]:
+    if not trace.fits:
+        needed, usable = readable_bytes(trace.needed_bytes), readable_bytes(room_of(trace.job).usable_bytes)
         yield f"Does not fit: with the allowance for the framework the rank needs {needed}, a device has {usable}."
-    if not found.defects:
+    if not trace.defects:
         yield f"Bytes, memory and FLOPs agree with the plan to {TOLERANCE:.0%}."
-    for one in found.defects:
-        what = one.what.replace("_", "-")
-        planned, traced = _planned_and_traced(one)
-        yield f"Defect in the engine or the plan: {what} is {traced}, planned {planned} ({_difference(one)})."
+    for figure in trace.defects:
+        what = figure.what.replace("_", "-")
+        planned, traced = _planned_and_traced(figure)
+        yield f"Defect in the engine or the plan: {what} is {traced}, planned {planned} ({_difference(figure)})."
 
 
-def dry_run_data(found: DryRun) -> dict[str, Any]:
+def dry_run_data(trace: DryRun) -> dict[str, Any]:
     """What `dryrun` prints; bytes of one step, on one rank."""
     return {
-        "job": found.job.to_dict(),
-        "rank": found.rank,
-        "world": found.job.strategy.world,
-        "coordinates": dict(found.coordinates),
-        **picked(found, "traced", "seconds"),
-        "ok": not found.defects,
-        "fits": found.fits,
+        "job": trace.job.to_dict(),
+        "rank": trace.rank,
+        "world": trace.job.strategy.world,
+        "coordinates": dict(trace.coordinates),
+        **picked(trace, "traced", "seconds"),
+        "ok": not trace.defects,
+        "fits": trace.fits,
         "memory": {
-            "peak_bytes": found.peak_bytes,
-            "place": found.peak_place,
-            "parts": found.peak,
-            "planned_bytes": found.planned_peak_bytes,
-            "planned_parts": found.planned_peak,
-            "largest": [vars(one) for one in found.holders[: 4 * _MOST_HOLDERS]],
+            "peak_bytes": trace.peak_bytes,
+            "place": trace.peak_place,
+            "parts": trace.peak,
+            "planned_bytes": trace.planned_peak_bytes,
+            "planned_parts": trace.planned_peak,
+            "largest": [vars(holder) for holder in trace.holders[: 4 * _MOST_HOLDERS]],
         },
-        "collectives": [{**vars(one.line), "count": one.count, "bytes": one.bytes} for one in found.calls],
-        "flops": {"traced": dict(found.flops), "planned": dict(found.planned_flops)},
+        "collectives": [{**vars(calls.line), "count": calls.count, "bytes": calls.bytes} for calls in trace.calls],
+        "flops": {"traced": dict(trace.flops), "planned": dict(trace.planned_flops)},
         "compared": [
             {
-                **picked(one, "what", "planned", "traced"),
-                "difference": one.difference if isfinite(one.difference) else None,
-                **picked(one, "negligible", "defect"),
+                **picked(figure, "what", "planned", "traced"),
+                "difference": figure.difference if isfinite(figure.difference) else None,
+                **picked(figure, "negligible", "defect"),
             }
-            for one in found.compared
+            for figure in trace.compared
         ],
     }

@@ -16,11 +16,15 @@ def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
         "target": exported.target,
         "version": exported.version,
         "files": dict(exported.files),
-        "lost": [asdict(one) for one in exported.lost],
+        "lost": [asdict(lost) for lost in exported.lost],
         "notes": list(exported.notes),
         "priced": {"job": _figures(priced.here), "exported": _figures(priced.there), "differs": list(priced.differs)},
     }
 
 
-def _figures(one: Candidate | None) -> dict[str, float] | None:
-    return None if one is None else {"predicted_seconds": one.step_seconds, "memory_bytes": one.memory.total}
+def _figures(candidate: Candidate | None) -> dict[str, float] | None:
+    return (
+        None
+        if candidate is None
+        else {"predicted_seconds": candidate.step_seconds, "memory_bytes": candidate.memory.total}
+    )

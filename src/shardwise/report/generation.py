@@ -21,22 +21,23 @@ OnText = Callable[[int, str], None]
 
 
 @paged
-def generation_page(found: Generation) -> Iterator[Piece | str]:
+def generation_page(generation: Generation) -> Iterator[Piece | str]:
     """Every text, numbered if there are several, then how fast they came."""
-    for number, (one, text) in enumerate(zip(found.results, found.texts), 1):
-        if len(found.results) > 1:
+    for number, (result, text) in enumerate(zip(generation.results, generation.texts), 1):
+        if len(generation.results) > 1:
             yield Line(f"prompt {number}", style="bold")
         # Nothing is folded: it is the model's text, to be copied.
-        yield Line(" ".join(map(str, one.tokens)) if text is None else text, fixed=True)
-    yield figures(found)
+        yield Line(" ".join(map(str, result.tokens)) if text is None else text, fixed=True)
+    yield figures(generation)
 
 
-def figures(found: Generation) -> str:
-    times = found.times
-    where = "" if found.out is None else f" -> {found.out}"
-    ranks = "" if found.tp == 1 else f" on {found.tp} ranks"
+def figures(generation: Generation) -> str:
+    times = generation.times
+    where = "" if generation.out is None else f" -> {generation.out}"
+    ranks = "" if generation.tp == 1 else f" on {generation.tp} ranks"
     return (
-        f"{counted(found.prompts, 'prompt')}{where}, {counted(times.tokens, 'token')} by {found.model}{ranks}: "
+        f"{counted(generation.prompts, 'prompt')}{where}, {counted(times.tokens, 'token')} "
+        f"by {generation.model}{ranks}: "
         f"{times.tokens_per_second:.1f} tokens/s, first token after {times.first_token_seconds:.3f} s "
         f"(weights read in {times.load_seconds:.1f} s)"
     )
@@ -44,16 +45,17 @@ def figures(found: Generation) -> str:
 
 @contextmanager
 def shown_text(prompts: list[str], *, shown: bool) -> Iterator[OnText | None]:
-    """A function to call with every piece of text: one prompt's text is written on, several grow side by side.
+    """Yields a function to call with every piece of text, or None unless standard output is a terminal.
 
-    None unless standard output is a terminal. Several are removed at the end, since the page has them.
+    The text of a single prompt is printed as it grows. Several prompts get a line each, which shows the end of their
+    text; the lines are removed at the end, since the page has the texts.
     """
     if not shown or not sys.stdout.isatty():
         yield None
         return
     console = Console(highlight=False)
     if len(prompts) == 1:
-        waiting = [Text(prompts[0], style="dim")]  # until it is known that all is well
+        waiting = [Text(prompts[0], style="dim")]  # printed with the first piece: errors come before it
 
         def write(number: int, piece: str) -> None:
             while waiting:

@@ -1,9 +1,9 @@
-"""A report as one HTML file that needs nothing else: no network, no other file. Names of users are escaped."""
+"""A report as one self-contained HTML file: no network, no other file. Text from users is escaped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -28,8 +28,8 @@ def report_html(
     sections: Sequence[ChartSection],
     notes: Sequence[str],
 ) -> str:
-    """The whole file; ``facts`` stand in a table under the verdict, ``notes`` below it."""
-    charts = {one.name: one.to_dict() for section in sections for one in section.charts}
+    """The text of the file: the verdict, ``facts`` in a table below it, ``notes``, then the charts."""
+    charts = {chart.name: chart.to_dict() for section in sections for chart in section.charts}
     return Template(asset("report.html")).substitute(
         title=escape(title),
         styles=asset("charts.css") + asset("report.css"),
@@ -37,8 +37,10 @@ def report_html(
         basis=escape(verdict.basis),
         facts="\n".join(f"<tr><th scope=row>{escape(name)}</th><td>{escape(what)}</td></tr>" for name, what in facts),
         notes="\n".join(f"<p class=note>{escape(note)}</p>" for note in notes),
-        contents="\n".join(_links(sections)),
-        sections="\n".join(_section(number, one) for number, one in enumerate(sections)),
+        contents="\n".join(
+            f'<a href="#section-{number}">{escape(section.title)}</a>' for number, section in enumerate(sections)
+        ),
+        sections="\n".join(_section(number, section) for number, section in enumerate(sections)),
         data=_script_data({"verdict": verdict.to_dict(), "charts": charts}),
         library=_script(asset("chart.umd.min.js")),
         scripts=_script(asset("charts.js") + asset("report.js")),
@@ -56,15 +58,10 @@ def _script(text: str) -> str:
     return text
 
 
-def _links(sections: Iterable[ChartSection]) -> Iterator[str]:
-    for number, one in enumerate(sections):
-        yield f'<a href="#section-{number}">{escape(one.title)}</a>'
-
-
-def _section(number: int, one: ChartSection) -> str:
-    figures = "\n".join(_figure(chart) for chart in one.charts)
-    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in one.notes)
-    return f'<section id="section-{number}"><h2>{escape(one.title)}</h2>\n{figures}{notes}</section>'
+def _section(number: int, section: ChartSection) -> str:
+    figures = "\n".join(_figure(chart) for chart in section.charts)
+    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in section.notes)
+    return f'<section id="section-{number}"><h2>{escape(section.title)}</h2>\n{figures}{notes}</section>'
 
 
 def _figure(chart: Chart) -> str:
@@ -78,9 +75,9 @@ def _figure(chart: Chart) -> str:
 
 
 def _table(title: str, table: ChartTable) -> str:
-    """In a box that scrolls where it is long or wide; by keyboard too."""
+    """A table in a box that scrolls, also by keyboard, if it is long or wide."""
     classes = ["" if column.unit == "words" else ' class="number"' for column in table.columns]
-    head = "".join(f"<th scope=col{own}>{escape(one.name)}</th>" for own, one in zip(classes, table.columns))
+    head = "".join(f"<th scope=col{own}>{escape(column.name)}</th>" for own, column in zip(classes, table.columns))
     rows = "\n".join(
         "<tr>" + "".join(f"<td{own}>{escape(text)}</td>" for own, text in zip(classes, row)) + "</tr>"
         for row in table.texts()
@@ -95,7 +92,7 @@ def _table(title: str, table: ChartTable) -> str:
 
 
 def _formulas(chart: BarChart) -> str:
-    """What is behind each bar, to open."""
+    """The formula of each bar, folded until it is opened."""
     items = [
         f"<dt>{escape(category)}, {escape(series.name)}</dt><dd>{'<br>'.join(map(escape, series.details[number]))}</dd>"
         for number, category in enumerate(chart.categories)

@@ -51,7 +51,7 @@ def sparkline(rank: RankMemory, step_seconds: float, low: float, high: float) ->
 
 
 def sampled(rank: RankMemory, step_seconds: float, columns: int) -> list[MemorySpan]:
-    """The span that holds most in each of ``columns`` equal parts of the step; no peak is lost."""
+    """The span with the most memory in each of ``columns`` equal parts of the step, so that no peak is lost."""
     width = step_seconds / columns
     most: list[MemorySpan | None] = [None] * columns
     for span in rank.spans:
@@ -71,7 +71,7 @@ def held_by(memory: DeviceMemory) -> str:
 
 
 def memory_over_time_data(memory: MemoryOverTime) -> dict[str, Any]:
-    """The peaks, and every change of the total."""
+    """The peak of every rank, and its total over time."""
     return {
         "step_seconds": memory.step_seconds,
         "ranks": [
@@ -119,7 +119,7 @@ def memory_picture(memory: MemoryOverTime) -> str:
     width = (_WIDTH - _LEFT - 24 - (across - 1) * _GAP) / across
     height = _TOP + -(-len(ranks) // across) * _ROW_HEIGHT - 18
     highest, capacity = memory.fullest.peak.held.total, float(memory.job.cluster.device.usable_memory)
-    # The device's size is part of the picture unless most of it stays empty.
+    # The device's capacity is drawn unless more than half of it stays empty.
     scale = _Scale(memory.step_seconds, max(highest, capacity) * 1.06 if 2 * highest > capacity else highest * 1.12)
     parts = [*_heading(memory, len(ranks)), *_legend(memory)]
     for index, rank in enumerate(ranks):
@@ -140,7 +140,7 @@ class _Scale:
 
 
 def _shown(memory: MemoryOverTime) -> list[RankMemory]:
-    """All ranks of a small pipeline; of a long one a few between its ends, the fullest among them."""
+    """All ranks of a short pipeline; of a long one some from end to end, with the fullest."""
     count = len(memory.ranks)
     if count <= _MOST_PANELS:
         return list(memory.ranks)
@@ -164,7 +164,7 @@ def _legend(memory: MemoryOverTime) -> Iterator[str]:
     x = 24.0
     held = [span.held for rank in memory.ranks for span in rank.spans]
     for name, parts, colour in _BANDS:
-        if any(_amount(one, parts) for one in held):
+        if any(_amount(memory, parts) for memory in held):
             yield f'<rect x="{x:.1f}" y="68" width="11" height="11" fill="{colour}"/>'
             yield text(x + 16, 78, name, 12, fill=SOFT)
             x += 34 + 6.1 * len(name)
@@ -189,7 +189,7 @@ def _panel(rank: RankMemory, scale: _Scale, width: float) -> Iterator[str]:
 
 
 def _outline(levels: list[float], scale: _Scale, width: float) -> list[tuple[float, float]]:
-    """The corners of a line that stays level within each sample."""
+    """The corners of a staircase that is level within each sample."""
     corners, start = [], 0
     for level, run in groupby(levels):
         end = start + len(list(run))
@@ -199,7 +199,7 @@ def _outline(levels: list[float], scale: _Scale, width: float) -> list[tuple[flo
 
 
 def _limit(capacity: float, scale: _Scale, width: float) -> Iterator[str]:
-    """The device's memory, where it is in the picture."""
+    """A line at the device's capacity, if the picture reaches it."""
     if capacity <= scale.held_bytes:
         y = scale.y(capacity)
         yield f'<path d="M0 {y:.1f}H{width:.1f}" stroke="{_LIMIT}" stroke-width="1.3" stroke-dasharray="5 4"/>'
@@ -225,7 +225,7 @@ def _axes(scale: _Scale, width: float) -> Iterator[str]:
 
 def _unit(amount: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
     """The largest unit of which there are at least two."""
-    return next((one for one in units if amount >= 2 * one[0]), units[-1])
+    return next((unit for unit in units if amount >= 2 * unit[0]), units[-1])
 
 
 def _ticks(top: float, wanted: int) -> list[float]:

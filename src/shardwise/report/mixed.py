@@ -20,7 +20,7 @@ SHOWN = 6
 
 @paged
 def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Iterator[Piece | str]:
-    """The plan, what each kind does in it, the next best, and what each kind would do alone."""
+    """The plan, each kind's part in it, the next best plans, and what each kind of nodes would reach alone."""
     yield from (Line(f"note: {note}", "yellow") for note in notes)
     mixed, best = plan.request.mixed, plan.best
     devices = device_words(mixed.as_one)
@@ -70,32 +70,35 @@ def _span(low: int, high: int) -> str:
 
 
 def _alone(plan: MixedPlan) -> Iterator[str | FittedTable]:
-    rows = [_alone_row(sized_name(kind), one) for kind, one in zip(plan.request.mixed.kinds, plan.alone)]
+    rows = [
+        (f"{sized_name(kind)} alone", "no strategy fits", "-")
+        if candidate is None
+        else (
+            f"{sized_name(kind)} alone",
+            strategy_words(candidate.job.strategy),
+            f"{candidate.tokens_per_second:,.0f}",
+        )
+        for kind, candidate in zip(plan.request.mixed.kinds, plan.alone)
+    ]
     rate = plan.best.tokens_per_second
     rows.append(("both" if len(rows) == 2 else "all", "the plan above", f"{rate:,.0f}"))
     yield table("", ("on", "strategy", "tokens/s"), rows, numbers_from=2)
     if plan.gain is None:
         yield "no kind holds the model alone"
         return
-    summed = sum(one.tokens_per_second for one in plan.alone if one is not None)
+    summed = sum(candidate.tokens_per_second for candidate in plan.alone if candidate is not None)
     yield f"{plan.gain:.2f} times the better kind alone, {rate / summed:.1%} of what the kinds reach apart"
 
 
-def _alone_row(name: str, one: Candidate | None) -> tuple[str, ...]:
-    if one is None:
-        return f"{name} alone", "no strategy fits", "-"
-    return f"{name} alone", strategy_words(one.job.strategy), f"{one.tokens_per_second:,.0f}"
-
-
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
-    """Everything `plan` prints of it."""
+    """Everything `plan` prints for several kinds of nodes."""
     return {
         **picked(plan, "status", "was_stopped"),
         "job": plan.best.job.to_dict(),
         "cluster": plan.request.mixed.to_dict(),
         "strategies": plan.tried,
         "candidates": [_step_data(step) for step in plan.candidates],
-        "alone": [None if one is None else _alone_data(one) for one in plan.alone],
+        "alone": [None if best is None else _alone_data(best) for best in plan.alone],
         "gain": plan.gain,
     }
 
@@ -114,17 +117,20 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
                 "pipeline_ranks": list(part.ranks),
                 "layers": list(part.layers),
                 "memory": part.memory.to_dict(),
-                "batch_share": part.batch_share,
-                "idle_share": part.idle_share,
+                **picked(part, "batch_share", "idle_share"),
             }
             for part in step.parts
         ],
     }
 
 
-def _alone_data(one: Candidate) -> dict[str, Any]:
-    return {"strategy": one.job.strategy.to_dict(), **_speed_data(one), "memory": one.memory.to_dict()}
+def _alone_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "strategy": candidate.job.strategy.to_dict(),
+        **_speed_data(candidate),
+        "memory": candidate.memory.to_dict(),
+    }
 
 
-def _speed_data(one: MixedStep | Candidate) -> dict[str, float]:
-    return {"predicted_seconds": one.step_seconds, "tokens_per_second": one.tokens_per_second, "mfu": one.mfu}
+def _speed_data(step: MixedStep | Candidate) -> dict[str, float]:
+    return {"predicted_seconds": step.step_seconds, "tokens_per_second": step.tokens_per_second, "mfu": step.mfu}

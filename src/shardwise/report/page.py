@@ -21,11 +21,12 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Line:
-    """Text of one or more lines; ``fixed`` is a drawing, which nothing may fold."""
+    """Text of one or more lines."""
 
     text: str
     style: str = ""
     fixed: bool = False
+    """Never folded: a drawing, or text to copy."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.text.split("\n"):
@@ -39,7 +40,7 @@ Piece = Line | FittedTable | Drawing
 
 @dataclass(frozen=True)
 class Page:
-    """The output of a verb, before it is known where it will be read."""
+    """The output of a verb, independent of where it will be shown."""
 
     pieces: tuple[Piece, ...]
 
@@ -55,7 +56,7 @@ class Page:
             print(self.markdown() if form == "markdown" else self.csv(), end="")
 
     def text(self) -> str:
-        """The same without colour, as wide as the console is."""
+        """Its text without colour, as wide as the console is."""
         drawn = io.StringIO()
         self._draw(printing.console(drawn))
         return drawn.getvalue().rstrip("\n")
@@ -64,13 +65,13 @@ class Page:
         def written(line: Line) -> str:
             if line.fixed:
                 return f"```\n{line.text}\n```\n"
-            lines = [one for one in line.text.split("\n") if one.strip()]
-            return "  \n".join(f"**{one}**" if line.style == "bold" else one for one in lines) + "\n"
+            lines = [part for part in line.text.split("\n") if part.strip()]
+            return "  \n".join(f"**{part}**" if line.style == "bold" else part for part in lines) + "\n"
 
-        return "\n".join(written(one) if isinstance(one, Line) else one.markdown() for one in self._to_paste())
+        return "\n".join(written(piece) if isinstance(piece, Line) else piece.markdown() for piece in self._to_paste())
 
     def csv(self) -> str:
-        """Its tables, one after the other with an empty line between; sentences have no columns and stay out."""
+        """Its tables with an empty line between them; sentences are left out, they have no columns."""
         return "\n".join(piece.csv() for piece in self._to_paste() if isinstance(piece, FittedTable))
 
     def html(self) -> str:
@@ -82,11 +83,11 @@ class Page:
             text = escape(line.text.strip("\n")).replace("\n", "<br>")
             return f"<p><b>{text}</b></p>" if line.style == "bold" else f"<p>{text}</p>"
 
-        return "\n".join(written(one) if isinstance(one, Line) else one.html() for one in self._to_paste())
+        return "\n".join(written(piece) if isinstance(piece, Line) else piece.html() for piece in self._to_paste())
 
     def _to_paste(self) -> list[Line | FittedTable]:
-        """The pieces, of drawings their tables."""
-        return [one.table() if isinstance(one, Drawing) else one for one in self.pieces]
+        """The pieces, with tables in place of drawings."""
+        return [piece.table() if isinstance(piece, Drawing) else piece for piece in self.pieces]
 
     def _draw(self, out: Console) -> None:
         for piece in self.pieces:

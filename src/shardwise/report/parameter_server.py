@@ -20,69 +20,70 @@ _WIDTH, _HEIGHT, _LEFT, _TOP = 640, 360, 60, 50
 
 
 @paged
-def servers_page(found: ServerComparison) -> Iterator[Piece | str]:
-    request, plan = found.request, found.request.plan
+def servers_page(comparison: ServerComparison) -> Iterator[Piece | str]:
+    request, plan = comparison.request, comparison.request.plan
     model = request.job.model.name
     servers = counted(plan.servers, "server")
     yield Line(f"{counted(plan.workers, 'worker')} and {servers}: {model}, {plan.elements:,} weights", "bold")
-    predicted = (float(found.price.all_reduce.seconds), found.price.synchronous, found.price.unhindered)
+    predicted = (float(comparison.price.all_reduce.seconds), comparison.price.synchronous, comparison.price.unhindered)
     rows = [
         (
             way.name,
             f"{way.losses[0]:.3f}",
             f"{way.losses[-1]:.3f}",
-            f"{found.difference(way):.1e}",
+            f"{comparison.difference(way):.1e}",
             readable_seconds(way.step_seconds),
             readable_seconds(max(0.0, way.step_seconds - way.compute_seconds)),
             readable_seconds(seconds),
         )
-        for way, seconds in zip(found.ways, predicted)
+        for way, seconds in zip(comparison.ways, predicted)
     ]
     names = ("way", "first loss", "last loss", "weights differ", "step", "not computing", "exchange priced")
     yield table("Three ways to share gradients", names, rows, optional=("first loss", "exchange priced"))
-    yield table("Bytes at the servers, in all steps", ("", "planned", "counted"), list(_bytes(found)))
-    gaps = f"at most {found.widest_gap(found.asynchronous)} steps ahead of the slowest (bound {request.staleness})"
-    missed = statistics.fmean(_missed(found.asynchronous))
+    yield table("Bytes at the servers, in all steps", ("", "planned", "counted"), list(_bytes(comparison)))
+    ahead = comparison.widest_gap(comparison.asynchronous)
+    gaps = f"at most {ahead} steps ahead of the slowest (bound {request.staleness})"
+    missed = statistics.fmean(_missed(comparison.asynchronous))
     yield f"Asynchronous workers were {gaps}; a gradient came {missed:.1f} updates after its weights on average."
     yield "Weights differ: the largest difference from the all-reduce's, relative to the largest weight."
     yield "Not computing: of a step, what the busiest worker exchanged or waited. Priced: with nobody to wait for.\n"
-    yield _losses(found)
+    yield _losses(comparison)
 
 
-def _bytes(found: ServerComparison) -> Iterator[tuple[str, str, str]]:
-    planned = found.planned_bytes()
-    for way in (found.synchronous, found.asynchronous):
-        for server, (plan, counted_bytes) in enumerate(zip(planned, found.measured_bytes(way))):
+def _bytes(comparison: ServerComparison) -> Iterator[tuple[str, str, str]]:
+    planned = comparison.planned_bytes()
+    for way in (comparison.synchronous, comparison.asynchronous):
+        for server, (plan, counted_bytes) in enumerate(zip(planned, comparison.measured_bytes(way))):
             for what, first, second in zip(("gradients in", "weights out"), plan, counted_bytes):
                 number = f" {server}" if len(planned) > 1 else ""
                 yield f"{way.name}, server{number}, {what}", f"{first:,}", f"{second:,}"
 
 
 def _missed(way: MeasuredWay) -> list[int]:
-    return [one for server in way.servers for one in server.missed]
+    return [updates for server in way.servers for updates in server.missed]
 
 
-def _losses(found: ServerComparison) -> Piece:
-    steps = found.request.steps
-    shown = sorted({round(1 + (steps - 1) * one / (_SHOWN_STEPS - 1)) for one in range(_SHOWN_STEPS)})
-    rows = [(f"{step}", *(f"{way.losses[step - 1]:.3f}" for way in found.ways)) for step in shown]
-    return table("Loss by step", ("step", *(way.name for way in found.ways)), rows)
+def _losses(comparison: ServerComparison) -> Piece:
+    steps = comparison.request.steps
+    shown = sorted({round(1 + (steps - 1) * index / (_SHOWN_STEPS - 1)) for index in range(_SHOWN_STEPS)})
+    rows = [(f"{step}", *(f"{way.losses[step - 1]:.3f}" for way in comparison.ways)) for step in shown]
+    return table("Loss by step", ("step", *(way.name for way in comparison.ways)), rows)
 
 
-def servers_data(found: ServerComparison) -> dict[str, Any]:
-    request, plan = found.request, found.request.plan
+def servers_data(comparison: ServerComparison) -> dict[str, Any]:
+    request, plan = comparison.request, comparison.request.plan
     return {
         "workers": plan.workers,
         "servers": plan.servers,
         "staleness": request.staleness,
         "steps": request.steps,
         "weights": plan.elements,
-        "planned_bytes": [{"received": one, "sent": other} for one, other in found.planned_bytes()],
+        "planned_bytes": [{"received": received, "sent": sent} for received, sent in comparison.planned_bytes()],
         "priced": {
-            "all_reduce_seconds": float(found.price.all_reduce.seconds),
-            "synchronous_seconds": found.price.synchronous,
-            "saturated_seconds": found.price.saturated,
-            "unhindered_seconds": found.price.unhindered,
+            "all_reduce_seconds": float(comparison.price.all_reduce.seconds),
+            "synchronous_seconds": comparison.price.synchronous,
+            "saturated_seconds": comparison.price.saturated,
+            "unhindered_seconds": comparison.price.unhindered,
         },
         "ways": [
             {
@@ -90,22 +91,22 @@ def servers_data(found: ServerComparison) -> dict[str, Any]:
                 "losses": list(way.losses),
                 "step_seconds": way.step_seconds,
                 "compute_seconds": way.compute_seconds,
-                "weights_differ": found.difference(way),
-                "bytes": [{"received": one, "sent": other} for one, other in found.measured_bytes(way)],
-                "widest_gap": found.widest_gap(way),
+                "weights_differ": comparison.difference(way),
+                "bytes": [{"received": received, "sent": sent} for received, sent in comparison.measured_bytes(way)],
+                "widest_gap": comparison.widest_gap(way),
                 "missed_updates": statistics.fmean(_missed(way)) if way.servers else 0.0,
             }
-            for way in found.ways
+            for way in comparison.ways
         ],
-        "faults": found.faults,
+        "faults": comparison.faults,
     }
 
 
-def losses_picture(found: ServerComparison) -> str:
+def losses_picture(comparison: ServerComparison) -> str:
     """The loss of each way against the step."""
-    every = [loss for way in found.ways for loss in way.losses]
+    every = [loss for way in comparison.ways for loss in way.losses]
     low, high = min(every), max(every)
-    spread, steps = max(high - low, 1e-9), max(1, found.request.steps - 1)
+    spread, steps = max(high - low, 1e-9), max(1, comparison.request.steps - 1)
     wide, tall = _WIDTH - _LEFT - 150, _HEIGHT - _TOP - 50
 
     def point(step: int, loss: float) -> str:
@@ -115,10 +116,12 @@ def losses_picture(found: ServerComparison) -> str:
     parts.append(f'<rect x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" fill="none" stroke="{LINE}"/>')
     for loss, y in ((high, _TOP), (low, _TOP + tall)):
         parts.append(text(_LEFT - 8, y + 4, f"{loss:.3f}", 11, fill=SOFT, anchor="end"))
-    parts.append(text(_LEFT + wide / 2, _TOP + tall + 26, f"steps, 1 to {found.request.steps}", 11, fill=SOFT))
-    for index, (way, colour) in enumerate(zip(found.ways, _COLOURS)):
+    parts.append(text(_LEFT + wide / 2, _TOP + tall + 26, f"steps, 1 to {comparison.request.steps}", 11, fill=SOFT))
+    for index, (way, colour) in enumerate(zip(comparison.ways, _COLOURS)):
         line = " ".join(point(step, loss) for step, loss in enumerate(way.losses))
-        dashes = ' stroke-dasharray="6 5"' if index == 1 else ""  # it lies on the all-reduce's
+        dashes = (
+            ' stroke-dasharray="6 5"' if index == 1 else ""
+        )  # synchronous servers: the same curve as the all-reduce
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         parts.append(text(_LEFT + wide + 14, _TOP + 16 + 20 * index, way.name, 12, fill=colour))
     return document("Loss of an all-reduce and of parameter servers", _WIDTH, _HEIGHT, parts)

@@ -12,7 +12,7 @@ from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import PlanExplanation
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
-from shardwise.planner.advice.why_not import NotRun, WhyNot, difference_words, largest_differences
+from shardwise.planner.advice.why_not import NotRun, difference_words, largest_differences
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import (
     offload_words,
@@ -56,29 +56,29 @@ _LIKE = (
 @paged
 def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Iterator[Piece | str]:
     """Everything `plan` prints."""
-    found = answer.plan
-    yield _headline(found)
+    plan = answer.plan
+    yield _headline(plan)
     for note in [*answer.notes, *_notes(answer)]:
         yield Line(f"note: {note}", "yellow")
-    rows = _rows(found, top=top, unfolded=unfolded)
+    rows = _rows(plan, top=top, unfolded=unfolded)
     for group in GROUPS:
         if any(row.group == group for row in rows):
-            yield _ranking(found, rows, group)
+            yield _ranking(plan, rows, group)
     if any(row.like for row in rows):
         yield _LIKE
-    if found.tight:
-        yield _tight(found)
+    if plan.tight:
+        yield _tight(plan)
     yield _batches([row.best for row in rows])
-    yield _families(found)
-    yield _where_time_goes(found.best)
+    yield _families(plan)
+    yield _where_time_goes(plan.best)
     yield from _sentences(answer)
     yield from _asked(answer)
-    yield from runner_lines(found.best, answer.runners)
+    yield from runner_lines(plan.best, answer.runners)
 
 
-def _headline(found: Plan) -> str:
-    job = found.request.job
-    batch = found.best.job.sequences
+def _headline(plan: Plan) -> str:
+    job = plan.request.job
+    batch = plan.best.job.sequences
     return (
         f"{job.model.name}: {readable_count(parameter_count(job.model))} parameters on {job.cluster.devices:,} × "
         f"{job.cluster.device.name} ({job.cluster.name})\n"
@@ -88,30 +88,30 @@ def _headline(found: Plan) -> str:
 
 
 def _notes(answer: PlanAnswer) -> Iterator[str]:
-    found = answer.plan
-    if found.narrowing:
-        yield "a large space, narrowed to: " + "; ".join(found.narrowing) + " (--thorough searches all of it)"
-    note = found.best.job.training.batch_note(found.best.job.strategy.batch_multiple)
+    plan = answer.plan
+    if plan.narrowing:
+        yield "a large space, narrowed to: " + "; ".join(plan.narrowing) + " (--thorough searches all of it)"
+    note = plan.best.job.training.batch_note(plan.best.job.strategy.batch_multiple)
     if note:
         yield note
     if answer.sending_less is not None:
-        yield sending_less_words(found.best.job, answer.sending_less)
+        yield sending_less_words(plan.best.job, answer.sending_less)
 
 
-def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[RankingRow]:
+def _rows(plan: Plan, *, top: int, unfolded: bool) -> Sequence[RankingRow]:
     if unfolded:
-        return [RankingRow(found.group_of(one), one) for one in found.layouts[:top]]
-    return found.rows[:top]
+        return [RankingRow(plan.group_of(candidate), candidate) for candidate in plan.layouts[:top]]
+    return plan.rows[:top]
 
 
-def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTable:
+def _ranking(plan: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTable:
     titles = {
-        "within noise": f"Within noise ({found.noise.share:.1%}) of the fastest: the simplest first",
-        "slower": f"Slower than the fastest by more than noise ({found.noise.share:.1%}): by time",
+        "within noise": f"Within noise ({plan.noise.share:.1%}) of the fastest: the simplest first",
+        "slower": f"Slower than the fastest by more than noise ({plan.noise.share:.1%}): by time",
     }
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "fits", "like it")  # fmt: skip
-    own = [_row(number, row, found) for number, row in enumerate(rows, 1) if row.group == group]
+    own = [_row(number, row, plan) for number, row in enumerate(rows, 1) if row.group == group]
     # The same with the strategy in words, which wrap.
     words = [strategy_words(row.best.job.strategy) for row in rows if row.group == group]
     kept = [columns.index(name) for name in ("step", "time", "memory", "fits")]
@@ -121,8 +121,8 @@ def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTab
     return replace(table(titles[group], columns, own, numbers_from=4, optional=optional), narrower=narrower)
 
 
-def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
-    one, strategy = row.best, row.best.job.strategy
+def _row(number: int, row: RankingRow, plan: Plan) -> tuple[str, ...]:
+    candidate, strategy = row.best, row.best.job.strategy
     others = [
         sharding_words(strategy) or "none",
         *(["no SP"] if strategy.tp > 1 and not strategy.sequence_parallel else []),
@@ -136,36 +136,36 @@ def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
         recompute_words(strategy).replace(" recompute", "").replace(" per rank", "") or "none",
         *(str(x) for x in (strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep)),
         str(strategy.microbatch),
-        readable_seconds(one.step_seconds),
-        _time(found, one),
-        f"{one.tokens_per_second:,.0f}",
-        readable_share(one.mfu),
-        readable_bytes(one.memory.total),
-        readable_bytes(found.left_bytes(one)),
-        probability_words(found.fit_probability(one)),
+        readable_seconds(candidate.step_seconds),
+        _time(plan, candidate),
+        f"{candidate.tokens_per_second:,.0f}",
+        readable_share(candidate.mfu),
+        readable_bytes(candidate.memory.total),
+        readable_bytes(plan.left_bytes(candidate)),
+        probability_words(plan.fit_probability(candidate)),
         f"+{len(row.like)}" if row.like else "",
     )
 
 
-def _time(found: Plan, one: Candidate) -> str:
-    """The time of a strategy against the fastest, on which the tables and what is within noise rest."""
-    return "fastest" if one is found.fastest else difference_words(one.loss_to(found.fastest))
+def _time(plan: Plan, candidate: Candidate) -> str:
+    """The step time relative to the fastest strategy, by which the tables group and sort."""
+    return "fastest" if candidate is plan.fastest else difference_words(candidate.loss_to(plan.fastest))
 
 
-def _tight(found: Plan) -> FittedTable:
-    """What would be faster if it fits."""
+def _tight(plan: Plan) -> FittedTable:
+    """Strategies that would be faster, but may run out of memory."""
     rows = [
         (
-            strategy_words(one.job.strategy),
-            readable_seconds(one.step_seconds),
-            _time(found, one),
-            readable_bytes(one.memory.total),
-            readable_bytes(found.left_bytes(one)),
-            probability_words(found.fit_probability(one)),
+            strategy_words(candidate.job.strategy),
+            readable_seconds(candidate.step_seconds),
+            _time(plan, candidate),
+            readable_bytes(candidate.memory.total),
+            readable_bytes(plan.left_bytes(candidate)),
+            probability_words(plan.fit_probability(candidate)),
         )
-        for one in found.tight
+        for candidate in plan.tight
     ]
-    title = f"Faster, but tight: they may run out of memory more often than --memory-risk {_risk(found.request.job)}"
+    title = f"Faster, but tight: they may run out of memory more often than --memory-risk {_risk(plan.request.job)}"
     return table(title, ("strategy", "step", "time", "memory", "left", "fits"), rows, numbers_from=1)
 
 
@@ -174,87 +174,88 @@ def _risk(job: Job) -> str:
 
 
 def _batches(candidates: Sequence[Candidate]) -> FittedTable:
-    """How the global batch is spent, and the bubble that leaves."""
+    """How the global batch is split, and the pipeline bubble that results."""
     rows = [
         (
             str(number),
-            f"{one.job.strategy.data_parallel:,} × {one.job.microbatches:,} × {one.job.strategy.microbatch}",
-            f"{one.job.sequences:,}",
-            readable_share(one.bubble_share),
-            readable_share(one.exposed_share),
+            f"{best.job.strategy.data_parallel:,} × {best.job.microbatches:,} × {best.job.strategy.microbatch}",
+            f"{best.job.sequences:,}",
+            readable_share(best.bubble_share),
+            readable_share(best.exposed_share),
         )
-        for number, one in enumerate(candidates, 1)
+        for number, best in enumerate(candidates, 1)
     ]
     columns = ("", "data parallel × accumulation × microbatch", "sequences", "bubble", "exposed communication")
     return table("How the batch is spent", columns, rows, numbers_from=2)
 
 
-def _families(found: Plan) -> FittedTable:
+def _families(plan: Plan) -> FittedTable:
     """Each set of dimensions against the winner: what it would gain and lose."""
     rows = []
-    for one in found.families[:_MOST_FAMILIES]:
-        name = " + ".join(one.dimensions) or "dp alone"
-        if one.best is None:
-            rows.append((name, f"does not fit: {found.request.short_words(one.least_memory_bytes)}", "", ""))
+    for family in plan.families[:_MOST_FAMILIES]:
+        name = " + ".join(family.dimensions) or "dp alone"
+        if family.best is None:
+            rows.append((name, f"does not fit: {plan.request.short_words(family.least_memory_bytes)}", "", ""))
             continue
-        words = strategy_words(one.best.job.strategy)
-        if one.best is found.best:
+        words = strategy_words(family.best.job.strategy)
+        if family.best is plan.best:
             rows.append((name, words, "the plan", ""))
             continue
-        time = difference_words(one.best.loss_to(found.best))
-        rows.append((name, words, largest_differences(found.best, one.best), time))
+        time = difference_words(family.best.loss_to(plan.best))
+        rows.append((name, words, largest_differences(plan.best, family.best), time))
     title = "The best with each set of dimensions (beside dp), and where it loses and gains"
     return table(title, ("uses", "strategy", "against 1", "in all"), rows, numbers_from=3)
 
 
-def _where_time_goes(one: Candidate) -> FittedTable:
+def _where_time_goes(candidate: Candidate) -> FittedTable:
     rows = [
-        (PLAN_WORDS[name], bar(share), readable_seconds(one.parts[name]), readable_share(share))
-        for name, share in one.shares.items()
+        (PLAN_WORDS[name], bar(share), readable_seconds(candidate.parts[name]), readable_share(share))
+        for name, share in candidate.shares.items()
         if share > _LEAST_SHARE
     ]
-    title = f"Where the step of 1 goes: {strategy_words(one.job.strategy)}"
+    title = f"Where the step of 1 goes: {strategy_words(candidate.job.strategy)}"
     return table(title, ("part", "", "seconds", "share"), rows, numbers_from=2)
 
 
 def _sentences(answer: PlanAnswer) -> Iterator[str]:
-    found = answer.plan
+    plan = answer.plan
     explanation, rule = answer.explanation, answer.textbook
     yield f"Why 1 wins. {explanation.sentence()}"
     if rule is None:
         yield "The textbook order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
         words, step = strategy_words(rule.job.strategy), readable_seconds(rule.step_seconds)
-        noise = " (within noise)" if found.group_of(rule) == "within noise" else ""
-        against = "the fastest" if rule is found.fastest else f"{_time(found, rule)} against the fastest{noise}"
+        noise = " (within noise)" if plan.group_of(rule) == "within noise" else ""
+        against = "the fastest" if rule is plan.fastest else f"{_time(plan, rule)} against the fastest{noise}"
         yield f"The textbook order gives {words}: {step} a step, {against}."
-    result = found.search
+    result = plan.search
     yield (
         f"Searched {counted(result.priced, 'strategy')} in {readable_duration(result.seconds)}: "
         f"{result.fitting:,} run and fit, {result.too_large:,} do not fit, {result.unsupported:,} are not run; "
-        f"the best {len(found.candidates)} were simulated."
+        f"the best {len(plan.candidates)} were simulated."
     )
     band = answer.error_bar
     low, high = map(readable_seconds, (answer.predicted_seconds_low, answer.predicted_seconds_high))
     yield f"The step of 1 takes {low} to {high}. Error bars: {band.basis}."
-    yield _room_words(found.request, answer.memory_error_high)
-    yield f"Noise: {found.noise.basis}."
-    yield f"MFU is of {peak_words(found.best.job)}."
+    yield _room_words(plan.request, answer.memory_error_high)
+    yield f"Noise: {plan.noise.basis}."
+    yield f"MFU is of {peak_words(plan.best.job)}."
     yield from collective_lines(answer.gradient_times)
     if answer.not_run is not None:
-        yield _missing_feature(answer.not_run, found.best)
+        yield _missing_feature(answer.not_run, plan.best)
 
 
-def _missing_feature(one: NotRun, first: Candidate) -> str:
-    """What it costs that this project's engine lacks something."""
+def _missing_feature(not_run: NotRun, first: Candidate) -> str:
+    """The throughput lost because this project's engine cannot run a faster strategy."""
+    faster = not_run.best
     return (
-        f"Not run by this project's engine: {one.lacks}. It would give {one.best.tokens_per_second:,.0f} instead of "
-        f"{first.tokens_per_second:,.0f} tokens/s ({strategy_words(one.best.job.strategy)}); --any shows it."
+        f"Not run by this project's engine: {not_run.lacks}. It would give {faster.tokens_per_second:,.0f} instead of "
+        f"{first.tokens_per_second:,.0f} tokens/s ({strategy_words(faster.job.strategy)}); --any shows it."
     )
 
 
 def _room_words(request: Request, more: float) -> str:
-    """What of a device a plan takes, and why not all of it."""
+    """How much of a device's memory a plan may fill, and what it keeps free."""
     room = request.room
     usable = readable_bytes(room.usable_bytes)
     if room.is_capped:
@@ -267,15 +268,15 @@ def _room_words(request: Request, more: float) -> str:
 
 
 def _asked(answer: PlanAnswer) -> Iterator[Piece | str]:
-    for one in answer.why_not:
+    for question in answer.why_not:
         loss = ""
-        if one.loss is not None and one.verdict in GROUPS:
-            loss = f" than the fastest by {one.loss:.1%}"
-            if one.verdict == "within noise":
-                loss = f" of the fastest ({difference_words(one.loss)})"
-        yield f"\nWhy not {one.wanted}? {one.verdict.capitalize()}{loss}: {one.reason}."
-        if one.best is not None and one.verdict in GROUPS:
-            yield f"  Its best is {strategy_words(one.best.job.strategy)}."
+        if question.loss is not None and question.verdict in GROUPS:
+            loss = f" than the fastest by {question.loss:.1%}"
+            if question.verdict == "within noise":
+                loss = f" of the fastest ({difference_words(question.loss)})"
+        yield f"\nWhy not {question.wanted}? {question.verdict.capitalize()}{loss}: {question.reason}."
+        if question.best is not None and question.verdict in GROUPS:
+            yield f"  Its best is {strategy_words(question.best.job.strategy)}."
     if answer.what_if:
         yield _what_if_table(answer)
     if answer.memory_front is not None or answer.sizes is not None:
@@ -285,63 +286,69 @@ def _asked(answer: PlanAnswer) -> Iterator[Piece | str]:
 
 
 def _what_if_table(answer: PlanAnswer) -> FittedTable:
-    """The fastest on every machine: the simplest of one and of another may differ by as much as noise."""
+    """The fastest strategy on each machine; comparing the simplest ones would add differences within noise."""
     now = answer.plan.fastest
     rows = [("as it is", strategy_words(now.job.strategy), readable_seconds(now.step_seconds), "")]
-    for one in answer.what_if:
-        if isinstance(one.found, Search):
-            rows.append((one.change, "nothing fits", "", ""))
+    for what_if in answer.what_if:
+        if isinstance(what_if.found, Search):
+            rows.append((what_if.change, "nothing fits", "", ""))
             continue
-        other = one.found.fastest
+        other = what_if.found.fastest
         gain = difference_words(now.loss_to(other))
-        rows.append((one.change, strategy_words(other.job.strategy), readable_seconds(other.step_seconds), gain))
+        rows.append((what_if.change, strategy_words(other.job.strategy), readable_seconds(other.step_seconds), gain))
     return table("What if", ("change", "fastest strategy", "step", "tokens/s"), rows, numbers_from=2)
 
 
 def _pareto_table(answer: PlanAnswer) -> FittedTable:
     if answer.memory_front is not None:
         rows = [
-            (strategy_words(one.job.strategy), readable_bytes(one.memory.total), readable_seconds(one.step_seconds),
-             _time(answer.plan, one))
-            for one in answer.memory_front
-        ]  # fmt: skip
+            (
+                strategy_words(candidate.job.strategy),
+                readable_bytes(candidate.memory.total),
+                readable_seconds(candidate.step_seconds),
+                _time(answer.plan, candidate),
+            )
+            for candidate in answer.memory_front
+        ]
         return table("Time against memory", ("strategy", "memory", "step", "time"), rows)
     assert answer.sizes is not None
     most = answer.sizes[0]
     sized = [
-        (f"{one.devices:,}", strategy_words(one.best.job.strategy), readable_seconds(one.best.step_seconds),
-         f"{1 + one.best.loss_to(most.best):.2f} ×", readable_share(one.cost_against(most)))
-        for one in answer.sizes
+        (f"{size.devices:,}", strategy_words(size.best.job.strategy), readable_seconds(size.best.step_seconds),
+         f"{1 + size.best.loss_to(most.best):.2f} ×", readable_share(size.cost_against(most)))
+        for size in answer.sizes
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)
 
 
 def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Iterator[str]:
-    """One line for all that run the plan, then one for each framework, priced as that runs it."""
+    """Everything that can run the plan, then one line per framework with the plan priced as it would run there."""
     here = ["shardwise"] if verdict(best.job).status == "runs" else []
-    able = [*here, *(one.name for one in verdicts if one.runs)]
+    able = [*here, *(runner.name for runner in verdicts if runner.runs)]
     yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
     yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
-    for one in verdicts:
-        yield f"  {one.name}: {' '.join(_what_it_runs(best, one))}"
+    for runner in verdicts:
+        yield f"  {runner.name}: {' '.join(_what_it_runs(best, runner))}"
 
 
-def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> Iterator[str]:
-    """Sentences: why it cannot run the plan, and what it runs at what price."""
-    if one.lacks:
-        yield f"cannot run it: {'; '.join(_lack_words(lost, best.job) for lost in one.lacks)}."
-    if one.needed_bytes is not None:
-        yield f"cannot run it: it needs {readable_bytes(one.needed_bytes)} of a device there."
-    if one.own is not None:
-        what = "runs it" if one.runs else f"The fastest similar plan for it: {strategy_words(one.own.job.strategy)}"
-        way = f", with {' and '.join(one.differs)}" if one.differs else ""
-        yield f"{what}{way}: {_against(best, one.own)}."
-    elif one.searched and all(lost.within("strategy") for lost in one.lacks):
-        yield f"No similar plan fits there; `shardwise plan --for {one.name}` searches all that it can do."
+def _what_it_runs(best: Candidate, runner: FrameworkVerdict) -> Iterator[str]:
+    """Why the framework cannot run the plan, if so, and the price of what it runs instead."""
+    if runner.lacks:
+        yield f"cannot run it: {'; '.join(_lack_words(lost, best.job) for lost in runner.lacks)}."
+    if runner.needed_bytes is not None:
+        yield f"cannot run it: it needs {readable_bytes(runner.needed_bytes)} of a device there."
+    if runner.own is not None:
+        what = (
+            "runs it" if runner.runs else f"The fastest similar plan for it: {strategy_words(runner.own.job.strategy)}"
+        )
+        way = f", with {' and '.join(runner.differs)}" if runner.differs else ""
+        yield f"{what}{way}: {_against(best, runner.own)}."
+    elif runner.searched and all(lost.within("strategy") for lost in runner.lacks):
+        yield f"No similar plan fits there; `shardwise plan --for {runner.name}` searches all that it can do."
 
 
 def _lack_words(lost: Lost, job: Job) -> str:
-    """What the plan has and the framework has not, and what that has instead."""
+    """A setting of the plan that the framework lacks, and why."""
     value = "" if isinstance(lost.value, (bool, list, tuple)) else f" {lost.value}"
     usual = f"{lost.short_field.replace('_', ' ')}{value}"
     special = {"strategy.cp": f"{usual} by {job.strategy.context_method}", "strategy.zero": f"ZeRO-{lost.value}"}
@@ -356,96 +363,106 @@ def _against(best: Candidate, own: Candidate) -> str:
     return f"{step} ({difference_words(slower)}), {held} ({memory})"
 
 
-def runner_data(one: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
-    """A verdict as plain data; ``loss`` is of time, as a share."""
-    own = one.own
+def runner_data(runner: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
+    """A verdict as plain data; ``loss`` is the relative increase in step time."""
+    own = runner.own
     return {
-        "name": one.name,
-        "runs": one.runs,
-        "lacks": [lost.field for lost in one.lacks],
-        "differs": list(one.differs),
+        "name": runner.name,
+        "runs": runner.runs,
+        "lacks": [lost.field for lost in runner.lacks],
+        "differs": list(runner.differs),
         "stack": None if own is None else own.job.stack.name,
         "best": None if own is None else strategy_words(own.job.strategy),
         "loss": None if own is None else own.loss_to(best),
         "memory_bytes": None if own is None else own.memory.total,
-        "needed_bytes": one.needed_bytes,
+        "needed_bytes": runner.needed_bytes,
     }
 
 
 def plan_data(answer: PlanAnswer) -> dict[str, Any]:
     """Everything `plan` prints; times in seconds, memory in bytes, shares as fractions."""
-    found: Plan = answer.plan
-    result = found.search
+    plan: Plan = answer.plan
+    result = plan.search
     return {
-        "job": found.best.job.to_dict(),
-        "memory_risk": found.request.job.run.memory_risk,
-        "tight": [ranked_data(found, one) for one in found.tight],
-        "candidates": [ranked_data(found, one) for one in found.candidates],
-        "layouts": [ranked_data(found, one) for one in found.layouts],
-        "ranking": [_ranking_data(number, row) for number, row in enumerate(found.rows, 1)],
-        "families": [family_data(one) for one in found.families],
-        "fastest": strategy_words(found.fastest.job.strategy),
-        "noise": picked(found.noise, "share", "basis"),
-        "room": asdict(found.request.room),
+        "job": plan.best.job.to_dict(),
+        "memory_risk": plan.request.job.run.memory_risk,
+        "tight": [ranked_data(plan, candidate) for candidate in plan.tight],
+        "candidates": [ranked_data(plan, candidate) for candidate in plan.candidates],
+        "layouts": [ranked_data(plan, candidate) for candidate in plan.layouts],
+        "ranking": [_ranking_data(number, row) for number, row in enumerate(plan.rows, 1)],
+        "families": [family_data(family) for family in plan.families],
+        "fastest": strategy_words(plan.fastest.job.strategy),
+        "noise": picked(plan.noise, "share", "basis"),
+        "room": asdict(plan.request.room),
         "search": {
             **picked(result, "priced", "fitting", "too_large", "unsupported"),
             "cpu_seconds": result.seconds,
-            "narrowing": list(found.narrowing),
+            "narrowing": list(plan.narrowing),
         },
         "explanation": _explanation(answer.explanation),
-        "textbook": None if answer.textbook is None else candidate_data(answer.textbook),
-        "frameworks": [runner_data(one, found.best) for one in answer.runners],
+        "textbook": _candidate_or_none(answer.textbook),
+        "frameworks": [runner_data(runner, plan.best) for runner in answer.runners],
         "not_run": None if answer.not_run is None else _not_run(answer.not_run),
-        "why_not": [_why_not(one) for one in answer.why_not],
-        "what_if": [_what_if(one) for one in answer.what_if],
+        "why_not": [
+            {**picked(question, "wanted", "verdict", "reason", "loss"), "best": _candidate_or_none(question.best)}
+            for question in answer.why_not
+        ],
+        "what_if": [_what_if(what_if) for what_if in answer.what_if],
         "pareto": _pareto(answer),
         "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
         "notes": list(answer.notes),
     }
 
 
-def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
+def ranked_data(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return {
-        "group": found.group_of(one),
-        "loss": found.loss_of(one),
-        **candidate_data(one),
-        "left_bytes": found.left_bytes(one),
-        "fit_probability": found.fit_probability(one),
+        "group": plan.group_of(candidate),
+        "loss": plan.loss_of(candidate),
+        **candidate_data(candidate),
+        "left_bytes": plan.left_bytes(candidate),
+        "fit_probability": plan.fit_probability(candidate),
     }
 
 
 def _ranking_data(number: int, row: RankingRow) -> dict[str, Any]:
     """A row of the ranking; its figures are in the layout with the same words."""
-    like = [strategy_words(one.job.strategy) for one in row.like]
+    like = [strategy_words(candidate.job.strategy) for candidate in row.like]
     return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
 
 
-def family_data(one: StrategyFamily) -> dict[str, Any]:
-    best = None if one.best is None else candidate_data(one.best)
-    return {"dimensions": list(one.dimensions), "best": best, "least_memory_bytes": one.least_memory_bytes}
+def family_data(family: StrategyFamily) -> dict[str, Any]:
+    return {
+        "dimensions": list(family.dimensions),
+        "best": _candidate_or_none(family.best),
+        "least_memory_bytes": family.least_memory_bytes,
+    }
 
 
-def candidate_data(one: Candidate) -> dict[str, Any]:
-    job, band = one.job, error_bar(one.job)
+def _candidate_or_none(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else candidate_data(candidate)
+
+
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
+    job, band = candidate.job, error_bar(candidate.job)
     return {
         "strategy": job.to_dict().get("strategy", {}),
         "words": strategy_words(job.strategy),
-        "predicted_seconds": one.step_seconds,
-        "predicted_seconds_low": one.low_seconds(band.time_low),
-        "predicted_seconds_high": one.step_seconds * (1 + band.time_high),
+        "predicted_seconds": candidate.step_seconds,
+        "predicted_seconds_low": candidate.low_seconds(band.time_low),
+        "predicted_seconds_high": candidate.step_seconds * (1 + band.time_high),
         "error_bar_basis": band.basis,
         "tokens_per_step": job.tokens_per_step,
-        **picked(one, "tokens_per_second", "mfu"),
+        **picked(candidate, "tokens_per_second", "mfu"),
         "mfu_peak": job.training.recipe.compute,
-        "memory": one.memory.to_dict(),
-        "margin_bytes": one.margin_bytes,
+        "memory": candidate.memory.to_dict(),
+        "margin_bytes": candidate.margin_bytes,
         "batch": {
             "sequences": job.sequences,
             "data_parallel": job.strategy.data_parallel,
             "accumulation": job.microbatches,
             "microbatch": job.strategy.microbatch,
         },
-        "parts_seconds": one.parts,
+        "parts_seconds": candidate.parts,
     }
 
 
@@ -456,31 +473,27 @@ def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
         "second": None if second is None else strategy_words(second.job.strategy),
         "loss": None if second is None else explanation.loss,
         "layouts_within_noise": explanation.within,
-        "turnings": [picked(one, "what", "factor") for one in explanation.turnings or ()],
+        "turnings": [picked(turning, "what", "factor") for turning in explanation.turnings or ()],
     }
 
 
-def _not_run(one: NotRun) -> dict[str, Any]:
-    return {"lacks": [list(finding.techniques) for finding in one.findings], "best": candidate_data(one.best)}
+def _not_run(not_run: NotRun) -> dict[str, Any]:
+    return {"lacks": [list(finding.techniques) for finding in not_run.findings], "best": candidate_data(not_run.best)}
 
 
-def _why_not(one: WhyNot) -> dict[str, Any]:
-    best = None if one.best is None else candidate_data(one.best)
-    return {**picked(one, "wanted", "verdict", "reason", "loss"), "best": best}
-
-
-def _what_if(one: WhatIf) -> dict[str, Any]:
+def _what_if(what_if: WhatIf) -> dict[str, Any]:
     best, fastest = None, None
-    if isinstance(one.found, Plan):
-        best, fastest = candidate_data(one.found.best), candidate_data(one.found.fastest)
-    return {"change": one.change, "best": best, "fastest": fastest}
+    if isinstance(what_if.found, Plan):
+        best, fastest = candidate_data(what_if.found.best), candidate_data(what_if.found.fastest)
+    return {"change": what_if.change, "best": best, "fastest": fastest}
 
 
 def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
     if answer.memory_front is not None:
-        return [candidate_data(one) for one in answer.memory_front]
+        return [candidate_data(candidate) for candidate in answer.memory_front]
     if answer.sizes is None:
         return None
     return [
-        {**picked(one, "devices", "device_seconds_per_token"), "best": candidate_data(one.best)} for one in answer.sizes
+        {**picked(size, "devices", "device_seconds_per_token"), "best": candidate_data(size.best)}
+        for size in answer.sizes
     ]

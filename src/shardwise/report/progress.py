@@ -22,7 +22,7 @@ from rich.progress import (
 
 @contextmanager
 def status(doing: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with what is being done."""
+    """Yields a function that replaces the description of what is being done."""
     with _one_task(doing, None, (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()), quiet) as bar:
         yield lambda text: bar.update(bar.task_ids[0], description=text)
 

@@ -1,4 +1,4 @@
-"""The state of a run as a page: what matters most first, then the ranks."""
+"""The state of a run as a page: the most important figures first, then the ranks."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from shardwise.spec.units import (
 _MOST_RANKS = 16
 
 
-def status_line(found: RunState) -> str:
-    """The same in one line, as the progress of `train` has it."""
-    words = figures_in_words(found.figures, found.steps or found.step) if found.figures.step_seconds is not None else ()
-    return ", ".join((state_words(found), *words))
+def status_line(state: RunState) -> str:
+    """The state and its figures in a line, as the progress of `train` shows them."""
+    words = figures_in_words(state.figures, state.steps or state.step) if state.figures.step_seconds is not None else ()
+    return ", ".join((state_words(state), *words))
 
 
-def state_words(found: RunState) -> str:
+def state_words(state: RunState) -> str:
     """ "failed, step 12 of 40"."""
-    steps = "" if found.steps is None else f" of {found.steps:,}"
-    return f"{found.state}, step {found.step:,}{steps}"
+    steps = "" if state.steps is None else f" of {state.steps:,}"
+    return f"{state.state}, step {state.step:,}{steps}"
 
 
 @paged
-def status_page(found: RunState) -> Iterator[Piece | str]:
-    yield Line(f"{found.folder}: {state_words(found)}", "bold")
-    if found.steps:
-        share = found.step / found.steps
+def status_page(state: RunState) -> Iterator[Piece | str]:
+    yield Line(f"{state.folder}: {state_words(state)}", "bold")
+    if state.steps:
+        share = state.step / state.steps
         yield table("", ("", ""), [(readable_share(share), Bar(share))], numbers_from=2)
-    for text in (found.why, "" if found.finding is None else found.finding.text):
+    for text in (state.why, "" if state.finding is None else state.finding.text):
         if text:
             yield f"{text[0].upper()}{text[1:]}."
-    if found.state == "killed":
+    if state.state == "killed":
         yield "Nobody trains in it, and its end was not recorded: start the same command again to resume."
-    if found.state == "stopped":
+    if state.state == "stopped":
         yield "A signal stopped it before its last step: start the same command again to resume."
-    yield table("", ("", ""), _rows(found), numbers_from=2)
-    if found.ranks:
-        yield from _ranks(found)
+    yield table("", ("", ""), _rows(state), numbers_from=2)
+    if state.ranks:
+        yield from _ranks(state)
 
 
-def _rows(found: RunState) -> Iterator[tuple[str, str]]:
-    figures = found.figures
+def _rows(state: RunState) -> Iterator[tuple[str, str]]:
+    figures = state.figures
     if figures.loss is not None:
         held_out = "" if figures.validation_loss is None else f", held out {figures.validation_loss:.3f}"
         yield "loss", f"{figures.loss:.3f}{held_out}"
@@ -70,53 +70,56 @@ def _rows(found: RunState) -> Iterator[tuple[str, str]]:
         predicted = figures.predicted_memory_bytes
         beside = f", predicted {readable_bytes(predicted)}" if predicted else ""
         yield "memory", f"{readable_bytes(figures.memory_bytes)} on the fullest rank{beside}"
-    if found.left_seconds is not None:
-        yield "left", readable_duration(found.left_seconds)
-    if found.quiet_seconds is not None:
-        yield "newest step", f"{readable_duration(found.quiet_seconds)} ago"
-    yield "newest commit", _commit(found)
-    yield "restarts", f"{found.restarts:,}"
-    if found.goodput is not None:
-        up = readable_duration(found.running_seconds)
-        yield "goodput", f"{readable_share(found.goodput)} of {up} in steps that count"
-    if found.alive:
-        slow = [f"rank {one.rank}, others wait {readable_share(one.share)} of the time" for one in found.stragglers]
-        yield "stragglers", "; ".join(slow) or ("none seen" if found.late else "not known yet")
+    if state.left_seconds is not None:
+        yield "left", readable_duration(state.left_seconds)
+    if state.quiet_seconds is not None:
+        yield "newest step", f"{readable_duration(state.quiet_seconds)} ago"
+    yield "newest commit", _commit(state)
+    yield "restarts", f"{state.restarts:,}"
+    if state.goodput is not None:
+        up = readable_duration(state.running_seconds)
+        yield "goodput", f"{readable_share(state.goodput)} of {up} in steps that count"
+    if state.alive:
+        slow = [
+            f"rank {straggler.rank}, others wait {readable_share(straggler.share)} of the time"
+            for straggler in state.stragglers
+        ]
+        yield "stragglers", "; ".join(slow) or ("none seen" if state.late else "not known yet")
 
 
-def _commit(found: RunState) -> str:
-    if found.saved is None:
+def _commit(state: RunState) -> str:
+    if state.saved is None:
         return "none"
-    where = ", in memory" if found.saved.in_memory else ""
-    return f"step {found.saved.step:,}, {readable_duration(found.saved.age_seconds)} ago{where}"
+    where = ", in memory" if state.saved.in_memory else ""
+    return f"step {state.saved.step:,}, {readable_duration(state.saved.age_seconds)} ago{where}"
 
 
-def _ranks(found: RunState) -> Iterator[Piece | str]:
-    """With many, the slow and the silent ones first."""
-    late = {one.rank: one for one in found.late}
-    straggling = {one.rank for one in found.stragglers}
-    memory = dict(enumerate(found.figures.memory_bytes_of_ranks))
-    shown = sorted(found.ranks, key=lambda one: (one.rank not in straggling, -one.phase_seconds, one.rank))
-    shown = sorted(shown[:_MOST_RANKS], key=lambda one: one.rank)
+def _ranks(state: RunState) -> Iterator[Piece | str]:
+    """A table of the ranks; of many, those that are slow or silent."""
+    late = {rank.rank: rank for rank in state.late}
+    straggling = {rank.rank for rank in state.stragglers}
+    memory = dict(enumerate(state.figures.memory_bytes_of_ranks))
+    shown = sorted(state.ranks, key=lambda rank: (rank.rank not in straggling, -rank.phase_seconds, rank.rank))
+    shown = sorted(shown[:_MOST_RANKS], key=lambda rank: rank.rank)
     rows = [
         (
-            f"{one.rank}",
-            one.phase,
-            f"{one.step:,}",
-            readable_duration(one.phase_seconds),
-            readable_bytes(memory[one.rank]) if one.rank in memory else "–",
-            readable_share(late[one.rank].share) if one.rank in late else "–",
+            f"{rank.rank}",
+            rank.phase,
+            f"{rank.step:,}",
+            readable_duration(rank.phase_seconds),
+            readable_bytes(memory[rank.rank]) if rank.rank in memory else "–",
+            readable_share(late[rank.rank].share) if rank.rank in late else "–",
         )
-        for one in shown
+        for rank in shown
     ]
     names = ("rank", "phase", "steps done", "for", "memory", "late")
     yield table("Ranks", names, rows, numbers_from=2, optional=("memory", "late"))
-    if len(found.ranks) > len(shown):
-        yield f"{counted(len(found.ranks) - len(shown), 'other rank')} not shown; --json has all."
+    if len(state.ranks) > len(shown):
+        yield f"{counted(len(state.ranks) - len(shown), 'other rank')} not shown; --json has all."
 
 
 def saved_page(place: str, manifest: Manifest, age_seconds: float) -> Page:
-    """Of checkpoints alone: what runs there, if anything does, is not known."""
+    """The newest checkpoint where only checkpoints are known, and not the run that writes them."""
     steps = _steps(manifest)
     of = "" if steps is None else f" of {steps:,}"
     losses = manifest.numbers.get("losses") or []

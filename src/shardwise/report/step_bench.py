@@ -22,41 +22,41 @@ if TYPE_CHECKING:
 
 
 @paged
-def step_page(found: MeasuredStep) -> Iterator[Piece | str]:
+def step_page(measured: MeasuredStep) -> Iterator[Piece | str]:
     """Measured, predicted, and the error of the prediction."""
-    predicted, reserved = found.analysis, found.reserved_bytes
+    predicted, reserved = measured.analysis, measured.reserved_bytes
     rows = [
-        ("step, median", readable_seconds(found.median_seconds), readable_seconds(predicted.predicted_seconds),
-         readable_change(found.seconds_error)),
-        ("shortest", readable_seconds(min(found.step_seconds)), "", ""),
-        ("longest", readable_seconds(max(found.step_seconds)), "", ""),
-        ("tokens/s", readable_count(found.tokens_per_second), readable_count(predicted.tokens_per_second), ""),
-        ("MFU", readable_share(found.mfu), readable_share(predicted.mfu), ""),
-        ("peak memory", readable_bytes(found.peak_bytes), readable_bytes(found.predicted_bytes),
-         readable_change(found.memory_error)),
+        ("step, median", readable_seconds(measured.median_seconds), readable_seconds(predicted.predicted_seconds),
+         readable_change(measured.seconds_error)),
+        ("shortest", readable_seconds(min(measured.step_seconds)), "", ""),
+        ("longest", readable_seconds(max(measured.step_seconds)), "", ""),
+        ("tokens/s", readable_count(measured.tokens_per_second), readable_count(predicted.tokens_per_second), ""),
+        ("MFU", readable_share(measured.mfu), readable_share(predicted.mfu), ""),
+        ("peak memory", readable_bytes(measured.peak_bytes), readable_bytes(measured.predicted_bytes),
+         readable_change(measured.memory_error)),
         *([] if reserved is None else [("reserved memory", readable_bytes(reserved), "", "")]),
     ]  # fmt: skip
-    title = f"{_job_words(found.job)}, on {found.device_name}: {counted(len(found.step_seconds), 'step')}"
+    title = f"{_job_words(measured.job)}, on {measured.device_name}: {counted(len(measured.step_seconds), 'step')}"
     yield table(title, ("", "measured", "predicted", "error"), rows)
-    yield f"Loss {found.first_loss:.3f} in the first step, {found.last_loss:.3f} in the last."
-    yield f"CUDA graphs: {found.graphs}."
-    yield f"Attention: {found.attention}."
+    yield f"Loss {measured.first_loss:.3f} in the first step, {measured.last_loss:.3f} in the last."
+    yield f"CUDA graphs: {measured.graphs}."
+    yield f"Attention: {measured.attention}."
 
 
-def step_data(found: MeasuredStep) -> dict[str, Any]:
+def step_data(measured: MeasuredStep) -> dict[str, Any]:
     """Every figure, in SI units; ``job`` is the job that ran."""
     return {
-        "job": found.job.to_dict(),
-        "device": found.device_name,
-        "seconds": found.median_seconds,
-        "least_seconds": min(found.step_seconds),
-        "most_seconds": max(found.step_seconds),
-        **picked(found, "step_seconds", "tokens_per_second", "mfu", "peak_bytes", "reserved_bytes"),
-        "predicted_seconds": found.analysis.predicted_seconds,
-        "predicted_tokens_per_second": found.analysis.tokens_per_second,
-        "predicted_mfu": found.analysis.mfu,
-        **picked(found, "predicted_bytes", "seconds_error", "memory_error", "first_loss", "last_loss"),
-        **picked(found, "graphs", "attention"),
+        "job": measured.job.to_dict(),
+        "device": measured.device_name,
+        "seconds": measured.median_seconds,
+        "least_seconds": min(measured.step_seconds),
+        "most_seconds": max(measured.step_seconds),
+        **picked(measured, "step_seconds", "tokens_per_second", "mfu", "peak_bytes", "reserved_bytes"),
+        "predicted_seconds": measured.analysis.predicted_seconds,
+        "predicted_tokens_per_second": measured.analysis.tokens_per_second,
+        "predicted_mfu": measured.analysis.mfu,
+        **picked(measured, "predicted_bytes", "seconds_error", "memory_error", "first_loss", "last_loss"),
+        **picked(measured, "graphs", "attention"),
     }
 
 

@@ -26,10 +26,12 @@ _JOINT = re.compile(r"(?<=\S[-/_=,·×])(?=[^\W\d])")
 
 @dataclass(frozen=True)
 class Bar:
-    """A share drawn as a bar of eighth blocks; shares of 1 and more fill ``width`` characters."""
+    """A share drawn as a bar of eighth blocks."""
 
     share: float
+    """Drawn as if it were 1 where it is more."""
     width: int = 40
+    """Characters of a share of 1."""
 
     def drawn(self, scale: float = 1.0) -> str:
         eighths = round(max(0.0, min(1.0, self.share)) * self.width * scale * 8)
@@ -50,16 +52,15 @@ class Column:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table under its title; ``optional`` names the columns that a narrow console drops, in that order.
-
-    ``narrower`` replaces it if it still does not fit; without one, rows become records.
-    """
+    """A table under its title, which adapts to the width of the console."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     optional: tuple[str, ...] = ()
+    """Columns that a narrow console drops, in this order."""
     narrower: FittedTable | None = None
+    """Replaces the table where it does not fit even then; without one, rows become records."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -84,13 +85,15 @@ class FittedTable:
             yield from self.narrower._lines(width, bounded)
             kept = {column.name for column in self.narrower.columns}
             names = [name for name in self.optional if name not in kept]
-            yield from self._left_out(frozenset(n for n, one in enumerate(self.columns) if one.name in names), width)
+            yield from self._left_out(
+                frozenset(n for n, column in enumerate(self.columns) if column.name in names), width
+            )
             return
         yield from self._records(width)
         yield from self._left_out(self._bars(), width)
 
     def _drops(self) -> Iterator[frozenset[int]]:
-        """The columns left out: none, then bars, then one optional column after the other."""
+        """Ever larger sets of columns to leave out: none, the bars, then one more optional column at a time."""
         gone: frozenset[int] = frozenset()
         yield gone
         bars = self._bars()
@@ -163,13 +166,13 @@ class FittedTable:
     # -- a table ---------------------------------------------------------------------------------------------
 
     def _widths(self, shown: Sequence[int], width: int) -> list[int] | None:
-        """A width for every column shown, or None where even the least do not fit."""
+        """A width for every column shown; None if they do not fit even at their smallest widths."""
         room = width - 2 * _EDGE - _GAP * (len(shown) - 1)
         least = [self._least(index) for index in shown]
         if sum(least) > room:
             return None
         natural = [max(self._natural(index), low) for index, low in zip(shown, least)]
-        level = max(natural, default=0)  # the widest columns give way first, all of them alike
+        level = max(natural, default=0)  # no column is wider: the widest shrink first, to the same width
         while sum(max(low, min(full, level)) for low, full in zip(least, natural)) > room:
             level -= 1
         widths = [max(low, min(full, level)) for low, full in zip(least, natural)]
@@ -200,7 +203,7 @@ class FittedTable:
             return
         headings = [wrapped(self.columns[index].name, width) for index, width in zip(shown, widths)]
         tallest = max(map(len, headings), default=0)
-        for line in self._aligned([[""] * (tallest - len(one)) + one for one in headings], shown, widths):
+        for line in self._aligned([[""] * (tallest - len(lines)) + lines for lines in headings], shown, widths):
             yield line, "bold"
         yield " " * _EDGE + "─" * (sum(widths) + _GAP * (len(widths) - 1)), ""
         yield from self._body(shown, widths)
@@ -249,7 +252,7 @@ def _pair(column: Column, value: str) -> str:
 
 
 def _flowed(pairs: Iterable[str], width: int) -> Iterator[str]:
-    """Pairs one after the other; one that is longer than a line gets lines of its own."""
+    """Pairs side by side, as many as fit on a line; a pair longer than a line gets lines of its own."""
     line = ""
     for pair in pairs:
         longer = line + _BETWEEN_PAIRS + pair if line else pair
@@ -264,16 +267,12 @@ def _flowed(pairs: Iterable[str], width: int) -> Iterator[str]:
         yield line
 
 
-def _pieces(word: str) -> list[str]:
-    return _JOINT.split(word)
-
-
 def _longest_piece(text: str) -> int:
-    return max((cell_len(piece) for word in text.split() for piece in _pieces(word)), default=0)
+    return max((cell_len(piece) for word in text.split() for piece in _JOINT.split(word)), default=0)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most ``width``: broken between words, within a word only where the word alone is too long."""
+    """Lines of at most ``width``: broken between words; within a word only if it is longer than a line."""
     lines: list[str] = []
     for word in _SPACE.split(text.strip()):
         for part in [word] if cell_len(word) <= width else _broken(word, width):
@@ -292,9 +291,9 @@ def hanging(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """A word too long for a line: at its joints, or anywhere where it has none."""
+    """A word that is longer than a line: broken at its joints, or anywhere if it has none."""
     lines = [""]
-    for piece in _pieces(word):
+    for piece in _JOINT.split(word):
         if cell_len(lines[-1] + piece) <= width:
             lines[-1] += piece
             continue

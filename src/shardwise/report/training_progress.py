@@ -31,15 +31,15 @@ from shardwise.spec.units import (
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
-LONG_SECONDS = 60.0  # a run that takes longer says how long, before it and
-MEASURED_STEPS = 3  # after so many steps, by their pace
+LONG_SECONDS = 60.0  # a longer run announces its duration: predicted before it starts, and
+MEASURED_STEPS = 3  # measured after this many steps
 _EVENTS = {"checkpoint_damaged": "skipped a damaged checkpoint: ", "checkpoint_failed": "no checkpoint: ",
            "bad": "bad, ", "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
 _BAR, _LEAST_BAR = 40, 8
 
 
 class TrainingProgress:
-    """Shows ``path`` (metrics.jsonl) until it is left; `print` prints a line above the bar."""
+    """Follows ``path`` (metrics.jsonl) while its context is open; `print` prints a line above the bar."""
 
     def __init__(self, path: Path, steps: int, *, quiet: bool = False) -> None:
         self._follower, self._steps, self._quiet = Follower(path), steps, quiet
@@ -73,7 +73,7 @@ class TrainingProgress:
             self._console.print(text, soft_wrap=True, markup=False)
 
     def _print_once(self, text: str) -> None:
-        """Prints a record once: records repeat after a roll-back."""
+        """Prints a line unless it was printed before: records repeat after a roll-back."""
         if text not in self._printed:
             self._printed.add(text)
             self.print(text)
@@ -83,14 +83,14 @@ class TrainingProgress:
             self._show_new()
 
     def _show_new(self) -> None:
-        """The newest step of those that are new: after a restart older ones are read again."""
+        """Shows the newest of the new records; after a restart the file is read from its start again."""
         records = self._follower.new()
         if self._follower.truncated:
             self._recent = RecentSteps()
         for record in records:
             self._recent.add(record)
             self._show_event(record)
-        timed = [one["step"] for one in records if one.get("seconds") is not None]
+        timed = [record["step"] for record in records if record.get("seconds") is not None]
         if timed:
             self._show_step(timed[-1])
         if self._timed < MEASURED_STEPS <= self._timed + len(timed):
@@ -111,7 +111,7 @@ class TrainingProgress:
             self._bar.update(self._task, completed=step, words=words)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.print(f"{_step(step, self._steps)}: {', '.join(words)}")
+            self.print(f"step {step:,} of {self._steps:,}: {', '.join(words)}")
 
     def _say_how_long(self) -> None:
         left, seconds, predicted = self._recent.left_seconds(self._steps), self._recent.step_seconds, ""
@@ -124,7 +124,7 @@ class TrainingProgress:
 
 
 def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:
-    """The figures of a step, the most important first: a narrow terminal shows no more than fits."""
+    """The figures of a step, the most important first: a narrow terminal cuts off the rest."""
     words = ["loss –" if recent.loss is None else f"loss {recent.loss:.3f}"]
     left = recent.left_seconds(steps)
     if left is not None:
@@ -142,10 +142,6 @@ def figures_in_words(recent: RecentSteps, steps: int) -> tuple[str, ...]:
     if recent.memory_bytes:
         words.append(readable_bytes(recent.memory_bytes))
     return tuple(words)
-
-
-def _step(step: int, steps: int) -> str:
-    return f"step {step:,} of {steps:,}"
 
 
 def fitted(head: str, words: Sequence[str], width: int) -> str:
@@ -167,14 +163,14 @@ class OneLine(Progress):
 
 
 class _Drawn:
-    """Drawn for the width that there is when it is drawn: terminals are resized."""
+    """Measures the terminal whenever it is drawn: it may have been resized."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done, steps = int(self._task.completed), int(self._task.total or 0)
-        line = fitted(_step(done, steps), self._task.fields["words"], options.max_width)
+        line = fitted(f"step {done:,} of {steps:,}", self._task.fields["words"], options.max_width)
         room = min(_BAR, options.max_width - cell_len(line) - 2)
         if room >= _LEAST_BAR:
             line += "  " + Bar(done / steps if steps else 0.0, room).drawn()

@@ -1,4 +1,4 @@
-"""How far the cost model is off on published or measured runs, as a page and as data."""
+"""The cost model's errors on published or measured runs, as a page and as data."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 @paged
-def runs_page(found: ScoredRuns) -> Iterator[Piece | str]:
+def runs_page(runs: ScoredRuns) -> Iterator[Piece | str]:
     optional = ("range", "memory predicted", "from")
-    yield table("Step time and memory", _COLUMNS, map(_row, found.rows), numbers_from=2, optional=optional)
-    devices = [_summary_row(device, one) for device, one in found.by_device.items()]
+    yield table("Step time and memory", _COLUMNS, map(_row, runs.rows), numbers_from=2, optional=optional)
+    devices = [_summary_row(device, summary) for device, summary in runs.by_device.items()]
     yield table("Per device", _SUMMARY, devices, optional=("ranged", "in range", "memory, worst", "worst"))
-    if found.coverage:
-        yield table_of("Reports in the error bar, by its class", found.coverage, _COVERAGE, numbers_from=2)
-    if found.choices:
-        yield table_of("Layouts of one job", found.choices, _CHOICES, optional=("sequences", "layouts"))
-    yield from _remarks(found)
+    if runs.coverage:
+        yield table_of("Reports in the error bar, by its class", runs.coverage, _COVERAGE, numbers_from=2)
+    if runs.choices:
+        yield table_of("Layouts of one job", runs.choices, _CHOICES, optional=("sequences", "layouts"))
+    yield from _remarks(runs)
 
 
-def runs_data(found: ScoredRuns) -> dict[str, Any]:
-    total = found.total
+def runs_data(runs: ScoredRuns) -> dict[str, Any]:
+    total = runs.total
     ranges = {"rows": total.ranged_rows, "in_range": total.in_range} if total else {"rows": 0, "in_range": None}
     return {
-        "rows": [asdict(one) for one in found.rows],
-        "summary": {device: asdict(one) for device, one in found.by_device.items()},
+        "rows": [asdict(score) for score in runs.rows],
+        "summary": {device: asdict(summary) for device, summary in runs.by_device.items()},
         "ranges": ranges,
-        "coverage": [asdict(one) for one in found.coverage],
-        "choices": [asdict(one) for one in found.choices],
-        "choice": asdict(found.choice) if found.choice else None,
-        "not_scored": [asdict(one) for one in found.not_scored],
+        "coverage": [asdict(coverage) for coverage in runs.coverage],
+        "choices": [asdict(choice) for choice in runs.choices],
+        "choice": asdict(runs.choice) if runs.choice else None,
+        "not_scored": [asdict(refusal) for refusal in runs.not_scored],
     }
 
 
@@ -54,40 +54,40 @@ _SUMMARY = (
     *("memory, mean", "memory, worst", "ranged", "in range"),
 )
 _COVERAGE: dict[str, Callable[[Coverage], str]] = {
-    "of": lambda one: one.what,
-    "class": lambda one: one.of,
-    "rows": lambda one: str(one.rows),
-    "in the bar": lambda one: f"{one.in_bar:.0%}",
+    "of": lambda coverage: coverage.what,
+    "class": lambda coverage: coverage.of,
+    "rows": lambda coverage: str(coverage.rows),
+    "in the bar": lambda coverage: f"{coverage.in_bar:.0%}",
 }
 _CHOICES: dict[str, Callable[[LayoutChoice], str]] = {
-    "job": lambda one: f"{one.model}, {one.devices} {one.device}, {one.source}",
-    "sequences": lambda one: f"{one.sequences:,}",
-    "layouts": lambda one: str(one.layouts),
-    "slower than the best": lambda one: f"{one.regret:.1%}",
-    "rank correlation": lambda one: "" if one.rank_correlation is None else f"{one.rank_correlation:.2f}",
+    "job": lambda choice: f"{choice.model}, {choice.devices} {choice.device}, {choice.source}",
+    "sequences": lambda choice: f"{choice.sequences:,}",
+    "layouts": lambda choice: str(choice.layouts),
+    "slower than the best": lambda choice: f"{choice.regret:.1%}",
+    "rank correlation": lambda choice: "" if choice.rank_correlation is None else f"{choice.rank_correlation:.2f}",
 }
 
 
-def _row(one: Score) -> tuple[str, ...]:
+def _row(score: Score) -> tuple[str, ...]:
     bar, between, memory = "", "", ("", "", "", "")
-    if one.in_bar is not None:
-        bar = _between(one.bar_low_seconds, one.bar_high_seconds) + ("" if one.in_bar else " !")
-    if one.predicted_seconds_low is not None and one.predicted_seconds_high is not None:
-        between = _between(one.predicted_seconds_low, one.predicted_seconds_high) + ("" if one.in_range else " !")
-    if one.reported_memory_bytes is not None and one.memory_error is not None:
-        ends = f"{readable_bytes(one.bar_low_bytes)}-{readable_bytes(one.bar_high_bytes)}"
+    if score.in_bar is not None:
+        bar = _between(score.bar_low_seconds, score.bar_high_seconds) + ("" if score.in_bar else " !")
+    if score.predicted_seconds_low is not None and score.predicted_seconds_high is not None:
+        between = _between(score.predicted_seconds_low, score.predicted_seconds_high) + ("" if score.in_range else " !")
+    if score.reported_memory_bytes is not None and score.memory_error is not None:
+        ends = f"{readable_bytes(score.bar_low_bytes)}-{readable_bytes(score.bar_high_bytes)}"
         memory = (
-            readable_bytes(one.reported_memory_bytes),
-            readable_bytes(one.predicted_memory_bytes),
-            readable_change(one.memory_error),
-            ends + ("" if one.memory_in_bar else " !"),
+            readable_bytes(score.reported_memory_bytes),
+            readable_bytes(score.predicted_memory_bytes),
+            readable_change(score.memory_error),
+            ends + ("" if score.memory_in_bar else " !"),
         )
     return (
-        one.row_id + (" *" if one.set_aside else ""),
-        one.reported_from,
-        "" if one.reported_seconds is None else readable_seconds(one.reported_seconds),
-        readable_seconds(one.predicted_seconds),
-        "" if one.time_error is None else readable_change(one.time_error),
+        score.row_id + (" *" if score.set_aside else ""),
+        score.reported_from,
+        "" if score.reported_seconds is None else readable_seconds(score.reported_seconds),
+        readable_seconds(score.predicted_seconds),
+        "" if score.time_error is None else readable_change(score.time_error),
         bar,
         between,
         *memory,
@@ -118,8 +118,8 @@ def _summary_row(device: str, summary: Summary) -> tuple[str, ...]:
     )
 
 
-def _remarks(found: ScoredRuns) -> Iterable[str]:
-    total, choice = found.total, found.choice
+def _remarks(runs: ScoredRuns) -> Iterable[str]:
+    total, choice = runs.total, runs.choice
     if total and total.in_range is not None:
         yield (
             f"ranges over what the source does not print: {total.in_range:.0%} of {total.ranged_rows} rows contain the "
@@ -131,12 +131,12 @@ def _remarks(found: ScoredRuns) -> Iterable[str]:
             f"the layout ranked first is {choice.mean_regret:.1%} slower than the fastest measured one in the mean of "
             f"{choice.jobs} jobs, {choice.worst_regret:.1%} in the worst{ranks}"
         )
-    if refusals := [one.row_id for one in found.rows if not one.fits]:
-        yield f"do not fit in memory as predicted, of {len(found.rows)} that ran: {', '.join(refusals)}"
-    for one in found.rows:
-        if one.set_aside:
-            yield f"scored apart (*): {one.row_id}: {one.set_aside}"
-    for refused in found.not_scored:
+    if refusals := [score.row_id for score in runs.rows if not score.fits]:
+        yield f"do not fit in memory as predicted, of {len(runs.rows)} that ran: {', '.join(refusals)}"
+    for score in runs.rows:
+        if score.set_aside:
+            yield f"scored apart (*): {score.row_id}: {score.set_aside}"
+    for refused in runs.not_scored:
         yield f"not scored: {refused.row_id}: {refused.reason}"
 
 
@@ -171,9 +171,9 @@ _ERRORS: dict[str, tuple[str, dict[str, Callable[[Any], str]]]] = {
 
 
 def errors_page(kind: str, rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> Page:
-    """Every row of a table of this ``kind``, then the absolute errors of every group and of all."""
+    """Every row of a table of this ``kind``, then the absolute errors of each group and overall."""
     title, columns = _ERRORS[kind]
-    shares = [(name, str(one.rows), f"{one.mean:.2%}", f"{one.worst:.2%}") for name, one in summary.items()]
+    shares = [(name, str(errors.rows), f"{errors.mean:.2%}", f"{errors.worst:.2%}") for name, errors in summary.items()]
     absolute = table("Absolute error", ("group", "rows", "mean", "worst"), shares)
     return Page((table_of(title, rows, columns, numbers_from=2), absolute))
 
@@ -181,5 +181,5 @@ def errors_page(kind: str, rows: Sequence[Any], summary: Mapping[str, ErrorSumma
 def errors_data(rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> dict[str, Any]:
     return {
         "rows": [{**asdict(row), "error": row.error} for row in rows],
-        "summary": {name: asdict(one) for name, one in summary.items()},
+        "summary": {name: asdict(errors) for name, errors in summary.items()},
     }

@@ -1,4 +1,4 @@
-"""The verdict on a job in words: how long its step takes, whether it fits, what bounds it, what to change."""
+"""The verdict on a job in words: the step time, whether it fits, what bounds it, what to change."""
 
 from __future__ import annotations
 
@@ -23,40 +23,43 @@ _PARTS = {
 }
 
 
-def verdict_table(found: Assessment) -> FittedTable:
-    """What a reader wants first: a name and a few words a line."""
-    rows = [*verdict_rows(found), advice_row(found), floor_row(found.analysis)]
+def verdict_table(assessment: Assessment) -> FittedTable:
+    """What a reader wants first, a line each."""
+    rows = [*verdict_rows(assessment), advice_row(assessment), floor_row(assessment.analysis)]
     return table("", ("", ""), rows, numbers_from=2)
 
 
-def verdict_rows(found: Assessment) -> Iterator[tuple[str, str]]:
-    """The verdict without advice, which takes most of the time of an analysis."""
-    analysis = found.analysis
-    yield from _step_rows(found)
+def verdict_rows(assessment: Assessment) -> Iterator[tuple[str, str]]:
+    """The verdict without advice, whose search takes most of the time of an analysis."""
+    analysis = assessment.analysis
+    yield from _step_rows(assessment)
     yield "Memory", memory_words(analysis)
-    yield "Bound by", ("" if found.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, found.bottleneck)
+    yield (
+        "Bound by",
+        ("" if assessment.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, assessment.bottleneck),
+    )
     if analysis.fits:
         share = analysis.exposed_share
         over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
         yield "Exposed communication", f"{share:.0%} of the predicted step{over}"
 
 
-def advice_row(found: Assessment) -> tuple[str, str]:
-    """What to change: for a shorter step, or for one that fits."""
-    if found.analysis.fits:
-        return "What helps most", _change_words(found)
-    return "What would fit", f"{found.what_would_fit}"
+def advice_row(assessment: Assessment) -> tuple[str, str]:
+    """What to change to shorten the step, or to make it fit."""
+    if assessment.analysis.fits:
+        return "What helps most", _change_words(assessment)
+    return "What would fit", f"{assessment.what_would_fit}"
 
 
-def prediction_table(found: Assessment) -> FittedTable:
+def prediction_table(assessment: Assessment) -> FittedTable:
     """A prediction alone: step, throughput, memory, floor."""
-    rows = (*_step_rows(found), ("Memory", memory_words(found.analysis)), floor_row(found.analysis))
+    rows = (*_step_rows(assessment), ("Memory", memory_words(assessment.analysis)), floor_row(assessment.analysis))
     return table("", ("", ""), rows, numbers_from=2)
 
 
-def _step_rows(found: Assessment) -> Iterator[tuple[str, str]]:
-    analysis, peak = found.analysis, found.analysis.job.training.recipe.compute
-    low, high = readable_seconds(found.predicted_seconds_low), readable_seconds(found.predicted_seconds_high)
+def _step_rows(assessment: Assessment) -> Iterator[tuple[str, str]]:
+    analysis, peak = assessment.analysis, assessment.analysis.job.training.recipe.compute
+    low, high = readable_seconds(assessment.predicted_seconds_low), readable_seconds(assessment.predicted_seconds_high)
     yield "Predicted step", f"{readable_seconds(analysis.predicted_seconds)}; 80% of published runs: {low} - {high}"
     mfu = f"MFU {readable_share(analysis.mfu)} of the {peak} peak"
     yield "Throughput", f"{analysis.tokens_per_second:,.0f} tokens/s, {mfu}"
@@ -80,15 +83,15 @@ def memory_words(analysis: Analysis) -> str:
     return f"DOES NOT FIT: {needed}, {missing}"
 
 
-def bottleneck_sentence(analysis: Analysis, found: Bottleneck) -> str:
+def bottleneck_sentence(analysis: Analysis, bottleneck: Bottleneck) -> str:
     """One sentence that names what bounds the job."""
-    return f"{'Bound by ' if found.kind == 'time' else 'Does not fit: '}{_bound_words(analysis, found)}."
+    return f"{'Bound by ' if bottleneck.kind == 'time' else 'Does not fit: '}{_bound_words(analysis, bottleneck)}."
 
 
-def _bound_words(analysis: Analysis, found: Bottleneck) -> str:
-    if found.kind != "time":
-        return _memory_bound_words(analysis, found)
-    first, *others = found.causes
+def _bound_words(analysis: Analysis, bottleneck: Bottleneck) -> str:
+    if bottleneck.kind != "time":
+        return _memory_bound_words(analysis, bottleneck)
+    first, *others = bottleneck.causes
     longest = f"{readable_seconds(first.seconds)} or {first.share:.0%} of the predicted step"
     following = (f"next is {_cause_words(analysis.job, other)} with {other.share:.0%}" for other in others)
     return "; ".join((f"{_cause_words(analysis.job, first)}: {longest}", *following))
@@ -106,33 +109,33 @@ def _cause_words(job: Job, cause: StepCause) -> str:
     return f"{communication}{over} ({cause.collective.what})"
 
 
-def _memory_bound_words(analysis: Analysis, found: Bottleneck) -> str:
+def _memory_bound_words(analysis: Analysis, bottleneck: Bottleneck) -> str:
     memory, room = analysis.memory, analysis.room
-    if found.kind == "host memory":
+    if bottleneck.kind == "host memory":
         nodes = analysis.job.cluster.node_devices
         needed, there = readable_bytes(analysis.host_bytes), readable_bytes(room.host_bytes * nodes)
         return f"offload needs {needed} of host memory per node, which has {there}"
     rank = f" on pipeline rank {memory.pipeline_rank}" if analysis.job.strategy.pp > 1 else ""
     needed, usable = readable_bytes(memory.total), readable_bytes(room.usable_bytes)
-    part = readable_bytes(getattr(memory, found.largest_part))
-    return f"a device{rank} needs {needed} of {usable}; the largest part is {found.largest_part} ({part})"
+    part = readable_bytes(getattr(memory, bottleneck.largest_part))
+    return f"a device{rank} needs {needed} of {usable}; the largest part is {bottleneck.largest_part} ({part})"
 
 
-def _change_words(found: Assessment) -> str:
-    change, analysis = found.best_change, found.analysis
+def _change_words(assessment: Assessment) -> str:
+    change, analysis = assessment.best_change, assessment.analysis
     if change is None:
         return "no single change of the strategy makes the step 1% shorter and fits"
     step = f"{readable_seconds(change.predicted_seconds)} instead of {readable_seconds(analysis.predicted_seconds)}"
     return (
-        f"{change_words(analysis.job.strategy, change.job.strategy)} (step {step}, {found.change_gain:.0%} less; "
+        f"{change_words(analysis.job.strategy, change.job.strategy)} (step {step}, {assessment.change_gain:.0%} less; "
         f"exposed {change.exposed_share:.0%}; {readable_bytes(change.memory.total)})"
     )
 
 
-def sending_less_words(job: Job, found: SendingLess) -> str:
-    """That a step mostly waits for gradients, and what would send less of them."""
-    options = ", ".join(_faster_words(job, *one) for one in found.speedups.items())
-    waits = f"{found.waiting_share:.0%} of the step waits for data-parallel ranks"
+def sending_less_words(job: Job, advice: SendingLess) -> str:
+    """A note that the step mostly waits for gradients, with options that send less."""
+    options = ", ".join(_faster_words(job, *option) for option in advice.speedups.items())
+    waits = f"{advice.waiting_share:.0%} of the step waits for data-parallel ranks"
     return f"{waits}; options that also change the training: {options}"
 
 

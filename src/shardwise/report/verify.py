@@ -23,51 +23,58 @@ _WORDS = {"loss": "loss", "gradient": "gradients", "weight": "weights at the end
 
 
 @paged
-def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
-    """A table of the worst deviations; first how what was run differs from what was asked for."""
-    run = found.job
+def verification_page(asked: Job, verification: Verification) -> Iterator[Piece | str]:
+    """How the job that ran differs from the one asked for, then a table of the worst deviations."""
+    run = verification.job
     if run.strategy.world != asked.strategy.world:
         yield f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order."
     if run.model != asked.model:
         yield (f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features.")
-    if asked.training.precision != run.training.precision and not found.in_fp8:
+    if asked.training.precision != run.training.precision and not verification.in_fp8:
         yield f"Precision is {run.training.precision}: {asked.training.precision} would hide differences."
     words = strategy_words(run.strategy)
-    title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
+    title = f"{run.model.name}, {words}, against one process, {counted(verification.steps, 'step')}"
     rows = [
-        (_WORDS[kind], f"{one.value:.1e}", "equal" if one.value <= found.tolerance else "DIFFERS", one.where)
-        for kind, one in found.worst.items()
+        (
+            _WORDS[kind],
+            f"{deviation.value:.1e}",
+            "equal" if deviation.value <= verification.tolerance else "DIFFERS",
+            deviation.where,
+        )
+        for kind, deviation in verification.worst.items()
     ]
     yield table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9)
-    if found.in_fp8:
-        yield _narrow(asked, found)
-    verdict = "The layout computes what one process computes" if found.ok else "The layout computes a different result"
+    if verification.in_fp8:
+        yield _narrow(asked, verification)
+    verdict = (
+        "The layout computes what one process computes" if verification.ok else "The layout computes a different result"
+    )
     yield (
-        f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor, "
+        f"{verdict}: tolerance {verification.tolerance:g}, relative to the largest element of each tensor, "
         "or one rounding of the largest in its layer."
     )
 
 
-def _narrow(asked: Job, found: Verification) -> Piece:
+def _narrow(asked: Job, verification: Verification) -> Piece:
     from shardwise.measure.in_fp8 import FP8_BOUNDS
 
     title = f"the same layout in {asked.training.precision}, against one process in fp32"
     rows = [
         (
             _WORDS[kind],
-            f"{one.value:.1e}",
+            f"{deviation.value:.1e}",
             f"{FP8_BOUNDS[kind]:g}",
-            "within" if one.value <= FP8_BOUNDS[kind] else "OFF",
-            one.where,
+            "within" if deviation.value <= FP8_BOUNDS[kind] else "OFF",
+            deviation.where,
         )
-        for kind, one in found.in_fp8.items()
+        for kind, deviation in verification.in_fp8.items()
     ]
     return table(title, ("", "deviation", "bound", "", "where"), rows, numbers_from=9)
 
 
 @contextmanager
 def verification_progress(steps: int, shown: bool) -> Iterator[Callable[[str, Callable[[], int]], None]]:
-    """Progress bars on standard error while the processes run, if it is a terminal; removed when they are done."""
+    """Progress bars on standard error, if it is a terminal; removed when the processes are done."""
     if not (shown and sys.stderr.isatty()):
         yield lambda phase, done: None
         return
@@ -81,7 +88,7 @@ def verification_progress(steps: int, shown: bool) -> Iterator[Callable[[str, Ca
 
 
 class _Counting(Progress):
-    """Asks how far each phase is whenever it is drawn."""
+    """Progress bars that ask every phase for its count whenever they are drawn."""
 
     def __init__(self, *columns: ProgressColumn, **settings: Any) -> None:
         self.counts: dict[TaskID, Callable[[], int]] = {}

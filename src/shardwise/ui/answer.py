@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
+from shardwise.api.analysis import require_few_passes
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.step.trace import step_trace
+from shardwise.interop.frameworks import TARGETS, target
 from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.advice.exported import priced_export
 from shardwise.planner.advice.remedy import nearest_fit
 from shardwise.planner.describe import strategy_words
 from shardwise.report.charts.chart import BarChart
@@ -18,8 +22,10 @@ from shardwise.report.charts.step import communication_chart, levels_chart, step
 from shardwise.report.charts.timeline import timeline_chart
 from shardwise.report.charts.verdict import fit_words, subject_words, verdict_of
 from shardwise.report.console import picked
+from shardwise.report.export import export_data
 from shardwise.report.verdict import advice_row, floor_row, verdict_rows
 from shardwise.spec.clusters import device_words
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes, readable_share
 from shardwise.ui.choices import choices
@@ -31,12 +37,12 @@ Data = dict[str, Any]
 def answer(given: Mapping[str, Any]) -> Data:
     """Everything that follows a change of a control within a tenth of a second."""
     job, notes = job_of(given)
-    found = assess(analyze_job(job), advice=False)
-    analysis = found.analysis
+    assessment = assess(analyze_job(job), advice=False)
+    analysis = assessment.analysis
     return {
-        "verdict": verdict_data(found),
-        "facts": [{"name": name, "words": words} for name, words in _facts(found)],
-        "charts": {one.name: one.to_dict() for one in _charts(analysis)},
+        "verdict": verdict_data(assessment),
+        "facts": [{"name": name, "words": words} for name, words in _facts(assessment)],
+        "charts": {chart.name: chart.to_dict() for chart in _charts(analysis)},
         "job": {
             **picked(job, "microbatches", "sequences", "tokens_per_step"),
             "devices": job.cluster.devices,
@@ -61,16 +67,16 @@ def _charts(analysis: Analysis) -> Iterator[BarChart]:
         yield levels_chart(analysis)
 
 
-def verdict_data(found: Assessment) -> Data:
+def verdict_data(assessment: Assessment) -> Data:
     """The sentence with its two ends apart, and the figures of the bar below it."""
-    analysis = found.analysis
-    ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(found)}
-    return {**verdict_of(found).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
+    analysis = assessment.analysis
+    ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(assessment)}
+    return {**verdict_of(assessment).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
 
 
-def _facts(found: Assessment) -> Iterator[tuple[str, str]]:
-    yield from verdict_rows(found)
-    yield floor_row(found.analysis)
+def _facts(assessment: Assessment) -> Iterator[tuple[str, str]]:
+    yield from verdict_rows(assessment)
+    yield floor_row(assessment.analysis)
 
 
 def timeline(given: Mapping[str, Any]) -> Data:
@@ -87,9 +93,9 @@ def advice(given: Mapping[str, Any]) -> Data:
     analysis = analyze_job(job)
     if not analysis.fits:
         return _fitting(job)
-    found = assess(analysis)
-    name, words = advice_row(found)
-    change = found.best_change
+    assessment = assess(analysis)
+    name, words = advice_row(assessment)
+    change = assessment.best_change
     return {"name": name, "words": words, "set": None if change is None else changes_to(job, change.job)}
 
 
@@ -112,8 +118,8 @@ def changes_to(before: Job, after: Job) -> Data:
 def published(given: Mapping[str, Any]) -> Data:
     """The published runs nearest to a job, with their source, beside its own prediction."""
     job, _ = job_of(given)
-    found = assess(analyze_job(job), advice=False)
-    analysis = found.analysis
+    assessment = assess(analyze_job(job), advice=False)
+    analysis = assessment.analysis
     own = {
         "model": job.model.name,
         "machine": device_words(job.cluster),
@@ -124,15 +130,15 @@ def published(given: Mapping[str, Any]) -> Data:
     }
     return {
         "own": own,
-        "runs": [_near_data(one) for one in nearest_runs(job)],
+        "runs": [_near_data(near) for near in nearest_runs(job)],
         "near": NEAR_WORDS,
-        "basis": found.error_bar.basis,
+        "basis": assessment.error_bar.basis,
     }
 
 
-def _near_data(one: NearRun) -> Data:
-    run, job = one.run, one.run.job
-    error = one.error
+def _near_data(near: NearRun) -> Data:
+    run, job = near.run, near.run.job
+    error = near.error
     return {
         "source": run.row.text("source"),
         "locator": run.row.text("locator"),
@@ -143,8 +149,28 @@ def _near_data(one: NearRun) -> Data:
         "sequences": job.sequences,
         "reported_from": run.reported_from,
         "assumed": list(run.row.assumed),
-        **picked(one, "seconds", "mfu", "tokens_per_second_per_device", "distance"),
-        "differs": list(one.differs),
+        **picked(near, "seconds", "mfu", "tokens_per_second_per_device", "distance"),
+        "differs": list(near.differs),
         "error": error,
         "error_words": "" if error is None else f"{'+' if error > 0 else ''}{readable_share(error)}",
     }
+
+
+_MOST_PASSES = 100_000  # of a trace that a browser opens in seconds
+
+
+def exported(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of `export --json`; ``to`` names the framework."""
+    to = given.get("to")
+    if not isinstance(to, str):
+        raise SpecError("to", f"{shown(to)} is not a framework", "choose one of " + ", ".join(TARGETS))
+    chosen = target(to)
+    job, _ = job_of({name: value for name, value in given.items() if name != "to"})
+    return export_data(chosen.export(job), priced_export(job, chosen.name))
+
+
+def trace(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The predicted step in Chrome's format, as `analyze --trace` writes it."""
+    job, _ = job_of(given)
+    require_few_passes(job, "trace", _MOST_PASSES)
+    return step_trace(job)

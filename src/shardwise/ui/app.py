@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import json
+import socket
 import sys
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,16 +22,47 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from shardwise.api.analysis import analyze
+from shardwise.report.html import asset as report_asset
 from shardwise.spec.errors import SpecError
-from shardwise.ui.answer import advice, answer, published, timeline
-from shardwise.ui.assets import Asset, assets
+from shardwise.ui.answer import advice, answer, exported, published, timeline, trace
 from shardwise.ui.catalogue import catalogue
 from shardwise.ui.compare import compare
 from shardwise.ui.given import MOST_BYTES, arguments_from, document, error_data
 from shardwise.ui.guard import App, Guard, too_large
 from shardwise.ui.imports import imported
 from shardwise.ui.searching import TICK, Searches, plan_request
-from shardwise.ui.take import exported, trace
+
+_FOLDER = Path(__file__).with_name("static")
+_CHARTS = ("chart.umd.min.js", "charts.js", "charts.css")  # of the report: both draw the same pictures
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file as it is sent: compressed, with its type and a tag that changes with its content."""
+
+    kind: str
+    compressed: bytes
+    tag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """By the name in the address; a name that is not here does not exist."""
+    own = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS}
+    drawing = {name: report_asset(name).encode() for name in _CHARTS}
+    return {name: _asset(name, content) for name, content in (own | drawing).items()}
+
+
+def _asset(name: str, content: bytes) -> Asset:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return Asset(_KINDS[Path(name).suffix], gzip.compress(content, 9, mtime=0), tag)
+
 
 Answer = Callable[[Mapping[str, Any]], Any]
 _COMPRESSED_FROM = 1000  # bytes
@@ -58,7 +94,7 @@ def page_app() -> App:
         Route("/assets/{name}", _file),
         Route("/api/catalogue", _catalogue),
         Route("/api/plan", _planned(Searches()), methods=["POST"]),
-        *(Route(f"/api/{name}", _posted(one), methods=["POST"]) for name, one in ANSWERS.items()),
+        *(Route(f"/api/{name}", _posted(function), methods=["POST"]) for name, function in ANSWERS.items()),
     ]
     handlers: dict[Any, Any] = {404: _not_found, 405: _not_found, Exception: _failed}
     return Guard(Starlette(routes=routes, exception_handlers=handlers))
@@ -72,8 +108,8 @@ async def _page(request: Request) -> Response:
 
 
 async def _file(request: Request) -> Response:
-    found = assets().get(request.path_params["name"])
-    return await _not_found(request, None) if found is None else _sent(request, found)
+    asset = assets().get(request.path_params["name"])
+    return await _not_found(request, None) if asset is None else _sent(request, asset)
 
 
 def _sent(request: Request, asset: Asset) -> Response:
@@ -134,18 +170,18 @@ async def _streamed(
     request: Request, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]
 ) -> AsyncIterator[bytes]:
     """Events as https://html.spec.whatwg.org/multipage/server-sent-events.html has them."""
-    one: dict[str, Any] | None = first
+    event: dict[str, Any] | None = first
     async with contextlib.aclosing(events):
-        while one is not None and not await request.is_disconnected():
-            data = json.dumps(one["data"], allow_nan=False)
-            yield b": searching\n\n" if one is TICK else f"event: {one['event']}\ndata: {data}\n\n".encode()
-            one = await anext(events, None)
+        while event is not None and not await request.is_disconnected():
+            data = json.dumps(event["data"], allow_nan=False)
+            yield b": searching\n\n" if event is TICK else f"event: {event['event']}\ndata: {data}\n\n".encode()
+            event = await anext(events, None)
 
 
 async def _last(request: Request, last: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
     async with contextlib.aclosing(events):
-        async for one in events:
-            last = last if one is TICK else one
+        async for event in events:
+            last = last if event is TICK else event
             if await request.is_disconnected():
                 break
     return last
@@ -184,3 +220,20 @@ async def _failed(request: Request, error: Exception) -> Response:
     traceback.print_exception(error, file=sys.stderr)
     problem = f"failed with {type(error).__name__}: {error}"
     return _json(request, error_data(SpecError("server", problem, "its terminal says where; please report it")), 500)
+
+
+def serve(listening: socket.socket, ready: Callable[[], None]) -> None:
+    """Answers until it is interrupted; ``ready`` is called when it does."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        page_app(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    listening.listen(128)
+    ready()
+    uvicorn.Server(config).run(sockets=[listening])

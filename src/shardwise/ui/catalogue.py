@@ -31,7 +31,7 @@ def catalogue() -> dict[str, Any]:
         "stacks": presets.names("stack"),
         "frameworks": list(TARGETS),
         "first": FIRST,
-        "varied": [one.name for one in fields(Strategy) if one.name not in NOT_SEARCHED],
+        "varied": [item.name for item in fields(Strategy) if item.name not in NOT_SEARCHED],
     }
 
 

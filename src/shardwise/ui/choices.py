@@ -65,7 +65,7 @@ def choices(job: Job) -> dict[str, list[dict[str, Any]]]:
         "precision": _trainings(job, "precision", RECIPES),
         "optimizer": _trainings(job, "optimizer", OPTIMIZERS),
     }
-    return {name: [one.to_dict() for one in values] for name, values in offered.items()}
+    return {name: [value.to_dict() for value in values] for name, values in offered.items()}
 
 
 def _doublings(most: int, present: int) -> list[int]:
@@ -78,9 +78,9 @@ def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
         return _tried(job, name, (1, 2))
     most = {"tp": MOST_TENSOR, "pp": 2 * job.model.layers}.get(name, job.cluster.devices)
     present = getattr(job.strategy, name)
-    usual = [one for one in divisors(job.cluster.devices) if one <= most]
+    usual = [degree for degree in divisors(job.cluster.devices) if degree <= most]
     if len(usual) > _MOST_VALUES:
-        usual = [one for one in usual if one & (one - 1) == 0]
+        usual = [degree for degree in usual if degree & (degree - 1) == 0]
     return _tried(job, name, sorted({present, *usual[:_MOST_VALUES]}))
 
 
@@ -210,11 +210,13 @@ def _choice(
     except SpecError as error:
         return ControlValue(value, label, changes, is_present, refused=_line(error))
     findings = findings_of(other)
-    worst = next((one for one in findings if one.status == "refused"), None)
+    worst = next((finding for finding in findings if finding.status == "refused"), None)
     if worst is not None:
         return ControlValue(value, label, changes, is_present, refused=f"{worst.reason}; {worst.remedy}")
     # What the job as it is has already is no property of this value.
-    own = findings if is_present or not findings else [one for one in findings if one not in findings_of(job)]
+    own = (
+        findings if is_present or not findings else [finding for finding in findings if finding not in findings_of(job)]
+    )
     lacks = f"{own[0].reason}; {own[0].remedy} runs here" if own else ""
     return ControlValue(value, label, changes, is_present, priced_only=lacks)
 

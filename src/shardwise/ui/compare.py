@@ -24,16 +24,16 @@ _MOST_REASONS = 3
 def compare(given: Mapping[str, Any]) -> dict[str, Any]:
     """B against A. Jobs of other models or batches are compared by the time of a token."""
     jobs = [_job(given, name) for name in ("a", "b")]
-    found = [assess(analyze_job(job), advice=False) for job in jobs]
+    assessments = [assess(analyze_job(job), advice=False) for job in jobs]
     first, other = (candidate(job) for job in jobs)
     return {
-        "a": _side(found[0]),
-        "b": _side(found[1]),
+        "a": _side(assessments[0]),
+        "b": _side(assessments[1]),
         "changed": changes_to(*jobs),
         "loss": other.loss_to(first),
         "noise": noise_of(other.job).share,
         "parts": _parts(first, other),
-        "reason": " ".join(filter(None, [_room(found), reason(first, other)])),
+        "reason": " ".join(filter(None, [_room(assessments), reason(first, other)])),
     }
 
 
@@ -47,14 +47,14 @@ def _job(given: Mapping[str, Any], name: str) -> Job:
         raise error.under(name) from None
 
 
-def _side(found: Assessment) -> dict[str, Any]:
-    job = found.analysis.job
-    return {**verdict_data(found), "layout": strategy_words(job.strategy), "tokens_per_step": job.tokens_per_step}
+def _side(assessment: Assessment) -> dict[str, Any]:
+    job = assessment.analysis.job
+    return {**verdict_data(assessment), "layout": strategy_words(job.strategy), "tokens_per_step": job.tokens_per_step}
 
 
-def _room(found: Sequence[Assessment]) -> str:
+def _room(assessments: Sequence[Assessment]) -> str:
     """Which of the two does not fit, before their times are compared."""
-    large = [letter for letter, one in zip("AB", found) if not one.analysis.fits]
+    large = [letter for letter, assessment in zip("AB", assessments) if not assessment.analysis.fits]
     return f"{' and '.join(large)} {'does' if len(large) == 1 else 'do'} not fit." if large else ""
 
 

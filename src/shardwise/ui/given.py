@@ -60,8 +60,8 @@ def check_references(value: Any, path: str = "") -> None:
             if name in presets.REFERENCES:
                 _check_reference(inner, presets.REFERENCES[name], where)
             elif name == "kinds":
-                for one in inner if isinstance(inner, list) else [inner]:
-                    _check_reference(one, "cluster", where)
+                for kind in inner if isinstance(inner, list) else [inner]:
+                    _check_reference(kind, "cluster", where)
             check_references(inner, where)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
@@ -121,7 +121,7 @@ def keywords_of(job: Job) -> dict[str, Any]:
 
 def fragment(keywords: Mapping[str, Any]) -> str:
     """The keywords as the part of an address after #, which browsers do not send."""
-    texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in keywords.items()}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in keywords.items()}
     return urlencode(texts, quote_via=quote, safe=":,")
 
 
@@ -141,8 +141,8 @@ def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words += [f"--{name.replace('_', '-')}", shlex.quote(text)]
             continue
-        for path, one in job_arguments(None, {name: value}).overrides.items():
-            words += ["--set", shlex.quote(f"{path}={json.dumps(one)}")]
+        for path, override in job_arguments(None, {name: value}).overrides.items():
+            words += ["--set", shlex.quote(f"{path}={json.dumps(override)}")]
     return " ".join(words)
 
 
@@ -151,7 +151,7 @@ def _kinds_named(cluster: Any) -> Any:
     if (
         isinstance(cluster, Mapping)
         and cluster.keys() == {"kinds"}
-        and all(isinstance(one, str) for one in cluster["kinds"])
+        and all(isinstance(kind, str) for kind in cluster["kinds"])
     ):
         return "+".join(cluster["kinds"])
     return cluster

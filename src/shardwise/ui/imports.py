@@ -45,12 +45,12 @@ def imported(given: Mapping[str, Any]) -> Keywords:
     except SpecError as error:
         raise AsPrinted(error) from None
     words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
-    found = {"name": name, "kind": kind, "words": words, **vars(made)}
+    answer = {"name": name, "kind": kind, "words": words, **vars(made)}
     try:
-        require_whole_characters(found)
+        require_whole_characters(answer)
     except ValueError as error:
         raise SpecError(name, str(error), "correct it") from None
-    return found
+    return answer
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ def main() -> int:
             progress("searching over several kinds of nodes: a minute at most")
             _write("result", plan_mixed(arguments, **options).to_dict())
             return 0
-        found = plan(arguments, **options, on_progress=progress).answer
-        if found.memory_front is not None:
-            _write("picture", pareto_chart(found.plan, found.memory_front).to_dict())
-        _write("result", plan_data(found))
+        answer = plan(arguments, **options, on_progress=progress).answer
+        if answer.memory_front is not None:
+            _write("picture", pareto_chart(answer.plan, answer.memory_front).to_dict())
+        _write("result", plan_data(answer))
     except SpecError as error:
         _write(**_refused(error))
     return 0

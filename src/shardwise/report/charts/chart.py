@@ -65,7 +65,7 @@ class ChartTable:
 
     def texts(self) -> list[list[str]]:
         """The rows as people read them."""
-        return [[readable(value, one.unit) for one, value in zip(self.columns, row)] for row in self.rows]
+        return [[readable(value, column.unit) for column, value in zip(self.columns, row)] for row in self.rows]
 
 
 def chart_table(columns: dict[str, ChartUnit], rows: Iterable[Iterable[Value]]) -> ChartTable:
@@ -84,12 +84,15 @@ class ChartAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """``name`` tells it apart from the others of a page; ``caption`` says what to look for."""
+    """What all charts have."""
 
     name: str
+    """Unique on its page."""
     title: str
     caption: str
+    """What to look for."""
     table: ChartTable
+    """The same in numbers."""
 
     KIND: ClassVar[str]
 
@@ -101,29 +104,31 @@ class Chart:
 
 
 def _plain(value: Any) -> Any:
-    """Fields by their name, lists for tuples; JSON has no NaN and no infinity."""
+    """Data for JSON: fields by name, lists for tuples, None for NaN and infinity."""
     if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
 class BarSeries:
-    """One colour: a value for each category; ``details`` are lines that explain each of them."""
+    """The bars of one colour."""
 
     name: str
     values: tuple[float, ...]
+    """One per category."""
     tone: Tone
     details: tuple[tuple[str, ...], ...] = ()
+    """Lines that explain each value."""
 
 
 @dataclass(frozen=True)
 class ChartLimit:
-    """A line across all bars or points: the memory of a device."""
+    """A line across all bars or points, such as the memory of a device."""
 
     label: str
     value: float
@@ -131,7 +136,7 @@ class ChartLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart(Chart):
-    """Horizontal bars, one for each category: series one behind the other, or side by side."""
+    """Horizontal bars, one per category: series stacked, or side by side."""
 
     KIND: ClassVar[str] = "bars"
     axis: ChartAxis
@@ -143,30 +148,33 @@ class BarChart(Chart):
 
 @dataclass(frozen=True)
 class LineSeries:
-    """Points (x, y); ``labels`` name them one by one."""
+    """Points of one colour, which a line may join."""
 
     name: str
     points: tuple[tuple[float, float], ...]
+    """(x, y) of each."""
     tone: Tone
     style: LineStyle = "line"
     labels: tuple[str, ...] = ()
+    """A name for each point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart(Chart):
-    """Lines and points over two axes; ``is_stacked`` areas lie on top of each other and keep a level until the next."""
+    """Lines and points over two axes."""
 
     KIND: ClassVar[str] = "lines"
     x: ChartAxis
     y: ChartAxis
     series: tuple[LineSeries, ...]
     is_stacked: bool = False
+    """Areas on top of each other; each keeps its value until the next point."""
     limits: tuple[ChartLimit, ...] = ()
 
 
 @dataclass(frozen=True)
 class SpanKind:
-    """What a span may be."""
+    """A kind of spans or cells, as the legend names it."""
 
     name: str
     tone: Tone
@@ -174,22 +182,24 @@ class SpanKind:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanChart(Chart):
-    """Rows over time: ``spans`` are (row, start, end, kind, label), with row and kind by their number."""
+    """Rows over time, such as pipeline ranks with their passes."""
 
     KIND: ClassVar[str] = "spans"
     axis: ChartAxis
     rows: tuple[str, ...]
     kinds: tuple[SpanKind, ...]
     spans: tuple[tuple[int, float, float, int, str], ...]
+    """(row, start, end, kind, label); row and kind are indices."""
     end: float
 
 
 @dataclass(frozen=True)
 class MeshCell:
-    """A place of a box: a short label, what it says when pointed at, and its tone."""
+    """A device of a node."""
 
     label: str
     detail: str
+    """Shown when pointed at."""
     tone: Tone
 
 
@@ -213,14 +223,14 @@ class MeshChart(Chart):
 def stacked_bars(
     rows: str, axis: ChartAxis, categories: Sequence[str], series: Sequence[BarSeries], *, total: str = "", **chart: Any
 ) -> BarChart:
-    """Series one behind the other, with their table: a row for each category, named ``rows``, a column for each series,
-    and their sum if it has a name. ``chart`` is the rest of a BarChart."""
-    columns: dict[str, ChartUnit] = {rows: "words", **{one.name: axis.unit for one in series}}
+    """Stacked bars and their table: a row per category under the heading ``rows``, a column per series, and their sum
+    under the heading ``total``, if given. ``chart`` has the other fields of a BarChart."""
+    columns: dict[str, ChartUnit] = {rows: "words", **{bars.name: axis.unit for bars in series}}
     if total:
         columns[total] = axis.unit
     figures: list[list[Value]] = []
     for number, name in enumerate(categories):
-        values = [one.values[number] for one in series]
+        values = [bars.values[number] for bars in series]
         figures.append([name, *values, *([sum(values)] if total else [])])
     return BarChart(
         axis=axis,

@@ -43,7 +43,7 @@ _COLUMNS = 160  # samples of a step
 
 
 def memory_chart(analysis: Analysis) -> BarChart:
-    """A bar for every pipeline rank whose figures differ, against the memory of a device."""
+    """A bar for every pipeline rank that was priced, against the memory of a device."""
     memories, room = analysis.memories, analysis.room
     parts = _parts_held(memories)
     terms = [memory_terms(view, held) for (view, _), held in zip(ranks_to_price(analysis.job), memories)]
@@ -83,19 +83,19 @@ def rank_words(analysis: Analysis, held: DeviceMemory) -> str:
 
 
 def formula_lines(name: str, terms: tuple[MemoryTerm, ...], size: float) -> tuple[str, ...]:
-    """What a part is in words, and the same with the numbers put in."""
+    """The formula of a part in words, with numbers put in, and its result."""
     if not terms:
         return ()
     words = " + ".join(
-        _product(one, lambda factor: factor.meaning) if len(one.factors) > 1 else one.what for one in terms
+        _product(term, lambda factor: factor.meaning) if len(term.factors) > 1 else term.what for term in terms
     )
-    numbers = " + ".join(_product(one, _number) for one in terms)
+    numbers = " + ".join(_product(term, _number) for term in terms)
     return (f"{name} = {words}", f"= {numbers}", f"= {readable_bytes(size)}")
 
 
 def _product(term: MemoryTerm, text_of: Callable[[MemoryFactor], str]) -> str:
     first, *others = term.factors
-    return text_of(first) + "".join(f" {'÷' if one.divides else '×'} {text_of(one)}" for one in others)
+    return text_of(first) + "".join(f" {'÷' if factor.divides else '×'} {text_of(factor)}" for factor in others)
 
 
 def _number(factor: MemoryFactor) -> str:
@@ -116,7 +116,7 @@ def memory_over_time_chart(memory: MemoryOverTime) -> LineChart:
     spans = sampled(rank, step, _COLUMNS)
     width = step / _COLUMNS
     parts = _parts_held(tuple(span.held for span in spans))
-    # What stays below, what comes and goes on top of it.
+    # States that stay all step at the bottom, what comes and goes on top.
     order: list[str] = [part for part in ("allowance", "optimizer", "gradients", "weights") if part in parts]
     order += [part for part in parts if part not in order]
     where = f"pipeline rank {rank.pipeline_rank}, the fullest" if memory.job.strategy.pp > 1 else "every device"
@@ -141,7 +141,7 @@ def memory_over_time_chart(memory: MemoryOverTime) -> LineChart:
         limits=(ChartLimit("usable memory of a device", usable),),
         table=chart_table(
             {"rank": "words", "peak": "bytes", "of the device": "share", "at": "seconds", "during": "words"},
-            [_peak_row(one, usable) for one in memory.ranks],
+            [_peak_row(rank, usable) for rank in memory.ranks],
         ),
     )
 

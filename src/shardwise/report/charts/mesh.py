@@ -12,11 +12,11 @@ from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 
 _MOST_NODES = 16
-_MOST_CELLS = 72  # of one node: the largest that has a wire between all its devices
+_MOST_CELLS = 72  # of a node: as many devices as the largest NVLink domain has
 
 
 def mesh_chart(job: Job) -> MeshChart:
-    """All nodes of a small cluster; of a large one the first of every pipeline rank."""
+    """All nodes of a small cluster; of a large one the first few of every pipeline rank."""
     strategy, per_node = job.strategy, job.cluster.node_devices
     nodes = _shown_nodes(job)
     used = [name for name in strategy.order if strategy.degree(name) > 1]
@@ -32,8 +32,8 @@ def mesh_chart(job: Job) -> MeshChart:
         "" if len(nodes) == job.cluster.nodes else f" {counted(len(nodes), 'node')} of {job.cluster.nodes:,} are drawn."
     )
     inner = " · ".join(f"{name} {strategy.degree(name)}" for name in used) or "one rank"
-    joined = next((f" They form a {one.topology} of {'×'.join(map(str, one.shape))}." for one in job.cluster.levels
-                   if one.shape), "")  # fmt: skip
+    grids = [level for level in job.cluster.levels if level.shape]
+    joined = f" They form a {grids[0].topology} of {'×'.join(map(str, grids[0].shape))}." if grids else ""
     return MeshChart(
         name="mesh",
         title=f"{strategy.world:,} ranks on {counted(job.cluster.nodes, 'node')} of {per_node}",

@@ -1,4 +1,4 @@
-"""A plan in pictures: every simulated strategy by memory and time, and where the step of the best ones goes."""
+"""A plan in pictures: time against memory of every simulated strategy, and the parts of the best ones' steps."""
 
 from __future__ import annotations
 
@@ -37,68 +37,76 @@ _TONES: dict[str, Tone] = {
 }
 
 
-def pareto_chart(found: Plan, front: Sequence[Candidate], own: Candidate | None = None) -> LineChart:
-    """Time against memory of all that was simulated, with its front; ``own`` is a job to mark beside the plan."""
-    marked = own or found.best
+def pareto_chart(plan: Plan, front: Sequence[Candidate], own: Candidate | None = None) -> LineChart:
+    """Time against memory of all simulated strategies, with the Pareto front; ``own`` is marked instead of the plan."""
+    marked = own or plan.best
     name = "this job" if own is not None else "the plan"
     return LineChart(
         name="pareto",
         title="Time against memory",
         caption=(
-            f"{counted(len(found.candidates), 'strategy')} of {found.search.priced:,} priced were simulated. On the "
+            f"{counted(len(plan.candidates), 'strategy')} of {plan.search.priced:,} priced were simulated. On the "
             f"front nothing is faster with less memory. {name.capitalize()} takes "
             f"{readable_seconds(marked.step_seconds)}."
         ),
         x=ChartAxis("memory of the fullest device", "bytes"),
         y=ChartAxis("predicted step", "seconds", is_log=True),
         series=(
-            LineSeries("simulated", _points(found.candidates), "grey", "points", _labels(found.candidates)),
+            LineSeries("simulated", _points(plan.candidates), "grey", "points", _labels(plan.candidates)),
             LineSeries("front", _points(front), "blue", "line", _labels(front)),
             LineSeries(name, _points([marked]), "orange", "points", _labels([marked])),
         ),
         table=chart_table(
             {"strategy on the front": "words", "memory": "bytes", "step": "seconds", "step / the plan's": "share"},
-            [_row(one, found.best) for one in front],
+            [_row(candidate, plan.best) for candidate in front],
         ),
     )
 
 
 def _points(candidates: Iterable[Candidate]) -> tuple[tuple[float, float], ...]:
-    return tuple((one.memory.total, one.step_seconds) for one in candidates)
+    return tuple((candidate.memory.total, candidate.step_seconds) for candidate in candidates)
 
 
 def _labels(candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    return tuple(strategy_words(one.job.strategy) for one in candidates)
+    return tuple(strategy_words(candidate.job.strategy) for candidate in candidates)
 
 
-def _row(one: Candidate, best: Candidate) -> tuple[Value, ...]:
-    return strategy_words(one.job.strategy), one.memory.total, one.step_seconds, 1 + one.loss_to(best)
+def _row(candidate: Candidate, best: Candidate) -> tuple[Value, ...]:
+    return (
+        strategy_words(candidate.job.strategy),
+        candidate.memory.total,
+        candidate.step_seconds,
+        1 + candidate.loss_to(best),
+    )
 
 
-def ranking_chart(found: Plan, top: int = 8) -> BarChart:
+def ranking_chart(plan: Plan, top: int = 8) -> BarChart:
     """Where the step of the best layouts goes; a bar for each."""
-    best = [row.best for row in found.rows[:top]]
-    parts = [part for part in PARTS if any(one.parts[part] > 0 for one in best)]
+    best = [row.best for row in plan.rows[:top]]
+    parts = [part for part in PARTS if any(candidate.parts[part] > 0 for candidate in best)]
     return stacked_bars(
         "layout",
         ChartAxis("predicted step", "seconds"),
         _numbered(best),
-        [BarSeries(PLAN_WORDS[part], tuple(one.parts[part] for one in best), _TONES[part]) for part in parts],
+        [
+            BarSeries(PLAN_WORDS[part], tuple(candidate.parts[part] for candidate in best), _TONES[part])
+            for part in parts
+        ],
         total="in all",
         name="ranking",
         title="Where the step of the best layouts goes",
-        caption=f"Ranked: the simplest of those within noise ({found.noise.share:.1%}) of the fastest first.",
+        caption=f"Ranked: the simplest of those within noise ({plan.noise.share:.1%}) of the fastest first.",
     )
 
 
-def memory_of_layouts_chart(found: Plan, top: int = 8) -> BarChart:
-    """What the fullest device of the best layouts holds, against what plans may fill."""
-    best, room = [row.best for row in found.rows[:top]], found.request.room
+def memory_of_layouts_chart(plan: Plan, top: int = 8) -> BarChart:
+    """Memory of the fullest device under each of the best layouts."""
+    best, room = [row.best for row in plan.rows[:top]], plan.request.room
     return stacked_bars(
         "layout",
         ChartAxis("memory of the fullest device", "bytes"),
         _numbered(best),
-        [BarSeries("memory", tuple(one.memory.total for one in best), "blue")],
+        [BarSeries("memory", tuple(candidate.memory.total for candidate in best), "blue")],
         name="ranking-memory",
         title="Memory of the best layouts",
         caption="Of the fullest device of each.",
@@ -110,6 +118,6 @@ def _numbered(candidates: Iterable[Candidate]) -> list[str]:
     return [f"{number}. {words}" for number, words in enumerate(_labels(candidates), 1)]
 
 
-def same_strategy(found: Plan, job: Job) -> Candidate | None:
+def same_strategy(plan: Plan, job: Job) -> Candidate | None:
     """The candidate with the strategy of a job, if it was simulated."""
-    return next((one for one in found.candidates if one.job.strategy == job.strategy), None)
+    return next((candidate for candidate in plan.candidates if candidate.job.strategy == job.strategy), None)

@@ -54,7 +54,9 @@ def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
     if not measured:
         return None
     series = [LineSeries("measured", measured, "blue")]
-    predicted = next((one["predicted_seconds"] for one in reversed(records) if one.get("predicted_seconds")), None)
+    predicted = next(
+        (record["predicted_seconds"] for record in reversed(records) if record.get("predicted_seconds")), None
+    )
     if predicted and job is not None:
         rate = job.tokens_per_step / predicted
         series.append(LineSeries("predicted", ((measured[0][0], rate), (measured[-1][0], rate)), "orange", "dashed"))
@@ -65,7 +67,7 @@ def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
         x=ChartAxis("step", "number"),
         y=ChartAxis("tokens in a second", "tokens/s"),
         series=tuple(series),
-        table=_samples({one.name: one.points for one in series}, "tokens/s"),
+        table=_samples({curve.name: curve.points for curve in series}, "tokens/s"),
     )
 
 
@@ -84,8 +86,8 @@ def measured_words(summary: RunSummary) -> str:
 
 
 def _curve(records: Records, name: str) -> tuple[tuple[float, float], ...]:
-    """Step and figure; of a long run evenly chosen ones, its last among them."""
-    points = [(float(one["step"]), float(one[name])) for one in records if one.get(name) is not None]
+    """(step, figure) of every record that has it; thinned evenly for a long run, always with the last."""
+    points = [(float(record["step"]), float(record[name])) for record in records if record.get(name) is not None]
     return tuple(_thinned(points, _MOST_POINTS))
 
 
@@ -105,7 +107,7 @@ def _samples(curves: Mapping[str, Sequence[tuple[float, float]]], unit: ChartUni
 
 
 def step_prediction_chart(summary: RunSummary) -> BarChart | None:
-    """The step of a run beside its prediction; None where one of them is not known."""
+    """The step of a run beside its prediction; None if either is unknown."""
     if summary.step_seconds is None or summary.predicted_seconds is None:
         return None
     said = f"{readable_seconds(summary.step_seconds)} measured (median), {readable_seconds(summary.predicted_seconds)}"
@@ -114,7 +116,7 @@ def step_prediction_chart(summary: RunSummary) -> BarChart | None:
 
 
 def memory_prediction_chart(summary: RunSummary) -> BarChart | None:
-    """The peak memory of a run beside its prediction; None where one of them is not known."""
+    """The peak memory of a run beside its prediction; None if either is unknown."""
     if summary.memory_bytes is None or summary.predicted_memory_bytes is None:
         return None
     said = (
@@ -124,29 +126,29 @@ def memory_prediction_chart(summary: RunSummary) -> BarChart | None:
                  {"peak of the fullest rank": (summary.predicted_memory_bytes, summary.memory_bytes)})  # fmt: skip
 
 
-def comparison_chart(found: Comparison) -> BarChart:
+def comparison_chart(comparison: Comparison) -> BarChart:
     """Every part of a profiled step beside its prediction."""
-    first, last = found.found.numbers[0], found.found.numbers[-1]
+    first, last = comparison.found.numbers[0], comparison.found.numbers[-1]
     parts = {
-        MEASURED_WORDS.get(one.name, one.name): (one.predicted, one.measured)
-        for one in found.parts
-        if one.predicted or one.measured
+        MEASURED_WORDS.get(part.name, part.name): (part.predicted, part.measured)
+        for part in comparison.parts
+        if part.predicted or part.measured
     }
-    whole = found.predicted.step_seconds, found.found.step_seconds
+    whole = comparison.predicted.step_seconds, comparison.found.step_seconds
     return _both(
         "comparison",
         "Every part of the step: predicted and measured",
-        f"Of rank {found.found.busiest.rank}, which waits least, in steps {first} to {last}, which were profiled.",
+        f"Of rank {comparison.found.busiest.rank}, which waits least, in steps {first} to {last}, which were profiled.",
         "seconds",
         {**parts, "step": whole},
     )
 
 
-def memory_comparison_chart(found: Comparison) -> BarChart | None:
+def memory_comparison_chart(comparison: Comparison) -> BarChart | None:
     """The memory of a profiled run beside its prediction; None if it was not measured."""
-    if not found.memory:
+    if not comparison.memory:
         return None
-    parts = {one.name: (one.predicted, one.measured) for one in found.memory}
+    parts = {part.name: (part.predicted, part.measured) for part in comparison.memory}
     return _both("comparison-memory", "Memory: predicted and measured", "Of the fullest rank.", "bytes", parts)
 
 

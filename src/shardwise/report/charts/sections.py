@@ -1,19 +1,20 @@
-"""Which pictures a report has, and in which order."""
+"""Which pictures a report and ``--plot`` show, and in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.plan import Plan
+from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.memory import memory_chart, memory_over_time_chart
 from shardwise.report.charts.mesh import mesh_chart
-from shardwise.report.charts.plan import pareto_chart, ranking_chart
-from shardwise.report.charts.roofline import roofline_chart
+from shardwise.report.charts.plan import memory_of_layouts_chart, pareto_chart, ranking_chart
 from shardwise.report.charts.run import (
     Records,
     comparison_chart,
@@ -23,9 +24,12 @@ from shardwise.report.charts.run import (
     step_prediction_chart,
     throughput_chart,
 )
-from shardwise.report.charts.step import communication_chart, levels_chart, step_chart
+from shardwise.report.charts.step import communication_chart, levels_chart, roofline_chart, step_chart
 from shardwise.report.charts.timeline import timeline_chart
-from shardwise.report.charts.whole_run import campaign_chart, scaling_chart
+from shardwise.report.charts.verdict import verdict_sentence
+from shardwise.report.charts.whole_run import campaign_chart, scaling_chart, topologies_chart
+from shardwise.report.page import Line, Piece, paged
+from shardwise.report.plot.drawing import Drawing
 from shardwise.spec.job import Job
 
 if TYPE_CHECKING:
@@ -35,21 +39,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChartSection:
-    """Charts under a heading; ``notes`` say what is not drawn, and why."""
+    """Charts under a heading."""
 
     title: str
     charts: tuple[Chart, ...]
     notes: tuple[str, ...] = ()
+    """What is not drawn, and why."""
 
 
 def section(title: str, charts: Iterable[Chart | None], notes: Iterable[str] = ()) -> ChartSection:
-    return ChartSection(title, tuple(one for one in charts if one is not None), tuple(filter(None, notes)))
+    return ChartSection(title, tuple(chart for chart in charts if chart is not None), tuple(filter(None, notes)))
 
 
-def job_sections(found: Assessment, searched: PlanPictures) -> list[ChartSection]:
-    """The pictures of a job that is priced: where it runs, its step, its memory, its communication, and the rest."""
-    analysis, job = found.analysis, found.analysis.job
-    timeline, over_time = timeline_chart(job), found.memory_over_time
+def job_sections(assessment: Assessment, searched: PlanPictures) -> list[ChartSection]:
+    """The pictures of a priced job: its mesh, step, memory, communication, and the rest."""
+    analysis, job = assessment.analysis, assessment.analysis.job
+    timeline, over_time = timeline_chart(job), assessment.memory_over_time
     undrawn = f"{job.microbatches:,} microbatches are too many passes to draw" if timeline is None else ""
     sending = bool(analysis.exposed_by_dimension())
     alone = "" if sending else "one device sends nothing"
@@ -69,21 +74,24 @@ def job_sections(found: Assessment, searched: PlanPictures) -> list[ChartSection
         section("Roofline", [roofline_chart(job)]),
         section("Other strategies", searched.charts(job), [searched.why_not]),
     ]
-    if found.scaling is not None and any(found.scaling.values()):
-        sections.append(section("Scaling", [scaling_chart(found.scaling)]))
-    money = "" if found.campaign else "no tokens of the whole run are given (--tokens 15T, --price 2.5/h)"
-    whole = [campaign_chart(found.campaign)] if found.campaign else []
+    if assessment.scaling is not None and any(assessment.scaling.values()):
+        sections.append(section("Scaling", [scaling_chart(assessment.scaling)]))
+    money = "" if assessment.campaign else "no tokens of the whole run are given (--tokens 15T, --price 2.5/h)"
+    whole = [campaign_chart(assessment.campaign)] if assessment.campaign else []
     return [*sections, section("Cost and days", whole, [money])]
 
 
 @dataclass(frozen=True)
 class PlanPictures:
-    """A plan for the same model, cluster and batch, with its front of time and memory; or why there is none."""
+    """A plan for the job's model, cluster and batch, or why there is none."""
 
     plan: Plan | None = None
     front: Sequence[Candidate] = ()
-    own: Candidate | None = None  # the job beside them
+    """Pareto front of time and memory."""
+    own: Candidate | None = None
+    """The job itself, if it is not the plan."""
     why_not: str = ""
+    """Why there is no plan."""
 
     def charts(self, job: Job) -> list[Chart]:
         if self.plan is None:
@@ -93,12 +101,14 @@ class PlanPictures:
 
 @dataclass(frozen=True)
 class RunPictures:
-    """What a run has recorded; ``comparison`` of its profiled steps, or why there is none."""
+    """What a run has recorded."""
 
     records: Records
     summary: RunSummary
     comparison: Comparison | None = None
+    """The profiled steps beside their prediction."""
     why_not: str = ""
+    """Why there is no comparison."""
 
 
 def run_sections(run: RunPictures, job: Job) -> list[ChartSection]:
@@ -110,3 +120,54 @@ def run_sections(run: RunPictures, job: Job) -> list[ChartSection]:
                 [] if run.records else ["metrics.jsonl has no step"]),
         section("Predicted beside measured", compared, [run.why_not]),
     ]  # fmt: skip
+
+
+# -- what --plot prints: the verdict of a verb, then its pictures in place of its tables -----------------
+
+
+@paged
+def analysis_plots(assessment: Assessment) -> Iterator[Piece | str]:
+    yield f"{headline(assessment.analysis)}\n"
+    yield Line(f"{verdict_sentence(assessment)}\n", "bold")
+    yield from map(Drawing, _analysis_charts(assessment))
+
+
+def _analysis_charts(assessment: Assessment) -> Iterator[Chart]:
+    analysis, job = assessment.analysis, assessment.analysis.job
+    yield step_chart(analysis)
+    yield memory_chart(analysis)
+    if assessment.memory_over_time is not None:
+        yield memory_over_time_chart(assessment.memory_over_time)
+    timeline = timeline_chart(job)
+    if timeline is not None:
+        yield timeline
+    if analysis.exposed_by_dimension():
+        yield communication_chart(analysis)
+        yield levels_chart(analysis)
+    yield roofline_chart(job)
+    if assessment.scaling is not None and any(assessment.scaling.values()):
+        yield scaling_chart(assessment.scaling)
+    if assessment.topologies is not None:
+        yield topologies_chart(assessment.topologies)
+    if assessment.ranks is not None:
+        yield mesh_chart(job)
+    if assessment.campaign is not None:
+        yield campaign_chart(assessment.campaign)
+
+
+@paged
+def plan_plots(answer: PlanAnswer, *, top: int) -> Iterator[Piece | str]:
+    plan = answer.plan
+    yield Line(f"{answer.explanation.sentence()}\n", "bold")
+    yield Drawing(ranking_chart(plan, top))
+    yield Drawing(memory_of_layouts_chart(plan, top))
+    yield Drawing(pareto_chart(plan, plan.front))
+    if answer.campaign is not None:
+        yield Drawing(campaign_chart(answer.campaign))
+
+
+@paged
+def comparison_plots(comparison: Comparison) -> Iterator[Piece | str]:
+    for chart in (comparison_chart(comparison), memory_comparison_chart(comparison)):
+        if chart is not None:
+            yield Drawing(chart)

@@ -1,20 +1,26 @@
-"""Where a predicted step goes, and what its communication does on every level of the network."""
+"""Where a predicted step goes, what it sends on every network level, and its operators under the roofline."""
 
 from __future__ import annotations
 
 from shardwise.cost.analysis import Analysis
+from shardwise.cost.step.operator_points import OperatorPoint, operator_points
 from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
+from shardwise.cost.step.prediction import predict
 from shardwise.report.charts.chart import (
     TONES,
     BarChart,
     BarSeries,
     ChartAxis,
+    LineChart,
+    LineSeries,
     Tone,
+    Value,
     chart_table,
     stacked_bars,
 )
 from shardwise.report.part_names import DIMENSIONS, STEP_WORDS
-from shardwise.spec.units import counted, readable_seconds, readable_share
+from shardwise.spec.job import Job
+from shardwise.spec.units import counted, readable_flops, readable_rate, readable_seconds, readable_share
 
 _TONES: dict[str, Tone] = {
     "products": "navy",
@@ -36,7 +42,7 @@ _TONES: dict[str, Tone] = {
 
 
 def step_chart(analysis: Analysis) -> BarChart:
-    """The parts of the step, which add up to it; a bar each."""
+    """A bar for each part of the step; they add up to it."""
     step = analysis.predicted_seconds
     parts = {name: analysis.parts[name] for name in STEP_PARTS if analysis.parts[name]}
     longest = max(parts, key=lambda name: parts[name])
@@ -62,15 +68,16 @@ def step_chart(analysis: Analysis) -> BarChart:
 
 
 def communication_chart(analysis: Analysis) -> BarChart:
-    """What each dimension sends in a step: the seconds that computation hides, and those that the step waits."""
+    """Seconds of communication of each dimension in a step: hidden behind computation, or exposed."""
     names = _sending(analysis)
     traffics = {name: analysis.dimension_traffics(name) for name in names}
     hidden, exposed, slowed = (
-        tuple(sum(getattr(one, figure) for one in traffics[name]) for name in names)
+        tuple(sum(getattr(traffic, figure) for traffic in traffics[name]) for name in names)
         for figure in ("hidden_seconds", "exposed_seconds", "slowed_seconds")
     )
     sent, seconds = (
-        [sum(getattr(one, figure) for one in traffics[name]) for name in names] for figure in ("bytes_sent", "seconds")
+        [sum(getattr(traffic, figure) for traffic in traffics[name]) for name in names]
+        for figure in ("bytes_sent", "seconds")
     )
     adds = [analysis.parts[name] for name in names]
     rows = zip((DIMENSIONS[name] for name in names), sent, seconds, hidden, adds)
@@ -129,3 +136,43 @@ def levels_chart(analysis: Analysis) -> BarChart:
 
 def _sending(analysis: Analysis) -> list[str]:
     return [name for name in COMMUNICATION if analysis.dimension_traffics(name)]
+
+
+def roofline_chart(job: Job) -> LineChart:
+    """The forward pass of one microbatch on the busiest pipeline rank; the roof is the data sheet's."""
+    slowest = predict(job).slowest
+    view = slowest.job
+    device, data_type = view.cluster.device, view.training.recipe.compute
+    peak, bandwidth = device.peak_flops(data_type), device.memory_bandwidth
+    points = operator_points(view, slowest.contents)
+    ridge = peak / bandwidth
+    low = min([ridge / 8, *(point.flops_per_byte / 2 for point in points)])
+    high = max([ridge * 8, *(point.flops_per_byte * 2 for point in points)])
+    roof = ((low, low * bandwidth), (ridge, peak), (high, peak))
+    return LineChart(
+        name="roofline",
+        title=f"Roofline of {device.name}",
+        caption=(
+            f"The roof: {readable_rate(bandwidth)} of memory, then {readable_flops(peak)}/s in {data_type}. An "
+            f"operator left of {ridge:.3g} FLOPs a byte is bound by memory. Forward pass, one layer, one microbatch."
+        ),
+        x=ChartAxis("FLOPs per byte moved", "count", is_log=True),
+        y=ChartAxis("FLOP/s", "FLOP/s", is_log=True),
+        series=(
+            LineSeries("the device's roof", roof, "grey", "edge"),
+            *(
+                LineSeries(point.words, ((point.flops_per_byte, point.rate),), TONES[number % len(TONES)], "points",
+                           (f"{point.words}: {readable_share(point.rate / peak)} of the peak",))
+                for number, point in enumerate(points)
+            ),
+        ),
+        table=chart_table(
+            {"operator": "words", "FLOPs a byte": "count", "reached": "FLOP/s", "of the peak": "share",
+             "seconds": "seconds"},
+            [_row(point, peak) for point in points],
+        ),
+    )  # fmt: skip
+
+
+def _row(point: OperatorPoint, peak: float) -> tuple[Value, ...]:
+    return point.words, point.flops_per_byte, point.rate, point.rate / peak, point.seconds

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import islice
 
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline
-from shardwise.pipeline import Action, ActionKind, Timeline
+from shardwise.pipeline import ActionKind, Timeline
 from shardwise.report.charts.chart import ChartAxis, SpanChart, SpanKind, Tone, chart_table
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_seconds, readable_share
 
-MOST_PASSES = 60_000  # that are simulated for a picture: a tenth of a second
+MOST_PASSES = 60_000  # simulated for a picture: a tenth of a second
 _MOST_DRAWN = 4200
 _MOST_ROWS = 32
 _TONES: dict[ActionKind, Tone] = {
@@ -24,7 +24,7 @@ _AFTER: Tone = "grey"
 
 
 def timeline_chart(job: Job) -> SpanChart | None:
-    """Every pass of the step, then reductions and the optimizer; None for a step of too many passes to draw."""
+    """Every pass of the step, then reductions and the optimizer; None if the step has too many passes to draw."""
     if 3 * job.microbatches * job.strategy.stages > MOST_PASSES:
         return None
     prediction = predict(job)
@@ -34,12 +34,14 @@ def timeline_chart(job: Job) -> SpanChart | None:
     whole = max(len(timeline.schedule.actions[rank]) for rank in ranks) <= each
     start = min(own[0] for own in timeline.starts if own)
     drawn_to = max(timeline.ends[rank][:each][-1] for rank in ranks) - start
-    used = [kind for kind in ActionKind if any(one.kind is kind for one in timeline.schedule.actions[ranks[0]])]
+    used = [kind for kind in ActionKind if any(action.kind is kind for action in timeline.schedule.actions[ranks[0]])]
     kinds = [SpanKind(kind.words, _TONES[kind]) for kind in used]
     spans = [
         (row, _short(begin - start), _short(end - start), used.index(action.kind), f"{action.kind}{action.microbatch}")
         for row, rank in enumerate(ranks)
-        for action, begin, end in _first(timeline, rank, each)
+        for action, begin, end in islice(
+            zip(timeline.schedule.actions[rank], timeline.starts[rank], timeline.ends[rank]), each
+        )
         if end > begin
     ]
     end = timeline.step_seconds(job.stack.step_ends) + prediction.tail_seconds
@@ -63,16 +65,12 @@ def timeline_chart(job: Job) -> SpanChart | None:
 
 
 def _short(seconds: float) -> float:
-    """As finely as any screen shows it: thousands of them are in a file."""
+    """Rounded to what any screen can show: a file has thousands of them."""
     return float(f"{seconds:.7g}")
 
 
-def _first(timeline: Timeline, rank: int, most: int) -> Sequence[tuple[Action, float, float]]:
-    return list(zip(timeline.schedule.actions[rank], timeline.starts[rank], timeline.ends[rank]))[:most]
-
-
 def _shown_ranks(timeline: Timeline) -> list[int]:
-    """All of a small pipeline; of a long one some between its ends."""
+    """All ranks of a short pipeline; of a long one an even selection with both ends."""
     count = timeline.schedule.ranks
     if count <= _MOST_ROWS:
         return list(range(count))

@@ -1,4 +1,4 @@
-"""The verdict on a job in one sentence, with the figures of its error bar: what a screenshot has to say."""
+"""The verdict on a job in one sentence, with the figures of its error bar."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from shardwise.spec.units import readable_bytes, readable_seconds
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """A predicted step between the ends of its error bar, and what the fullest device holds of its memory."""
+    """A predicted step with its error bar, and the memory of the fullest device."""
 
     sentence: str
     basis: str
+    """Where the error bar comes from."""
     predicted_seconds: float
     low_seconds: float
     high_seconds: float
     floor_seconds: float
+    """What no software can beat."""
     memory_bytes: float
     usable_bytes: float
     fit: Fit
@@ -31,14 +33,14 @@ class JobVerdict:
         return dict(vars(self))
 
 
-def verdict_of(found: Assessment) -> JobVerdict:
-    analysis = found.analysis
+def verdict_of(assessment: Assessment) -> JobVerdict:
+    analysis = assessment.analysis
     return JobVerdict(
-        sentence=verdict_sentence(found),
-        basis=found.error_bar.basis,
+        sentence=verdict_sentence(assessment),
+        basis=assessment.error_bar.basis,
         predicted_seconds=analysis.predicted_seconds,
-        low_seconds=found.predicted_seconds_low,
-        high_seconds=found.predicted_seconds_high,
+        low_seconds=assessment.predicted_seconds_low,
+        high_seconds=assessment.predicted_seconds_high,
         floor_seconds=analysis.floor_seconds,
         memory_bytes=analysis.memory.total,
         usable_bytes=analysis.room.usable_bytes,
@@ -47,21 +49,21 @@ def verdict_of(found: Assessment) -> JobVerdict:
     )
 
 
-def verdict_sentence(found: Assessment) -> str:
+def verdict_sentence(assessment: Assessment) -> str:
     """ "llama3-70b on 64 × h100-sxm: 30.1 s a step, 28.3 s to 32.1 s, fits with 95%"."""
-    analysis = found.analysis
-    ends = (found.predicted_seconds_low, found.predicted_seconds_high)
+    analysis = assessment.analysis
+    ends = (assessment.predicted_seconds_low, assessment.predicted_seconds_high)
     low, high = map(readable_seconds, ends)
     step = f"{readable_seconds(analysis.predicted_seconds)} a step, {low} to {high}"
-    return f"{subject_words(analysis.job)}: {step}, {fit_words(found)}"
+    return f"{subject_words(analysis.job)}: {step}, {fit_words(assessment)}"
 
 
 def subject_words(job: Job) -> str:
     return f"{job.model.name} on {device_words(job.cluster)}"
 
 
-def fit_words(found: Assessment) -> str:
-    analysis = found.analysis
+def fit_words(assessment: Assessment) -> str:
+    analysis = assessment.analysis
     if analysis.fits:
         likely = f"fits with {probability_words(analysis.fit_probability)}"
         return likely if analysis.fit == "fits" else f"tight: {likely}"

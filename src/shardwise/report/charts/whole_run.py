@@ -1,4 +1,4 @@
-"""More devices, and the whole run: scaling efficiency, days and money."""
+"""More devices, other networks, and the whole run: scaling efficiency, topologies, days and money."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.step.scaling import ScalingRow
+from shardwise.cost.step.topologies import PricedTopology
 from shardwise.report.campaign import SHARES
 from shardwise.report.charts.chart import (
     BarChart,
@@ -17,7 +18,9 @@ from shardwise.report.charts.chart import (
     Tone,
     Value,
     chart_table,
+    stacked_bars,
 )
+from shardwise.report.part_names import DIMENSIONS
 from shardwise.spec.units import counted, readable_count, readable_duration, readable_money, readable_share
 
 _SCALING: dict[str, Tone] = {"strong": "blue", "weak": "orange"}
@@ -55,7 +58,7 @@ def _scaling_row(kind: str, row: ScalingRow) -> tuple[Value, ...]:
 
 
 def campaign_chart(run: Campaign) -> BarChart:
-    """How the days of the whole run are spent, and what it costs."""
+    """How the whole run spends its days, and what it costs."""
     shares = {name: share for name, share in run.shares.items() if share > 0}
     money = "" if run.cost is None else f", {readable_money(run.cost, run.currency)}"
     return BarChart(
@@ -79,3 +82,44 @@ def _campaign_rows(run: Campaign, shares: Mapping[str, float]) -> list[tuple[str
     if math.isfinite(run.between_interruptions):
         rows.append(("interruptions", f"{run.interruptions:,.{0 if run.interruptions >= 10 else 2}f}"))
     return [*rows, ("goodput", readable_share(run.goodput))]
+
+
+_DIMENSION_TONES: dict[str, Tone] = {
+    "tp": "orange",
+    "cp": "pink",
+    "ep": "purple",
+    "pp": "teal",
+    "dp": "green",
+    "offload": "gold",
+}
+
+
+def topologies_chart(topologies: Sequence[PricedTopology]) -> BarChart:
+    names = list(dict.fromkeys(name for topology in topologies for name in topology.dimensions))
+    exposed = {
+        name: tuple(
+            topology.dimensions[name].exposed_seconds if name in topology.dimensions else 0.0 for topology in topologies
+        )
+        for name in names
+    }
+    others = tuple(topology.predicted_seconds - sum(own) for topology, *own in zip(topologies, *exposed.values()))
+    series = (
+        BarSeries("computation and all else", others, "navy"),
+        *(
+            BarSeries(f"{DIMENSIONS[name]}, exposed", seconds, _DIMENSION_TONES[name])
+            for name, seconds in exposed.items()
+        ),
+    )
+    fastest = min(topologies, key=lambda topology: topology.predicted_seconds)
+    return stacked_bars(
+        "topology",
+        ChartAxis("predicted step", "seconds"),
+        [topology.topology for topology in topologies],
+        series,
+        total="in all",
+        name="topologies",
+        title="The same job on other networks",
+        caption=(
+            f"The fastest: {fastest.topology}, {fastest.network}. Flat ones join all devices by the outermost link."
+        ),
+    )

@@ -1,4 +1,4 @@
-"""A collective on a topology (formula, numbers, alternatives, its rounds drawn small); one message over a link."""
+"""Explains a collective on a topology (formula, numbers, alternatives, its rounds drawn), or a message over a link."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ from shardwise.collectives.shapes import Axis, shape_of
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.collectives.table import IN_NETWORK
 from shardwise.collectives.work import link_figures
-from shardwise.report.explain.explanation import Explanation, GridTable, Value
-from shardwise.report.explain.formula import Formula
-from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
+from shardwise.report.explain.explanation import (
+    Explanation,
+    Formula,
+    GridTable,
+    Quantity,
+    Value,
+    number,
+    rate,
+    seconds,
+    size,
+)
 from shardwise.spec.errors import SpecError
 from shardwise.spec.network import Link
 from shardwise.spec.units import counted, readable_bytes, readable_seconds
@@ -44,8 +52,8 @@ def explain_collective(kind: CollectiveKind, size_bytes: float, network: Topolog
     ideal = _ideal(topology)
     whole = "total" if ideal == topology else "on ideal links"
     return Explanation(
-        title=f"{_spoken(kind)} of {readable_bytes(size_bytes)} on a {topology.name} of {topology.size}, "
-        f"algorithm: {_words(cost.algorithm)}",
+        title=f"{kind.value.replace('_', '-')} of {readable_bytes(size_bytes)} on a {topology.name} of "
+        f"{topology.size}, algorithm: {cost.algorithm.replace('_', ' ')}",
         formula=(f"{whole} = {forms[cost.algorithm]}", *_per_level(topology, ideal, cost.algorithm)),
         numbers=_numbers(kind, size_bytes, topology),
         result=(
@@ -82,23 +90,15 @@ def explain_message(size_bytes: float | str, link: Link) -> Explanation:
             ("B", f"bandwidth, one direction: {link.efficiency:.0%} of the link's is reached", rate(reached)),
         ),
         result=(
-            *((one.name, seconds(one.value(values))) for one in (latency, moved, total)),
+            *((formula.name, seconds(formula.value(values))) for formula in (latency, moved, total)),
             (half.name, size(half.value(values))),
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )
 
 
-def _spoken(kind: CollectiveKind) -> str:
-    return kind.value.replace("_", "-")
-
-
-def _words(algorithm: str) -> str:
-    return algorithm.replace("_", " ")
-
-
 def _source(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
-    """From the table of pairs."""
+    """Where the closed form comes from: looked up in the table of collectives and topologies."""
     name = family(algorithm)
     for pair in pairs():
         if pair.kind is kind and pair.topology == topology.name and pair.algorithm == name:
@@ -107,7 +107,7 @@ def _source(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
 
 
 def _ideal(topology: Topology) -> Topology:
-    """The same network, whose levels take no time to start and reach their bandwidth with any message."""
+    """The same network on ideal links: no startup time, and full bandwidth for messages of any size."""
 
     def without(level: Level) -> Level:
         switch = level.in_network and replace(level.in_network, startup=0.0, ramp_bytes=0.0)
@@ -121,7 +121,7 @@ def _seconds(kind: CollectiveKind, size_bytes: float, topology: Topology, algori
 
 
 def _per_level(topology: Topology, ideal: Topology, algorithm: str) -> tuple[str, ...]:
-    """How the columns of the levels follow from each other, and the total from them."""
+    """How the columns of the table of levels follow from each other, and the total from them."""
     if not topology.levels:
         return ()
     together = "max" if family(algorithm) in ("hierarchical_pipelined", "parallel_rings") else "sum"
@@ -181,12 +181,17 @@ def _by_level(cost: CollectiveCost, topology: Topology, ideal: Topology) -> Grid
     columns |= {"latency": "latency_seconds", "bandwidth": "bandwidth_seconds"}
     names = parse_composite(cost.algorithm) or [cost.algorithm] * len(topology.levels)
     rows: list[tuple[Value, ...]] = []
-    for name, level, one in zip(names, topology.levels, cost.levels):
+    for name, level, part in zip(names, topology.levels, cost.levels):
         reached, ramp, startup = link_figures(level, name in IN_NETWORK)
         own: tuple[Value, ...] = () if ideal == topology else (seconds(startup), size(ramp))
-        carried = (number(float(one.hops)), size(float(one.bytes)), seconds(level.latency), rate(reached))
-        took = (seconds(float(one.latency_seconds)), seconds(float(one.bandwidth_seconds)))
-        rows.append((one.level_name, *carried, *own, *took))
+        carried = (
+            number(float(part.hops)),
+            size(float(part.bytes)),
+            seconds(level.latency),
+            rate(reached),
+        )
+        took = (seconds(float(part.latency_seconds)), seconds(float(part.bandwidth_seconds)))
+        rows.append((part.level_name, *carried, *own, *took))
     return GridTable("numbers put in: V bytes over the busiest link of a level", columns, tuple(rows))
 
 
@@ -202,7 +207,7 @@ def _alternatives(
         cost = collective_cost(kind, size_bytes, topology, name)
         total, steps = float(cost.seconds), number(float(cost.steps))
         own = () if ideal == topology else (_seconds(kind, size_bytes, ideal, name),)
-        rows.append((total, (_words(name), str(form), steps, *own, seconds(total))))
+        rows.append((total, (name.replace("_", " "), str(form), steps, *own, seconds(total))))
     rows.sort(key=lambda row: row[0])
     columns["total"] = "total_seconds"
     return GridTable("every algorithm here, cheapest first", columns, tuple(row for _, row in rows), words=2)

@@ -6,9 +6,16 @@ from shardwise.cost.compute.flops import CONVENTIONS, flops_per_token, flops_sym
 from shardwise.cost.traffic.pipeline import bubble_share
 from shardwise.pipeline import bubble_formula, build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
-from shardwise.report.explain.explanation import Explanation, GridTable
-from shardwise.report.explain.formula import Formula
-from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
+from shardwise.report.explain.explanation import (
+    Explanation,
+    Formula,
+    GridTable,
+    flop_rate,
+    flops,
+    number,
+    seconds,
+    share,
+)
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
@@ -24,10 +31,10 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
     """Training FLOPs by every published convention."""
     peak = device.peak_flops("bf16")
     total = parameter_count(model)
-    per_token = [(one, flops_per_token(model, seq, one.name)) for one in CONVENTIONS]
+    per_token = [(convention, flops_per_token(model, seq, convention.name)) for convention in CONVENTIONS]
     rows = tuple(
-        (one.name, one.formula, flops(each), flops(each * tokens), seconds(each * tokens / peak))
-        for one, each in per_token
+        (convention.name, convention.formula, flops(each), flops(each * tokens), seconds(each * tokens / peak))
+        for convention, each in per_token
     )
     columns = {
         "convention": "convention",
@@ -59,15 +66,22 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
 
 
 def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | None = None) -> Explanation:
-    """Pipeline bubble of every schedule at F = B = W, and the timeline of one."""
+    """The bubble of every pipeline schedule if all passes take equally long, and the timeline of the ``drawn`` one."""
     rows, left_out = [], []
-    for one in schedule_records():
-        if one.in_jobs and microbatches % one.rounds(stages):
-            left_out.append(f"{one.name} takes multiples of {one.rounds(stages)} microbatches.")
-        elif one.in_jobs:
-            idle = bubble_share(one.name, stages, microbatches, chunks)
+    for record in schedule_records():
+        if record.in_jobs and microbatches % record.rounds(stages):
+            left_out.append(f"{record.name} takes multiples of {record.rounds(stages)} microbatches.")
+        elif record.in_jobs:
+            idle = bubble_share(record.name, stages, microbatches, chunks)
             rows.append(
-                (one.name, bubble_formula(one), bar(idle, 16), one.source, share(idle), share(idle / (1 + idle)))
+                (
+                    record.name,
+                    bubble_formula(record),
+                    bar(idle, 16),
+                    record.source,
+                    share(idle),
+                    share(idle / (1 + idle)),
+                )
             )
     columns = {
         "schedule": "schedule",
@@ -128,7 +142,7 @@ def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: f
             ("N", "devices", number(devices)),
             ("p", f"peak of one device, {data_type}", flop_rate(peak)),
         ),
-        result=tuple((one.name, share(one.value(values))) for one in formulas),
+        result=tuple((formula.name, share(formula.value(values))) for formula in formulas),
         remarks=("More than the peak: check the step time, the batch and the devices.",) if mfu > 1 else (),
         source=("Chowdhery et al. 2022, PaLM (arXiv 2204.02311), appendix B",),
     )
@@ -148,6 +162,6 @@ def explain_scaling(devices: int, first_seconds: float, strong_seconds: float, w
             ("T_s", "step on the larger machine, same batch", seconds(strong_seconds)),
             ("T_w", "step on the larger machine, N times the batch", seconds(weak_seconds)),
         ),
-        result=tuple((one.name, share(one.value(values))) for one in (strong, weak)),
+        result=tuple((formula.name, share(formula.value(values))) for formula in (strong, weak)),
         source=("Amdahl 1967; Gustafson 1988",),
     )

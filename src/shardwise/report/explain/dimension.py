@@ -16,9 +16,7 @@ from shardwise.layout.network import spanned
 from shardwise.layout.payloads import Payload, Role, Share
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents
-from shardwise.report.explain.explanation import Explanation, GridTable
-from shardwise.report.explain.formula import Formula
-from shardwise.report.explain.quantity import Quantity, number, seconds, size
+from shardwise.report.explain.explanation import Explanation, Formula, GridTable, Quantity, number, seconds, size
 from shardwise.spec.job import Job
 
 Symbols = tuple[tuple[str, str, Quantity], ...]
@@ -78,7 +76,7 @@ _THEORY = {
 
 
 def explain_dimension(name: str, analysis: Analysis) -> Explanation:
-    """The theory of a dimension and what it sends in this job."""
+    """The theory of a parallel dimension, and what it sends in this job."""
     theory, whole = _THEORY[name], analysis.job
     prediction = analysis.step.prediction
     contents = (prediction.last if name == "dp" else prediction.slowest).contents
@@ -92,10 +90,10 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         symbols, more = _deduplicated(job, traffics[0])
         numbers += symbols
         values = {symbol: value.value for symbol, _, value in numbers}
-        for one in more:
-            values[one.symbol] = one.value(values)
+        for formula in more:
+            values[formula.symbol] = formula.value(values)
         formulas += more
-        results = [(one.title, _result(one, values)) for one in more]
+        results = [(formula.title, _result(formula, values)) for formula in more]
     rows = tuple(
         (
             t.what,
@@ -126,9 +124,9 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     )
 
 
-def _result(one: Formula, values: Mapping[str, float]) -> Quantity:
-    value = one.value(values)
-    return number(value, f"{value:.4g}") if one.symbol else size(value)
+def _result(formula: Formula, values: Mapping[str, float]) -> Quantity:
+    value = formula.value(values)
+    return number(value, f"{value:.4g}") if formula.symbol else size(value)
 
 
 def _common(job: Job) -> Symbols:
@@ -139,7 +137,7 @@ def _common(job: Job) -> Symbols:
         ("s", "tokens of a sequence", number(job.training.seq)),
         ("h", "hidden size", number(job.model.hidden)),
         ("e", "bytes per element", number(job.training.recipe.communication)),
-        *((one, "degree", number(degree)) for one, degree in degrees.items()),
+        *((name, "degree", number(degree)) for name, degree in degrees.items()),
     )
 
 
@@ -184,7 +182,7 @@ _HIDDEN_STATES = (Role.INPUTS, Role.OUTPUTS, Role.OUTPUT_GRADIENTS, Role.INPUT_G
 
 
 def _bytes_of(dimension: str, payload: Payload, job: Job) -> str:
-    """The formula of the bytes of one collective; empty for those that are small, or not sent in every job."""
+    """The formula for the bytes of one collective; empty for small ones, and for those that only some jobs send."""
     strategy = job.strategy
     if dimension == "tp":
         return "b·s/cp·h·e" if payload.role in _HIDDEN_STATES and payload.share is Share.DENSE else ""
@@ -205,7 +203,7 @@ def _bytes_of(dimension: str, payload: Payload, job: Job) -> str:
 
 
 def _deduplicated(job: Job, traffic: Traffic) -> tuple[Symbols, list[Formula]]:
-    """The places that a token visits on every level of the network, and the bytes that a rank sends for it."""
+    """Symbols and formulas for the places a token visits on each network level, and the bytes a rank sends for it."""
     topology, moe = spanned(job.cluster, expert_runs(job.strategy), "strategy.ep", "all"), job.model.moe
     assert topology is not None and moe is not None
     symbols: list[tuple[str, str, Quantity]] = [("E", "experts of a layer", number(moe.experts))]

@@ -1,34 +1,131 @@
-"""An explanation of one formula, as a page and as plain data."""
+"""An explanation of one formula, as a page and as plain data; the formula itself, and its quantities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardwise.report.console import table
-from shardwise.report.explain.quantity import Quantity
 from shardwise.report.page import Line, Page, Piece
 from shardwise.report.tables import Bar, Cell
+from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
+
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "number": lambda value: f"{value:,.0f}" if float(value).is_integer() else f"{value:g}",
+    "seconds": readable_seconds,
+    "bytes": readable_bytes,
+    "bytes_per_second": readable_rate,
+    "flops": readable_flops,
+    "flops_per_second": lambda value: f"{readable_flops(value)}/s",
+    "share": readable_share,
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of an explanation: text for people, a plain number for machines."""
+
+    value: float
+    unit: str = "number"
+    """Key of the number in the JSON."""
+    shown: str = ""
+    """Replaces the usual text of a number of this unit."""
+
+    @property
+    def text(self) -> str:
+        return self.shown or _TEXTS[self.unit](self.value)
+
+    @property
+    def data(self) -> int | float:
+        value = float(self.value)
+        return int(value) if value.is_integer() else value
+
+
+seconds = partial(Quantity, unit="seconds")
+size = partial(Quantity, unit="bytes")
+rate = partial(Quantity, unit="bytes_per_second")
+flops = partial(Quantity, unit="flops")
+flop_rate = partial(Quantity, unit="flops_per_second")
+share = partial(Quantity, unit="share")
+
+
+def number(value: float, shown: str = "") -> Quantity:
+    return Quantity(value, "number", shown)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+_PYTHON = str.maketrans({"·": "*", "−": "-"})
+
+
+def chosen(things: float, drawn: float) -> float:
+    """The binomial coefficient: ways to draw ``drawn`` of ``things``, 0 if there are fewer."""
+    return math.prod(max(0.0, things - index) / (index + 1) for index in range(int(drawn)))
+
+
+_FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "C": chosen}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula that is printed and computed from the same text."""
+
+    name: str
+    """What it computes."""
+    text: str
+    """Symbols, numbers, + − · / and the functions min, max and C(n, k)."""
+    symbol: str = ""
+    """Stands for its value in the formulas after it."""
+
+    def __str__(self) -> str:
+        return f"{self.title} = {self.text}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.symbol} {self.name}" if self.symbol else self.name
+
+    def value(self, numbers: Mapping[str, float]) -> float:
+        def computed(node: ast.expr) -> float:
+            if isinstance(node, ast.BinOp):
+                return float(_OPERATORS[type(node.op)](computed(node.left), computed(node.right)))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                return float(_FUNCTIONS[node.func.id](*map(computed, node.args)))
+            if isinstance(node, ast.Name):
+                return float(numbers[node.id])
+            assert isinstance(node, ast.Constant)
+            return float(node.value)  # type: ignore[arg-type]
+
+        return computed(ast.parse(self.text.translate(_PYTHON), mode="eval").body)
+
 
 Value = str | Quantity | Bar
 
 
 @dataclass(frozen=True)
 class GridTable:
-    """A small table inside an explanation; the first ``words`` columns hold text.
-
-    ``columns`` are headings with the names of the columns in the JSON, which say the unit of what stands in them.
-    """
+    """A small table inside an explanation."""
 
     title: str
     columns: Mapping[str, str]
+    """Headings, each with the key of its column in the JSON, which names the unit."""
     rows: tuple[tuple[Value, ...], ...]
     words: int = 1
+    """How many of the first columns hold text."""
     optional: tuple[str, ...] = ()
+    """Columns that a narrow console drops, in this order."""
 
     def data(self) -> dict[str, Any]:
-        """A row has what it says something of: neither bars nor empty cells."""
+        """Rows as mappings, without bars and empty cells."""
         rows = [{key: _data(cell) for key, cell in zip(self.columns.values(), row)
                  if not isinstance(cell, Bar) and cell != ""} for row in self.rows]  # fmt: skip
         return {"title": self.title, "rows": rows}
@@ -41,7 +138,8 @@ class Explanation:
     title: str
     formula: tuple[str, ...]
     source: tuple[str, ...]
-    numbers: tuple[tuple[str, str, Quantity], ...] = ()  # symbol, meaning, value
+    numbers: tuple[tuple[str, str, Quantity], ...] = ()
+    """Symbol, meaning and value of each."""
     result: tuple[tuple[str, Quantity], ...] = ()
     tables: tuple[GridTable, ...] = ()
     remarks: tuple[str, ...] = ()

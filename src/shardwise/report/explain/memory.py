@@ -10,9 +10,7 @@ from shardwise.cost.memory.activations import (
 )
 from shardwise.cost.memory.states import state_bytes
 from shardwise.report.console import bar
-from shardwise.report.explain.explanation import Explanation, GridTable
-from shardwise.report.explain.formula import Formula
-from shardwise.report.explain.quantity import Quantity, number, share, size
+from shardwise.report.explain.explanation import Explanation, Formula, GridTable, Quantity, number, share, size
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 from shardwise.spec.units import counted, readable_count, readable_decimal_bytes
@@ -33,7 +31,8 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     rows = []
     for stage, formula in enumerate(formulas):
         part = state_bytes(parameters, precision=precision, optimizer=optimizer, zero=stage, shards=shards)
-        sizes = map(_decimal, (part.weights, part.gradients, part.optimizer, part.total))
+        held = (part.weights, part.gradients, part.optimizer, part.total)
+        sizes = (Quantity(value, "bytes", readable_decimal_bytes(value)) for value in held)  # decimal, as in the paper
         rows.append((f"ZeRO-{stage}" if stage else "none", formula, bar(part.total / whole, 24), *sizes))
     parts = {name: f"{name}_bytes" for name in ("weights", "gradients", "optimizer", "total")}
     columns = {"stage": "stage", "formula": "formula", "": "", **parts}
@@ -61,11 +60,6 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
             states.source,
         ),
     )
-
-
-def _decimal(value: float) -> Quantity:
-    """In the decimal units of the paper."""
-    return Quantity(value, "bytes", readable_decimal_bytes(value))
 
 
 def explain_activations(job: Job) -> Explanation:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.cost.traffic.parameter_server import ServerPrice, server_price
 from shardwise.layout.network import network
 from shardwise.layout.servers import ServerPlan
-from shardwise.report.explain.explanation import Explanation, GridTable, Value
-from shardwise.report.explain.quantity import number, rate, seconds, size
+from shardwise.report.explain.explanation import Explanation, GridTable, Value, number, rate, seconds, size
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import counted
@@ -23,7 +22,7 @@ _COLUMNS = {
 
 
 def explain_parameter_server(job: Job, servers: int | None) -> Explanation:
-    """Every device of the job is a worker; ``servers`` of them, or from one to one for each worker."""
+    """Every device of the job is a worker; without ``servers``, for 1, 2, 4, ... up to one server per worker."""
     recipe, cluster = job.training.recipe, job.cluster
     workers, elements = cluster.devices, int(parameter_count(job.model))
 
@@ -83,11 +82,11 @@ def explain_parameter_server(job: Job, servers: int | None) -> Explanation:
 
 
 def _powers(workers: int) -> list[int]:
-    """1, 2, 4, ... up to one server for each worker."""
-    found = [1]
-    while 2 * found[-1] < workers:
-        found.append(2 * found[-1])
-    return sorted({*found[:: max(1, len(found) // 4)], workers})
+    """A few powers of two below the number of workers, and that number."""
+    powers = [1]
+    while 2 * powers[-1] < workers:
+        powers.append(2 * powers[-1])
+    return sorted({*powers[:: max(1, len(powers) // 4)], workers})
 
 
 def _row(plan: ServerPlan, price: ServerPrice) -> tuple[Value, ...]:

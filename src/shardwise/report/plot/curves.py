@@ -13,17 +13,17 @@ _HEIGHT = 14  # lines of characters
 _ACROSS, _DOWN = 2, 4  # dots of a character
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of Unicode's braille, by line and column
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_FEW = 24  # points that get a letter each; of more, the last
+_FEW = 24  # points that get a letter each; in a longer line only the last does
 
 
 def curve_lines(chart: LineChart, width: int) -> Iterator[Painted]:
     if chart.is_stacked:
         yield from _area_lines(chart, width)
         return
-    points = [point for one in chart.series for point in one.points]
+    points = [point for series in chart.series for point in series.points]
     limits = _near_limits(chart.limits, max(y for _, y in points))
-    x = _AxisScale(chart.x, [one for one, _ in points])
-    y = _AxisScale(chart.y, [*(one for _, one in points), *(one.value for one in limits)], margin=True)
+    x = _AxisScale(chart.x, [across for across, _ in points])
+    y = _AxisScale(chart.y, [*(up for _, up in points), *(limit.value for limit in limits)], margin=True)
     margin = max(len(y.text(share)) for share in (0.0, 0.5, 1.0)) + 1
     canvas = _Canvas(max(10, width - margin - 1), _HEIGHT)
     for limit in limits:
@@ -31,13 +31,15 @@ def curve_lines(chart: LineChart, width: int) -> Iterator[Painted]:
     for number, series in enumerate(chart.series):
         _draw(canvas, series, _LETTERS[number % len(_LETTERS)], x, y)
     yield from _framed(canvas, x, y, margin, chart)
-    entries = [(_LETTERS[number % len(_LETTERS)], one.name, one.tone) for number, one in enumerate(chart.series)]
+    entries = [
+        (_LETTERS[number % len(_LETTERS)], series.name, series.tone) for number, series in enumerate(chart.series)
+    ]
     yield from legend_lines(entries, width)
-    yield from (plain(f"⠒ {one.label}, {readable(one.value, chart.y.unit)}") for one in limits)
+    yield from (plain(f"⠒ {limit.label}, {readable(limit.value, chart.y.unit)}") for limit in limits)
 
 
 def _draw(canvas: _Canvas, series: LineSeries, letter: str, x: _AxisScale, y: _AxisScale) -> None:
-    places = [(x.share(one), y.share(other)) for one, other in series.points]
+    places = [(x.share(across), y.share(other)) for across, other in series.points]
     if series.style != "points":
         for start, end in pairwise(places):
             canvas.line(start, end, series.tone, 1 if series.style == "line" else 3)
@@ -46,41 +48,43 @@ def _draw(canvas: _Canvas, series: LineSeries, letter: str, x: _AxisScale, y: _A
 
 
 def _area_lines(chart: LineChart, width: int) -> Iterator[Painted]:
-    """Areas on top of each other, a column of characters for each moment."""
-    shown = [one for one in chart.series if any(value for _, value in one.points)]
-    limits = _near_limits(chart.limits, max(map(sum, zip(*([y for _, y in one.points] for one in shown)))))
+    """Stacked areas, drawn in columns of characters."""
+    shown = [series for series in chart.series if any(value for _, value in series.points)]
+    limits = _near_limits(chart.limits, max(map(sum, zip(*([y for _, y in series.points] for series in shown)))))
     count = len(shown[0].points)
-    totals = [sum(one.points[number][1] for one in shown) for number in range(count)]
-    y = _AxisScale(chart.y, [0.0, *totals, *(one.value for one in limits)])
+    totals = [sum(series.points[number][1] for series in shown) for number in range(count)]
+    y = _AxisScale(chart.y, [0.0, *totals, *(limit.value for limit in limits)])
     x = _AxisScale(chart.x, [point[0] for point in shown[0].points])
     margin = max(len(y.text(share)) for share in (0.0, 0.5, 1.0)) + 1
     canvas = _Canvas(max(10, width - margin - 1), _HEIGHT)
     for column in range(canvas.width):
         # The fullest of the moments in a column, so that no peak is lost.
         first, last = (place * count // canvas.width for place in (column, column + 1))
-        number = max(range(first, max(first + 1, last)), key=lambda one: totals[one])
+        number = max(range(first, max(first + 1, last)), key=lambda moment: totals[moment])
         total = 0.0
-        for place, one in enumerate(shown):
-            start, total = total, total + one.points[number][1]
+        for place, series in enumerate(shown):
+            start, total = total, total + series.points[number][1]
             for row in range(round(y.share(start) * _HEIGHT), round(y.share(total) * _HEIGHT)):
-                canvas.put(column, _HEIGHT - 1 - row, FILLS[place % len(FILLS)], one.tone)
+                canvas.put(column, _HEIGHT - 1 - row, FILLS[place % len(FILLS)], series.tone)
     for limit in limits:
         row = min(_HEIGHT - 1, _HEIGHT - round(y.share(limit.value) * _HEIGHT))
         for column in range(canvas.width):
             if canvas.is_empty(column, row):
                 canvas.put(column, row, "╌", "red")
     yield from _framed(canvas, x, y, margin, chart)
-    yield from legend_lines(((FILLS[n % len(FILLS)], one.name, one.tone) for n, one in enumerate(shown)), width)
-    yield from (plain(f"╌ {one.label}, {readable(one.value, chart.y.unit)}") for one in limits)
+    yield from legend_lines(
+        ((FILLS[n % len(FILLS)], series.name, series.tone) for n, series in enumerate(shown)), width
+    )
+    yield from (plain(f"╌ {limit.label}, {readable(limit.value, chart.y.unit)}") for limit in limits)
 
 
 def _near_limits(limits: Sequence[ChartLimit], most: float) -> list[ChartLimit]:
-    """A limit far beyond what is drawn would flatten it."""
-    return [one for one in limits if one.value <= 4 * most]
+    """Without limits far beyond the values, which would flatten the curve."""
+    return [limit for limit in limits if limit.value <= 4 * most]
 
 
 class _AxisScale:
-    """From a figure to its share of an axis, and back as text."""
+    """Maps figures to shares of an axis, and shares to the text of a figure."""
 
     def __init__(self, axis: ChartAxis, values: Sequence[float], *, margin: bool = False) -> None:
         self.axis = axis
@@ -106,7 +110,7 @@ class _AxisScale:
 
 
 class _Canvas:
-    """Characters with tones; lines are of braille dots, the last tone of a character counts."""
+    """Characters with tones; lines are drawn with braille dots, and a character has the tone that was drawn last."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -125,7 +129,7 @@ class _Canvas:
         self.put(round(place[0] * (self.width - 1)), round((1 - place[1]) * (self.height - 1)), letter, tone)
 
     def line(self, start: tuple[float, float], end: tuple[float, float], tone: Tone, every: int) -> None:
-        """Every so many dots from one place to the other."""
+        """A line of dots from one place to the other, of which only each ``every``-th is drawn."""
         across, down = self.width * _ACROSS - 1, self.height * _DOWN - 1
         ends = [(round(x * across), round((1 - y) * down)) for x, y in (start, end)]
         (x0, y0), (x1, y1) = ends

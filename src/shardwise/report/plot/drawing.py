@@ -1,4 +1,4 @@
-"""A chart drawn with characters, as wide as the console is; colours help where there are any, and are never needed."""
+"""A chart drawn with characters, as wide as the console; it is readable without colours."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from shardwise.report.charts.chart import BarChart, Chart, LineChart, MeshChart, SpanChart, Tone
-from shardwise.report.plot.bars import bar_lines
+from shardwise.report.plot.bars import bar_lines, mesh_lines, span_lines
 from shardwise.report.plot.curves import curve_lines
 from shardwise.report.plot.painted import Painted
-from shardwise.report.plot.spans import mesh_lines, span_lines
 from shardwise.report.tables import Column, FittedTable, wrapped
 
 _MOST_WIDTH = 120  # a wider picture is not clearer
@@ -36,7 +35,7 @@ _STYLES: dict[Tone, str] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart as a piece of a page; to paste, it is the table of its figures."""
+    """A chart as a piece of a page; in Markdown and CSV the table of its figures stands for it."""
 
     chart: Chart
 
@@ -55,7 +54,7 @@ class Drawing:
 
     def table(self) -> FittedTable:
         """The figures of the chart."""
-        columns = tuple(Column(one.name, numeric=one.unit != "words") for one in self.chart.table.columns)
+        columns = tuple(Column(column.name, numeric=column.unit != "words") for column in self.chart.table.columns)
         return FittedTable(self.chart.title, columns, tuple(tuple(row) for row in self.chart.table.texts()))
 
 

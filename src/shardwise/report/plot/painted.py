@@ -1,4 +1,4 @@
-"""A line of characters of which each may have a tone, and the legend that names them."""
+"""A line of characters, each with an optional tone, and the legend that names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from shardwise.report.charts.chart import Tone
 
-# Told apart without colours; the first are of the largest contrast.
+# Distinguishable without colours, highest contrast first.
 FILLS = "█▒░▓▚▤▥◫▨▦▩"
 
 
@@ -30,8 +30,10 @@ def plain(text: str) -> Painted:
 
 
 def joined(cells: Iterable[tuple[str, Tone | None]], before: str = "", after: str = "") -> Painted:
-    """A line of single characters, those of one tone as one part."""
-    runs = (("".join(one for one, _ in run), tone) for tone, run in groupby(cells, key=lambda cell: cell[1]))
+    """A line of single characters; neighbours of the same tone become one part."""
+    runs = (
+        ("".join(character for character, _ in run), tone) for tone, run in groupby(cells, key=lambda cell: cell[1])
+    )
     return Painted(tuple(part for part in ((before, None), *runs, (after, None)) if part[0]))
 
 
@@ -51,6 +53,6 @@ def legend_lines(entries: Iterable[tuple[str, str, Tone | None]], width: int) ->
 
 
 def labelled(label: str, room: int) -> str:
-    """A label in ``room`` characters; one that is longer ends in a dot more."""
+    """A label padded to ``room`` characters, or cut with an ellipsis."""
     cut = label if cell_len(label) <= room else label[: room - 1] + "…"
     return cut + " " * (room - cell_len(cut))
