@@ -40,10 +40,10 @@ class PredictionResult(Result):
 
     job = Figure[Job]("assessment.analysis.job")
     predicted_seconds = Figure[float]("assessment.analysis.predicted_seconds", "A step, as it should take in a run.")
-    # The ends of the error bar: 80% of published runs are inside.
+    # 80% of published runs are inside the error bar.
     predicted_seconds_low = Figure[float]("assessment.predicted_seconds_low", "The lower end of the error bar.")
     predicted_seconds_high = Figure[float]("assessment.predicted_seconds_high", "The upper end of the error bar.")
-    # What no software can beat: all matmuls at peak, communication as priced, nothing else.
+    # All matmuls at peak, communication as priced, nothing else.
     floor_seconds = Figure[float]("assessment.analysis.floor_seconds", "What no software can beat.")
     tokens_per_second = Figure[float]("assessment.analysis.tokens_per_second")
     mfu = Figure[float]("assessment.analysis.mfu")

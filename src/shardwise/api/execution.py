@@ -378,15 +378,14 @@ def _completed(
     if nvtx is not None:
         changes["nvtx"] = StepWindow.parse(nvtx, "--nvtx")
     known = job.run.data
-    shards = (data,) if isinstance(data, str) else tuple(data) or known.shards
+    given = (data,) if isinstance(data, str) else tuple(data) or known.shards
+    shards = tuple(map(absolute, given))
     if job.run.checkpoints.folder is not None:
         changes["checkpoints"] = replace(job.run.checkpoints, folder=absolute(job.run.checkpoints.folder))
     if job.run.start_from is not None:
         changes["start_from"] = absolute(job.run.start_from)
     try:
-        changes["data"] = replace(
-            known, shards=tuple(map(absolute, shards)), validation=tuple(map(absolute, known.validation))
-        )
+        changes["data"] = replace(known, shards=shards, validation=tuple(map(absolute, known.validation)))
         return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
     except SpecError as error:
         raise error.under("run") from None

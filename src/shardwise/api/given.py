@@ -19,7 +19,7 @@ from shardwise.spec.training import Training
 if TYPE_CHECKING:
     from shardwise.interop.frameworks import Configuration
 
-# Keywords of strategy and training under other names, or of another part.
+# Keywords whose name is not that of a field of strategy or training.
 _PATHS: dict[str, str] = {
     "batch": "training.global_batch",
     "expert_tp": "strategy.expert_tp",
@@ -31,16 +31,14 @@ _PARTS = ("strategy", "training", "run")
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
-    """A job as given, before anything is looked up.
-
-    ``job`` is the path of a file, ``fields`` are those of a job that is not in one, ``configuration`` another
-    framework's that is in none; ``overrides`` are values by the path of their field (``strategy.tp``). The rest has
-    the names and meanings of the command line's flags.
-    """
+    """A job as given, before anything is looked up. Fields without a line below mean what the flags of that name do."""
 
     job: str | None = None
+    """Path of a job file, or of another framework's configuration."""
     fields: Mapping[str, Any] | None = None
+    """Fields of a job that is not in a file."""
     configuration: Configuration | None = None
+    """Another framework's configuration that is not in a file."""
     model: Any = None
     cluster: Any = None
     gpus: Any = None
@@ -58,9 +56,10 @@ class JobArguments:
     latency: Any = None
     device: Any = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values by the path of their field, such as ``strategy.tp``."""
 
 
-# Of a job as given, all that a caller names by keyword or flag.
+# The fields of `JobArguments` that are keywords and flags.
 NAMED = tuple(
     item.name for item in fields(JobArguments) if item.name not in ("job", "fields", "configuration", "overrides")
 )
@@ -161,7 +160,7 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def keyword_path(name: str) -> str:
-    """The path of the field that a keyword sets; one that sets none has its own name."""
+    """The path of the field that a keyword sets; the keyword itself if it sets none."""
     return _field_paths().get(name, name)
 
 
@@ -179,7 +178,7 @@ def _path(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Plain data as in a file: lists for tuples, fields for parts of a strategy."""
+    """Plain data as in a file: lists for tuples, mappings for parts of a strategy."""
     if isinstance(value, tuple):
         return list(value)
     return value.to_dict() if hasattr(value, "to_dict") else value

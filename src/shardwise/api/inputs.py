@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
-# The algorithm of collectives, what selective recompute names, and what changes the numbers that are computed.
+# Fields of the strategy that no search varies, most of them since they change the numbers that training computes.
 NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "synchronise")
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
@@ -46,9 +46,9 @@ def job_from(
 ) -> tuple[Job, list[str]]:
     """The job that a file and flags describe; flags override the file.
 
-    The file may be another framework's configuration: notes say what of it is not used and what had to be assumed. It
-    is priced as that framework runs it, unless our engine runs it (``runs_here``). ``run`` has the fields of the run
-    that flags set.
+    The file may be another framework's configuration: notes say what is not used of it and what had to be assumed. It
+    is priced as that framework runs it, unless our engine runs it (``runs_here``). ``run`` has fields of the job's
+    run that flags set.
     """
     emulation = (run or {}).get("emulate")
     fields, framework, notes = _job_fields(arguments, emulation, runs_here=runs_here or run is not None)
@@ -61,7 +61,7 @@ def job_from(
     _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
     check_algorithm(job.strategy.collective, "strategy.collective")
-    if run is not None or not runs_here:  # what is examined or compared here is not that of the run
+    if run is not None or not runs_here:  # not for verbs that examine or compare the job here instead of running it
         notes += precision_notes(job, given=names_precision(fields))
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
 
@@ -72,7 +72,7 @@ def planning_job(
     """The job whose strategy is to be found, and what was assumed about it.
 
     Its strategy has only what no search varies (`NOT_SEARCHED`, and the overlap of tp). A ``framework`` sets the stack
-    and the precision unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
+    and the precision unless these are given. With ``batch_from`` the search chooses a batch of at least that size.
     """
     fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
@@ -81,7 +81,7 @@ def planning_job(
     Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # checks unused fields too
     notes += _not_taken(arguments)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
-    if "tp" in _mapping(given.get("overlap")):  # given, and not what the stack does
+    if "tp" in _mapping(given.get("overlap")):  # given by the caller, so that the stack does not decide
         fields["strategy"]["overlap"] = {"tp": given["overlap"]["tp"]}
     training = _part(fields, "training")
     batch = training.pop("global_batch", None)
@@ -108,14 +108,14 @@ def planning_job(
 
 
 def _not_taken(arguments: JobArguments) -> list[str]:
-    """Notes on strategy flags that a plan ignores because the stack decides."""
+    """Notes on fields of the strategy that a plan ignores because the stack decides."""
     ignored = ("strategy.overlap", "strategy.dispatch")
     paths = (path for path in arguments.overrides if path.startswith(ignored) and path != "strategy.overlap.tp")
     return [f"{path} is ignored: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
 
 def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
-    """Steps of a run that counts tokens, where the batch is known before the strategy is."""
+    """The steps that the tokens of a run take; None if it has none, or if the batch is not a known number."""
     tokens = training.get("tokens")
     return -(-tokens // (batch * training["seq"])) if isinstance(tokens, int) and isinstance(batch, int) else None
 
@@ -127,7 +127,10 @@ def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str]:
-    """Gives ``fields`` the framework's stack and precision unless set, with a note; rejects another framework's."""
+    """Sets the framework's stack and precision in ``fields`` unless given; returns notes.
+
+    Raises SpecError if another framework's stack is given.
+    """
     from shardwise.interop.frameworks import TARGETS, own_stack
 
     target, notes = TARGETS[framework], []
@@ -166,7 +169,7 @@ def _job_fields(
         fields = read_job_fields(arguments.job)
     elif arguments.fields is not None:
         fields = dict(arguments.fields)
-    # Fields of a noun that is named, by a flag or in the file, can only be set once it is known.
+    # Fields of a model or cluster that is given by name can be set only after that is looked up, below.
     named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
     if emulation is not None and fields.get("cluster") is None and "cluster" not in named:
         named.append("cluster")  # the emulated one, below
@@ -183,7 +186,7 @@ def _job_fields(
     notes += model_notes(model)
     cluster = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
     if nodes is not None and isinstance(cluster, Cluster) and cluster.levels[-1].name == EMULATED:
-        cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, maybe of another link
+        cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, perhaps with another link
     fields["cluster"] = cluster
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # A bare topology implies its textbook algorithm.
@@ -228,7 +231,7 @@ def _is_named(arguments: JobArguments, fields: Mapping[str, Any], kind: str) -> 
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:
-    """A stack sets overlap, dispatch and when a pipeline reduces gradients of ZeRO-2, unless the strategy does."""
+    """Sets overlap, dispatch and gradient accumulation of the strategy as the stack does them, unless given."""
     strategy = fields.get("strategy") or {}
     if not isinstance(strategy, Mapping):
         return
@@ -263,7 +266,7 @@ def _imported(
     named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
     model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
     given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
-    # The first reading only finds the degrees; with those of the flags they give the data-parallel degree.
+    # The first reading only finds the degrees; together with those of flags they give the data-parallel degree.
     degrees = {**configuration.read(model, given=given).fields, **given}
     others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
     if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
@@ -325,7 +328,7 @@ def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     return cluster
 
 
-_DESCRIBING = ("source", "published_parameters")  # no longer true once something is changed
+_DESCRIBING = ("source", "published_parameters")  # no longer true once a field is changed
 
 Noun = TypeVar("Noun", bound=Spec)
 
@@ -369,7 +372,7 @@ def _leave_derived(model: Model, fields: dict[str, Any], changes: Mapping[str, A
 
 
 def with_steps(run: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a run with the steps that ``training.tokens`` takes; raises SpecError if it has others."""
+    """The fields of a run with the steps that ``training.tokens`` takes; raises SpecError if other steps are given."""
     training = fields.get("training")
     if not isinstance(training, Mapping) or training.get("tokens") is None:
         return dict(run)

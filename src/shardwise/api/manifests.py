@@ -27,18 +27,23 @@ def job_for_manifest(
     nvtx: str | None = None,
     note: OnProgress,
 ) -> tuple[Job, str]:
-    """The job, and a name for its run: that of the folder or file that is given, or of the model.
+    """The job, and a name for its run: from its folder or file, else the model's.
 
-    Paths stay as given: they are those of the nodes.
+    Paths stay as given: they are paths on the nodes.
     """
     described, notes = job_from(given, {} if steps is None else {"steps": whole_number(steps, "--steps")})
     run = described.run
     try:
-        shards = replace(run.data, shards=tuple(data) if data else run.data.shards)
-        folder = run.folder if run_folder is None else str(run_folder)
-        wanted = run.profile if profile is None else Profile.parse(profile, "--profile")
-        marked = run.nvtx if nvtx is None else StepWindow.parse(nvtx, "--nvtx")
-        job = replace(described, run=replace(run, data=shards, folder=folder, profile=wanted, nvtx=marked))
+        job = replace(
+            described,
+            run=replace(
+                run,
+                data=replace(run.data, shards=tuple(data) if data else run.data.shards),
+                folder=run.folder if run_folder is None else str(run_folder),
+                profile=run.profile if profile is None else Profile.parse(profile, "--profile"),
+                nvtx=run.nvtx if nvtx is None else StepWindow.parse(nvtx, "--nvtx"),
+            ),
+        )
     except SpecError as error:
         raise error.under("run") from None
     if job.run.emulate is not None:

@@ -26,7 +26,7 @@ _REMEDY = "name a run's folder, such as runs/demo, or where its checkpoints are"
 
 @dataclass(frozen=True)
 class StatusResult(Result):
-    """``found.state`` is one of the words of docs/status.md; ``ok`` is False if the run failed or was killed."""
+    """The state of a run; ``ok`` is False if it failed or was killed. docs/status.md explains the states."""
 
     found: RunState
 
@@ -56,7 +56,7 @@ class StatusResult(Result):
 
 @dataclass(frozen=True)
 class SavedResult(Result):
-    """Checkpoints without the folder of their run: what the newest says."""
+    """Checkpoints without the folder of their run: what the newest one says."""
 
     place: str
     manifest: Manifest
@@ -77,12 +77,12 @@ class SavedResult(Result):
 
 
 def status(run: str | PathLike[str]) -> StatusResult | SavedResult:
-    """The state of the run in a folder, runs/last the newest; of checkpoints at a path or URI, the newest of them."""
+    """The state of the run in a folder (runs/last: the newest), or the newest of the checkpoints at a path or URI."""
     return next(statuses(path_text(run, "run"), 0.0))
 
 
 def statuses(run: str, seconds: float) -> Iterator[StatusResult | SavedResult]:
-    """The same again and again, ``seconds`` apart, without end."""
+    """The status every ``seconds``, without end."""
     place = place_of(run)
     if not isinstance(place, Path) or not _is_run(place):
         while True:
@@ -95,7 +95,7 @@ def statuses(run: str, seconds: float) -> Iterator[StatusResult | SavedResult]:
 
 
 def observed_folder(run: str) -> RunFolder:
-    """The folder of a run, which may have been killed before it had a job."""
+    """The folder of a run, which may have been killed before it had a job file."""
     place = place_of(run)
     if not isinstance(place, Path) or not _is_run(place):
         raise SpecError(str(place), "is not a run's folder", _REMEDY)

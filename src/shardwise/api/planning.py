@@ -35,11 +35,13 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PlanResult(Result):
-    """The best strategy as a job, and everything it was compared with; ``top`` layouts are printed."""
+    """The best strategy as a job, and everything it was compared with."""
 
     answer: PlanAnswer
     top: int = 8
+    """How many layouts are printed."""
     unfolded: bool = False
+    """Near-duplicate layouts are printed separately."""
 
     job = Figure[Job]("answer.plan.best.job", "The plan: `analyze` prices it, `train` runs it, to_yaml() is its file.")
     predicted_seconds = Figure[float]("answer.plan.best.step_seconds", "The predicted time of a step of the plan.")
@@ -49,13 +51,12 @@ class PlanResult(Result):
     mfu = Figure[float]("answer.plan.best.mfu")
     memory_bytes = Figure[float]("answer.plan.best.memory.total")
     candidates = Figure[tuple[Candidate, ...]]("answer.plan.candidates", "All that were simulated, the best first.")
+    notes = Figure[tuple[str, ...]]("answer.notes")
 
     @property
     def why(self) -> str:
         """Why the first wins, in a few sentences."""
         return self.answer.explanation.sentence()
-
-    notes = Figure[tuple[str, ...]]("answer.notes")
 
     @cached_property
     def page(self) -> Page:
@@ -85,7 +86,7 @@ class PlanResult(Result):
 
 @dataclass(frozen=True)
 class MixedPlanResult(Result):
-    """A plan for several kinds of nodes: ``job`` is the best, for `train`."""
+    """A plan for several kinds of nodes."""
 
     plan: MixedPlan
     notes: tuple[str, ...] = ()
@@ -127,9 +128,9 @@ def plan(
 ) -> PlanResult:
     """The best way to split a training job: ``plan(model="llama3-8b", cluster="dgx-h100:2", global_batch=512)``.
 
-    Keywords of the strategy bound the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
-    command; ``offload`` is True or kinds (always), False (never) or None (where it gains). ``on_progress`` is
-    called with what is being done. Raises DoesNotFit if nothing fits.
+    Keywords of the strategy constrain the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
+    command; ``offload`` is True or names of what to offload (always), False (never) or None (where it gains).
+    ``on_progress`` is called with what is being done. Raises DoesNotFit if nothing fits.
     """
     asked, bounds = bounded(job_arguments(job, keywords))
     if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
@@ -152,7 +153,7 @@ def plan(
     ).started()
     questions = Questions(chosen, _conditions(why_not, "--why-not"), texts(what_if, "--what-if"), pareto)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
-    # An error in a further question should not wait for the search.
+    # Errors in further questions are raised before the search.
     terms_from(run, wanted.training)
     for change in questions.what_if:
         changed(wanted.cluster, change)
@@ -165,6 +166,7 @@ def plan(
 
 
 def _searched(request: Request, framework: str | None, on_progress: OnProgress | None) -> Plan:
+    """The plan for a request; raises DoesNotFit if nothing fits."""
     if framework is not None:
         return planner.required(*searched_for(request, framework))
 
@@ -193,7 +195,7 @@ def plan_mixed(
     mixed = None if asked.cluster is None else parse_mixed(asked.cluster)
     if mixed is None:
         raise SpecError("cluster", f"{shown(asked.cluster)} has one kind of nodes", "use plan")
-    # What depends on one cluster is taken from the first kind.
+    # Defaults that depend on the cluster are those of its first kind.
     least = _minimum(min_global_batch)
     wanted, notes = planning_job(replace(asked, cluster=mixed.kinds[0]), batch_from=least)
     request = MixedRequest(
@@ -266,7 +268,7 @@ def _memory(value: Size | None, there: float) -> float | None:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table: batch and memory are unnested, other structures left out."""
+    """A flat row of a table: the entries of batch and memory beside the others, without other nested data."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ def whole_number(value: Any, flag: str, most: int = 10**9) -> int:
 
 
 def exclusive(flag: str, value: Any, other: str) -> SpecError:
-    """The error of two flags of which only one can be given."""
+    """The error for two flags that exclude each other."""
     return SpecError(flag, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 
@@ -35,7 +35,7 @@ def amount(value: Any, dimension: str, flag: str, example: str, *, zero: bool = 
 
 
 def path_text(value: Any, flag: str) -> str:
-    """The path or address that a caller names, which need not exist."""
+    """The path or URI that a caller names; it need not exist."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     try:
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):

@@ -46,18 +46,18 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReportResult(Result):
-    """The pictures of a job or a run; ``path`` is where they were written, if they were.
-
-    ``measured`` is what a run recorded, ``state`` how it ended, where that was recorded.
-    """
+    """The pictures of a job or a run."""
 
     title: str
     assessment: Assessment
     sections: tuple[ChartSection, ...]
     notes: tuple[str, ...] = ()
     path: Path | None = None
+    """The file that was written."""
     measured: RunSummary | None = None
+    """What a run recorded."""
     state: RunState | None = None
+    """How the run goes or ended, if it recorded events."""
 
     @cached_property
     def verdict(self) -> JobVerdict:
@@ -73,7 +73,7 @@ class ReportResult(Result):
         return report_html(self.title, self.verdict, self._facts(), self.sections, self.notes)
 
     def _facts(self) -> list[tuple[str, str]]:
-        """What was priced, and the rows of the verdict, as `analyze` prints them."""
+        """The job, what was measured of it, and the verdict as `analyze` prints it."""
         priced = zip(("Job", "Layout", "Batch"), headline(self.assessment.analysis).split("\n"))
         ended = [] if self.state is None else [("Run", _end_words(self.state))]
         measured = [] if self.measured is None else [*ended, ("Measured", measured_words(self.measured))]
@@ -115,8 +115,8 @@ def write_report(
 ) -> ReportResult:
     """A job, or the folder of a run, as one HTML file with every picture; ``output=None`` writes nothing.
 
-    ``search`` plans for the same model, cluster and batch, to show the job among other strategies. The rest is as for
-    `analyze`, and ``time_limit`` as for `plan`.
+    ``search`` plans for the same model, cluster and batch, to show the job among other strategies; ``time_limit`` is
+    that of `plan`. The rest is as for `analyze`.
     """
     path = None if output is None else Path(path_text(output, "--output"))
     if path is not None:
@@ -165,14 +165,14 @@ def _end_words(state: RunState) -> str:
 
 
 def _run_of(asked: JobArguments) -> RunFolder | None:
-    """The folder of a run, where that is what was given instead of a job file."""
+    """The folder of a run, if one is given in place of a job file."""
     if asked.job is None:
         return None
     path = Path(asked.job)
     try:
         is_folder = path.is_dir() or (path.name == NEWEST and not path.exists())
     except (OSError, ValueError):
-        return None  # whoever reads it says why it is no path
+        return None  # reading it as a job file gives the error
     if is_folder and not asked.overrides and asked.model is None and asked.cluster is None:
         return run_folder(asked.job)
     if is_folder:
@@ -181,7 +181,7 @@ def _run_of(asked: JobArguments) -> RunFolder | None:
 
 
 def _searched(job: Job, time_limit: Size | None, tell: OnProgress) -> PlanPictures:
-    """The plan for the same model, cluster and batch; a job that no search can take says why."""
+    """The plan for the same model, cluster and batch, or why there is none."""
     if is_unlike(job):
         return PlanPictures(why_not="jobs on several kinds of nodes are planned by `shardwise plan`")
     try:

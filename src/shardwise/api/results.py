@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Figure(property, Generic[T]):
-    """A property of a result that something inside it has, by its path from the result; ``means`` is its help."""
+    """A property of a result that reads an attribute inside it, by its path; ``means`` is its docstring."""
 
     def __init__(self, path: str, means: str = "") -> None:
         super().__init__(attrgetter(path), doc=means)
@@ -40,11 +40,11 @@ class Result(ABC):
         """The same as the command's ``--json``."""
 
     def tables(self) -> Mapping[str, Rows]:
-        """Its tables by name, rows of plain numbers; `to_frame` takes the first unless told otherwise."""
+        """Its tables by name, as rows of plain data; `to_frame` takes the first by default."""
         return {name: rows for name, rows in self.to_dict().items() if isinstance(rows, list)}
 
     def to_frame(self, table: str | None = None) -> Any:
-        """A pandas DataFrame of one of its tables; raises SpecError where pandas is not installed."""
+        """A pandas DataFrame of one of its tables; raises SpecError if pandas is not installed."""
         tables = self.tables()
         name = next(iter(tables)) if table is None else table
         if name not in tables:

@@ -55,7 +55,7 @@ class RunScores(ScoredRuns, Result):
 
 @dataclass(frozen=True)
 class ErrorScores(Result):
-    """Collectives or pipeline bubbles, scored: every row, and the absolute errors of every group and of all."""
+    """Collectives or pipeline bubbles, scored: every row, and the absolute errors of each group and overall."""
 
     kind: Kind
     rows: tuple[ScoredRow, ...] | tuple[ScoredBubble, ...]
@@ -74,10 +74,10 @@ class ErrorScores(Result):
 
 
 def validate(table: str | PathLike[str] | None = None) -> RunScores | ErrorScores:
-    """Scores the cost model on a table: one of the package's (`SCORED`), or a CSV in the layout of one of them.
+    """Scores the cost model on a table or on your own runs.
 
-    Or on runs of one's own: the folder of a run, or one that has such folders anywhere inside. Without a table, on all
-    published training runs of the package.
+    A table is one of the package's (`SCORED`), or a CSV in the layout of one of them; by default all published training
+    runs. Own runs are the folder of a run, or a folder that contains such folders at any depth.
     """
     if table is None:
         return _scores(score_runs(TRAINING_RUNS))
@@ -99,12 +99,12 @@ def _is_folder(named: str) -> bool:
     try:
         return named not in SCORED and Path(named).is_dir()
     except (OSError, ValueError):
-        return False  # whoever reads it says why it is no path
+        return False  # reading it as a table gives the error
 
 
 def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
     """Runs that `train` or a callback recorded, by their folders; an error if none has a step to score."""
-    # os.walk passes over a folder that goes away meanwhile.
+    # os.walk skips folders that are removed meanwhile.
     below = (Path(folder) for folder, _, files in os.walk(root) if "job.yaml" in files)
     folders = [root] if (root / "job.yaml").is_file() else sorted(below)
     runs: list[PublishedRun] = []
@@ -124,12 +124,12 @@ def _own_runs(root: Path) -> tuple[list[PublishedRun], list[NotScored]]:
 
 
 def _own_run(name: str, folder: RunFolder) -> PublishedRun:
-    """The job as it is priced today, beside the medians of the run's steps."""
+    """The run as a row to score: its job, and the medians of its steps."""
     job, measured = read_job(folder.job), summarise(read_lines(folder.metrics))
     if measured.step_seconds is None:
         raise SpecError(name, "has no measured step", "train it first")
     predict(job)
-    peak_memory(job)  # both refuse here what cannot be priced today
+    peak_memory(job)  # both raise SpecError here for a job that cannot be priced any more
     return measured_run(name, job, measured.step_seconds, measured.memory_bytes)
 
 
@@ -145,6 +145,6 @@ def _summary(errors: Any) -> dict[str, ErrorSummary]:
 
 
 def _kind(path: str) -> Kind:
-    """What the table holds: the layout that shares most columns with it."""
+    """What the table holds: the kind of which it has the largest share of columns."""
     present = set(columns_of(path))
     return max(_COLUMNS, key=lambda name: len(present.intersection(_COLUMNS[name])) / len(_COLUMNS[name]))

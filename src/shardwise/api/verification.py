@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from shardwise.measure.verify import Verification
 
 STEPS, PROCESSES, TOLERANCE = 3, 8, 1e-5
-LARGEST_SEED = 10**12  # data is seeded with up to a million times as much, in 64 bits
+LARGEST_SEED = 10**12  # seeds of data are up to a million times as large, and have to fit in 64 bits
 
 
 @dataclass(frozen=True)
 class VerificationResult(Result):
-    """How far a layout deviates from one process; ``asked`` is the job as given, ``found.job`` the one that ran."""
+    """How far a layout deviates from a single process."""
 
     asked: Job
+    """The job as given."""
     found: Verification
+    """``found.job`` is the job that ran."""
 
     ok = Figure[bool]("found.ok", "Whether the layout computes what one process computes.")
 
@@ -74,8 +76,8 @@ def verify(
     """Runs a layout and the single process side by side in fp32: loss, every gradient, every weight after ``steps``.
 
     A layout of more than ``max_processes`` ranks is reduced to the smallest of its kind; ``shrink`` takes fewer layers
-    and smaller widths. Every rank that torchrun, srun or mpirun started calls it alike, and the layout runs on these
-    ranks. ``watch`` is called with each phase and a function that says how many of its steps are done.
+    and smaller widths. Under torchrun, srun or mpirun every rank calls it, and the layout runs on these ranks.
+    ``watch`` is called with each phase and a function that returns how many of its steps are done.
     """
     for flag, value in (("--steps", steps), ("--max-processes", max_processes)):
         if parse(value, "count", flag) < 1:

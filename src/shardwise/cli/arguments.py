@@ -78,7 +78,7 @@ _FIELD_FLAGS = (
     ("--attention", "training.attention", "flash or unfused"),
     ("--memory-risk", "run.memory_risk", "accepted probability of running out of device memory (default 5%%)"),
 )
-# Flags that set one field to the value given here.
+# Flags that set one field to a fixed value: flag, path of the field, value, help.
 _SWITCHES = (
     ("--no-sp", "strategy.sequence_parallel", False, "tensor parallelism without sequence parallelism"),
     ("--dropout", "training.dropout", True, "dropout masks are kept for the backward pass"),
@@ -140,7 +140,7 @@ def job_arguments(arguments: argparse.Namespace) -> JobArguments:
 
 
 def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
-    """The same without fields of strategy and training."""
+    """The job without fields of strategy and training."""
     return JobArguments(**{name: value for name, value in vars(arguments).items() if name in ("job", *NAMED)})
 
 
@@ -152,7 +152,7 @@ def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags that are keywords of a function of the API; those not given are left to its defaults."""
+    """The flags that are keywords of a function of the API; those that were not given keep its defaults."""
     taken = (
         parameter.name
         for parameter in inspect.signature(verb).parameters.values()

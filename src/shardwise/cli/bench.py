@@ -85,7 +85,10 @@ def run(arguments: list[str]) -> int:
 def _measured_here(
     parsed: Namespace, cluster: Cluster, wanted: Sequence[CollectiveRequest], update: Callable[[str], None]
 ) -> tuple[list[MeasuredCollective], Wiring | None]:
-    """On processes of this machine; the matrix of virtual nodes, which stand for the hosts of the cluster's wiring."""
+    """Measured on processes of this machine; all pairs of virtual nodes, too, if ``--wiring`` asks for them.
+
+    Virtual nodes have the names of the hosts in the cluster's wiring, if it has enough of them.
+    """
     from shardwise.measure.calibrate.ranks import PoolRanks
     from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
     from shardwise.measure.collectives.run import measure_in
@@ -110,7 +113,7 @@ def _measured_here(
 def _measured_as_rank(
     parsed: Namespace, here: Started, wanted: Sequence[CollectiveRequest]
 ) -> tuple[list[MeasuredCollective], Wiring | None]:
-    """As one of the ranks that a launcher started, which all do this."""
+    """Measured by the ranks that a launcher started, of which this process is one."""
     from shardwise.measure.calibrate.ranks import hosts_of, node_names, started_ranks
     from shardwise.measure.collectives.pairs import measured_matrix, wiring_of
     from shardwise.measure.collectives.run import measure_as_rank
@@ -169,7 +172,7 @@ def _parser() -> Parser:
 
 
 def _check(parsed: Namespace, here: Started | None) -> None:
-    """Raises SpecError for flags that are wrong by themselves or on this machine."""
+    """Raises SpecError for flags that are invalid, or impossible on this machine."""
     for name in ("repeats", "warm_up"):
         if getattr(parsed, name) < 1:
             raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
@@ -229,7 +232,7 @@ def _requests(parsed: Namespace, cluster: Cluster) -> list[CollectiveRequest]:
 
 
 def _names(text: str) -> list[str]:
-    """Split at commas outside of parentheses: "backend,hierarchical(ring,ring)" are two."""
+    """Names split at commas outside parentheses: "backend,hierarchical(ring,ring)" are two."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -257,7 +260,7 @@ def _bytes(text: str | None, field: str, otherwise: int) -> int:
 
 
 def _require_room(size: int, ranks: int) -> None:
-    """Raises SpecError if the ranks, which hold what they send and receive, exceed this machine's memory."""
+    """Raises SpecError if what the ranks send and receive exceeds this machine's memory."""
     from shardwise.measure.verify import available_bytes
 
     free = available_bytes()

@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _complete(parsed: Namespace, here: Started | None) -> None:
-    """This machine's devices where no cluster is given, and the compiler's switch as a field of the job."""
+    """Adds this machine's devices if no cluster is given, and the flags that set fields of the job's training."""
     from shardwise.measure.step import cluster_name_here, device_type_here
 
     parsed.set += ["training.compile=true"] if parsed.compile else []

@@ -93,7 +93,7 @@ def _parser() -> Parser:
 
 
 def _on_target(target: LaunchTarget, parsed: argparse.Namespace, arguments: list[str]) -> int:
-    """Bad input is found here, before any host is asked."""
+    """Runs the same command on the target's hosts; bad input is refused here, before any host is asked."""
     given = job_arguments(parsed)
     if given == replace(JobArguments(), cluster=given.cluster):
         job = a_rank_for_each_device(target, parsed.on, given.cluster, parsed.run_device or "cpu")
@@ -148,7 +148,7 @@ def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | 
 
 
 def _switches(parsed: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Those that a file knows; also checks where to write what is found."""
+    """The switches of each host, from a file; also checks that the wiring can be written."""
     if parsed.switches is not None and parsed.wiring is None:
         raise SpecError("--switches", "is for --wiring", "give both")
     if parsed.wiring is not None:
@@ -163,7 +163,7 @@ def _existing(name: str) -> Path:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or where it will be made."""
+    """The folder, or its nearest parent that exists."""
     return next((parent for parent in (folder, *folder.parents) if parent.is_dir()), Path())
 
 
@@ -176,11 +176,11 @@ def _visible_devices() -> int:
 
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
-_LEAST = 20  # columns in which words can be read
+_LEAST = 20  # columns of text, however narrow the console
 
 
 def print_finding(out: Console, checked: Checked) -> None:
-    """The status, the check and what was found; lines that follow stand under the first."""
+    """The status, the check and what was found; folded lines are indented under the first."""
     said = f"{checked.figure}; {checked.remedy}" if checked.remedy else checked.figure
     check = f"{checked.check:<14} "
     indent = len(checked.status) + 2 + len(check)

@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topic:
-    """Something to explain: its line in the overview, its help, its flags (name, default, help), and who explains it.
-
-    ``job`` has the defaults of the job behind it, by the name of their flag; None where there is no job.
-    """
+    """Something to explain."""
 
     line: str
+    """In the overview."""
     does: str
+    """In its help."""
     example: str
     explained: Callable[[str, argparse.Namespace], Explanation]
+    """Called with the name of the topic and the parsed flags."""
     flags: tuple[tuple[str, str | None, str | None], ...] = ()
+    """Name, default and help of each; of several names the last is the attribute."""
     job: Mapping[str, str] | None = None
+    """Defaults of the job behind it, by the attribute of their flag; None if it needs no job."""
 
 
 def run(arguments: list[str]) -> int:
@@ -47,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
 
 def explained(arguments: list[str]) -> tuple[argparse.Namespace, Explanation]:
-    """A topic and its options, as parsed, and their explanation."""
+    """The parsed options of a topic, and its explanation."""
     name, *rest = arguments
     topic = _topic(name)
     parser = Parser(f"explain {name}", topic.does, topic.example)
@@ -90,7 +92,7 @@ def _topic(name: str) -> Topic:
 
 
 def _take_job_defaults(parsed: argparse.Namespace, defaults: Mapping[str, str]) -> None:
-    """A complete small job behind every topic, so that `explain tp` alone already shows numbers."""
+    """Completes the flags to a small job, so that `explain tp` alone shows numbers."""
     usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
     given = job_arguments(parsed)
     if not parsed.job and not bare.gives_model(given):
@@ -114,7 +116,7 @@ def _collective(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
-    """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
+    """The network asked for, and its default algorithm: the textbook's on a topology, the cheapest on a cluster."""
     from shardwise.layout.network import network
     from shardwise.spec.clusters import cluster_from
 

@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _write(exported: Exported, out: Path) -> None:
-    """Into ``out`` where it is a folder (or ends in a slash), else the one file to that path."""
+    """Writes into ``out`` if it is a folder or there are several files, else to that path."""
     try:
         for name, text in exported.files.items():
             path = out / name if out.is_dir() or len(exported.files) > 1 else out
@@ -67,7 +67,7 @@ def _write(exported: Exported, out: Path) -> None:
 
 
 def _report(exported: Exported) -> None:
-    """What the configuration cannot express, on standard error: standard output may be redirected to a file."""
+    """Prints what the configuration cannot express to standard error: standard output may be the configuration."""
     groups = (
         (f"{exported.target} cannot express, or does differently:", exported.missing),
         ("to set in the training script or the launcher:", exported.elsewhere),
@@ -79,7 +79,7 @@ def _report(exported: Exported) -> None:
 
 
 def _prices(priced: PricedExport) -> str:
-    """Both prices, and what lies between them."""
+    """The price of the exported job and of the job here, and what differs."""
     here, there = priced.here, priced.there
     if there is None:
         return f"{_price(here)} here; the exported configuration cannot be priced"

@@ -25,7 +25,7 @@ shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --batch 32
 shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --on ray --workers 8 --device cuda
 torchrun --nproc-per-node 2 -m shardwise generate runs/job --tokens 1,2,3
 """
-# What our engine trains with, and does not generate with.
+# Parallel dimensions that training has and generation has not.
 _REFUSED = {
     "pp": "a pipeline does not generate: a token would wait for every stage in turn",
     "cp": "context parallelism does not generate: a new token is one position, which cannot be divided",
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         return _run_and_show(parsed)
     try:
         generate(parsed.source, parsed.prompt, **keywords(generate, parsed))
-    except SpecError as error:  # which the first rank has too, and says
+    except SpecError as error:  # the first rank raises and prints it too
         return error.status
     return 0
 
@@ -105,7 +105,7 @@ def _parser() -> Parser:
     add("--tokenizer", metavar="FILE", help="tokenizer.json, or bytes (default: the one beside the weights)")
     add("--no-cache", dest="cache", action="store_false", help="read the whole text again for every token")
     for name in _REFUSED:
-        add(f"--{name}", help=SUPPRESS)  # taken to be refused by name
+        add(f"--{name}", help=SUPPRESS)  # accepted only to say why it is refused
     add("--json", action="store_true", help="JSON output")
     return parser
 

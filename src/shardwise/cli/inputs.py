@@ -1,4 +1,4 @@
-"""From flags to a `Job`, and what a verb needs before it starts; notes on assumptions go to standard error."""
+"""From flags to a `Job`, and the checks before a verb starts; notes on assumptions go to standard error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def path_from(text: str) -> Path:
 
 
 def place_from(text: str) -> Place:
-    """A path or the URI of a place in a store, which need not exist."""
+    """A path, or the URI of a place in a store; it need not exist."""
     place = place_of(text)
     try:
         if isinstance(place, Path):
@@ -51,6 +51,6 @@ def place_from(text: str) -> Place:
 
 
 def require_torch(verb: str, *also: str) -> None:
-    """Refuses a verb whose packages (PyTorch and ``also``) are not installed; notes an untested PyTorch."""
+    """Raises SpecError unless PyTorch and the packages of ``also`` are installed; notes an untested PyTorch."""
     require_packages(verb, "torch", *also)
     print_notes(torch_notes())

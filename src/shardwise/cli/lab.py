@@ -1,4 +1,4 @@
-"""`shardwise lab`: theory beside measurement, on this machine; exits with 1 where one contradicts the other."""
+"""`shardwise lab`: theory beside measurement, on this machine; exits with 1 if they contradict each other."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _require_folder(folder: Path) -> None:
 
 
 def report_on(parsed: Namespace, lab: Lab, report: LabReport) -> int:
-    """Prints what was found and writes its files; the exit status."""
+    """Prints the report and writes its files; returns the exit status."""
     show(parsed, lambda: lab_page(lab, report), lambda: lab_data(lab, report))
     if parsed.out is not None:
         for name, text in report.files.items():

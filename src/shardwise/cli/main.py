@@ -38,8 +38,8 @@ VERBS = {
     "lab": "learn by measuring: theory beside measurement on this machine, and a failure where they contradict",
     "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",
 }
-_NODE_VARIABLES = ("PET_NODE_RANK", "SKYPILOT_NODE_RANK")  # of launchers that start one process per node
-_MODULES = {"list": "listing"}  # those that have another name than their verb
+_NODE_VARIABLES = ("PET_NODE_RANK", "SKYPILOT_NODE_RANK")  # set by launchers that start one process per node
+_MODULES = {"list": "listing"}  # where the name is not the verb's
 
 _HELP = """usage: shardwise VERB [options]
 
@@ -52,7 +52,7 @@ The exit status is 0; 1 if a job does not fit its devices or a check fails; 2 fo
 """
 
 
-# What the machine refuses to do with a path that a user may have named; other errors of the system may be our mistakes.
+# Errors of paths that a user may have named, reported in a line; other OSErrors may be our bugs, and keep their trace.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             if error.errno not in _REFUSED:
                 raise
             return _told(f"{shown(error.filename, 300)}: {error.strerror}; check the path")
-        except ReaderGone:  # it has seen enough
+        except ReaderGone:
             return 0
         except KeyboardInterrupt:
             return 130
@@ -105,7 +105,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _on_node(arguments: list[str]) -> int | None:
-    """The exit status of the node's ranks where this is the one process of a node; None if it is not."""
+    """The exit status of the ranks of this node, if this is its only process; None otherwise."""
     from shardwise.launch.node import VERBS as RANK_VERBS
     from shardwise.launch.node import run_on_node
     from shardwise.run.environment.reader import started_node

@@ -1,4 +1,4 @@
-"""A verb on a launch target: the same command as the ranks of its hosts; what rank 0 prints is printed here."""
+"""A verb on a launch target: its hosts run the same command as ranks; what rank 0 prints is printed here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_target_argument(parser: Parser) -> None:
 
 
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
-    """The exit status of `shardwise ARGUMENTS` as the job's ranks."""
+    """Runs `shardwise ARGUMENTS` as the job's ranks; returns the exit status."""
     command = [sys.executable, "-m", "shardwise", *arguments]
     if target.kind != "starts":
         return command_status(target, TargetRequest(named, job), command)
@@ -54,7 +54,7 @@ def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequenc
 
 
 def target_of_verb(on: str | None, here: Started | None) -> LaunchTarget | None:
-    """Where a verb's ranks start; None on this machine, or if they have started."""
+    """The target that starts a verb's ranks; None for this machine."""
     if on is None:
         return None
     target = target_named(on)
@@ -64,9 +64,9 @@ def target_of_verb(on: str | None, here: Started | None) -> LaunchTarget | None:
 
 
 def a_rank_for_each_device(target: LaunchTarget, named: str, cluster: str | None, device: str) -> Job:
-    """A job as large as the cluster, for verbs that have none: a target asks for its ranks, its nodes, its device.
+    """A small job with a rank per device, for verbs without a job: targets read ranks, nodes and device from one.
 
-    A file of hosts says how many there are, and their slots; others need a ``cluster``, and so do GPUs.
+    A file of hosts gives their number and slots; other targets need a ``cluster``, and so do GPUs.
     """
     sized = _cluster(target, named, cluster, device)
     world = sized.devices

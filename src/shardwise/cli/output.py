@@ -1,4 +1,4 @@
-"""How a verb prints what it has found: text, JSON, Markdown or CSV, by the flags that all verbs share."""
+"""How a verb prints its result: as text, JSON, Markdown or CSV, by flags that all verbs share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_line(parsed: argparse.Namespace, line: str, data: Any) -> None:
 
 
 def show(parsed: argparse.Namespace, page: Callable[[], Page], data: Callable[[], Any]) -> None:
-    """Prints a page, or the data as JSON; what was found stays the exit status, however little of it is read."""
+    """Prints a page, or the data as JSON; a reader that leaves early (`head`) does not change the exit status."""
     with suppress(ReaderGone):
         if parsed.json:
             print(json.dumps(data(), indent=2, ensure_ascii=False))

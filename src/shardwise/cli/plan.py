@@ -111,7 +111,7 @@ def _parser() -> Parser:
 
 
 def _output(text: str) -> Path | None:
-    """Where the job goes; a file that plan did not write is not overwritten."""
+    """The file to write; raises SpecError for an existing file that plan did not write."""
     if text == "-":
         return None
     path = Path(text)

@@ -1,4 +1,4 @@
-"""`shardwise status`: how a run is doing, once, again and again, or for Prometheus."""
+"""`shardwise status`: how a run is doing, shown once or repeatedly, or served to Prometheus."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _watch(parsed: argparse.Namespace, seconds: float) -> int:
-    """On a terminal one page is drawn over the other; elsewhere there is a line each time."""
+    """Redraws the page on a terminal; prints a line each time elsewhere."""
     if form_of(parsed) != "text":
         raise SpecError("--watch", f"cannot be combined with --{form_of(parsed)}", "leave one of them out")
     for result in statuses(parsed.run, seconds):

@@ -1,4 +1,4 @@
-"""Standard output and error as pipes whose reader may leave before the command has ended, or files on a full disk."""
+"""Standard output and error that may fail: pipes whose reader leaves early, files on a full disk."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class ReaderGone(Exception):
-    """Nobody reads standard output any more (head, less): no failure of what was printed.
+    """Nobody reads standard output any more (head, less), which is not a failure of the command.
 
-    It is no OSError: a broken pipe anywhere else is a failure, and must not be taken for this.
+    It is not an OSError, so that a broken pipe anywhere else, which is a failure, is not mistaken for it.
     """
 
 
 class _PipedStream:
-    """A stream that drops what cannot be written; ``tells``: at the first of it raises ReaderGone or SpecError."""
+    """A stream that drops what cannot be written; if it ``tells``, the first failure raises ReaderGone or SpecError."""
 
     def __init__(self, stream: TextIO, *, tells: bool) -> None:
         self._stream, self._tells = stream, tells
@@ -35,7 +35,7 @@ class _PipedStream:
         self._tried(self._stream.flush, None)
 
     def end(self) -> None:
-        """What is left goes nowhere if it cannot be written: the interpreter's own flush would change the status."""
+        """Flushes; discards the rest if that fails, since the interpreter's own flush would change the exit status."""
         try:
             self._stream.flush()
         except OSError:
@@ -61,7 +61,7 @@ class _PipedStream:
 
 @contextmanager
 def piped_streams(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Within it a reader of standard output that leaves is ReaderGone; what standard error loses is not missed."""
+    """While open, a lost reader of standard output raises ReaderGone; text lost on standard error is ignored."""
     outward, beside = _PipedStream(out, tells=True), _PipedStream(error, tells=False)
     with redirect_stdout(cast(TextIO, outward)), redirect_stderr(cast(TextIO, beside)):
         try:

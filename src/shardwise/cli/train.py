@@ -52,7 +52,7 @@ _DOES = """Prices the job, starts one process per device, trains, shows progress
 Everything is kept in the run's folder; the same command resumes from the last checkpoint.
 SIGTERM or Ctrl-C writes a checkpoint first: exit 76 if it could within the time of --grace, else 75."""
 
-# Flags of targets that write a file: their kind of target, and its names.
+# Flags for targets that write a file: flag, kind of target, names of such targets.
 _FILE_FLAGS = (
     ("submit", "writes", "slurm"), ("sbatch", "writes", "slurm"),
     ("manifest", "renders", "kubernetes or skypilot"), ("out", "renders", "kubernetes or skypilot"),
@@ -146,7 +146,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget | None:
-    """Where the ranks start; None on this machine, or if they have started."""
+    """The target that starts the ranks, or writes what starts them; None for this machine."""
     target = None if parsed.on is None else target_named(parsed.on)
     for flag, kind, targets in _FILE_FLAGS:
         if getattr(parsed, flag) and (target is None or target.kind != kind):
@@ -160,7 +160,7 @@ def _target(parsed: argparse.Namespace, here: Started | None) -> LaunchTarget | 
 
 
 def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) -> int:
-    """The file of a target that is submitted; with --submit its job is followed to its end."""
+    """Writes the target's script; with --submit submits it and follows its job to the end."""
     from shardwise.launch.targets.registry import submitted, written_for
 
     for flag in ("markdown", "csv"):
@@ -187,7 +187,7 @@ def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) ->
 
 
 def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
-    """The file of a target whose nodes share no storage with this machine."""
+    """Writes the file of a target whose nodes share no storage with this machine."""
     from shardwise.api.manifests import job_for_manifest
     from shardwise.launch.targets.registry import written_for
 
@@ -210,7 +210,7 @@ def _render(target: LaunchTarget, parsed: argparse.Namespace) -> int:
 
 
 def _show_written(written: Written, parsed: argparse.Namespace) -> None:
-    """The file and how it is submitted; one that was printed has no command."""
+    """Prints the path of the file and the command that submits it; a file that was itself printed has no command."""
     if parsed.json:
         print(json.dumps({"path": str(written.path), "command": written.command}))
     elif written.command:
@@ -218,7 +218,7 @@ def _show_written(written: Written, parsed: argparse.Namespace) -> None:
 
 
 def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRun], parsed: argparse.Namespace) -> int:
-    """Under another launcher; only rank 0 prints."""
+    """Trains as a rank under another launcher; only rank 0 prints."""
     if parsed.rehearse is not None:
         raise SpecError("--rehearse", f"{here.launcher} has started this as a rank", "rehearse without it")
 
@@ -261,7 +261,7 @@ def _progress(folder: RunFolder, job: Job, *, quiet: bool) -> TrainingProgress:
 
 
 def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
-    """Exits with 1 if a check failed."""
+    """Rehearses the run and prints its checks; returns 1 if one failed."""
     from shardwise.launch.rehearsal import rehearse
 
     def print_event(event: Event) -> None:

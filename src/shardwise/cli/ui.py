@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _state(parsed: argparse.Namespace) -> str:
-    """The job that the page opens with, as the end of its address; empty where none is given."""
+    """The job that the page opens with, as the end of its address; empty if none is given."""
     given = job_arguments(parsed)
     if given == type(given)():
         return ""

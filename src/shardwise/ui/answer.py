@@ -1,4 +1,4 @@
-"""What the page shows of one job: verdict, figures, pictures, the values of its controls. Priced like `analyze`."""
+"""What the page shows of one job, priced like `analyze`: verdict, figures, pictures, controls, exports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Data = dict[str, Any]
 
 
 def answer(given: Mapping[str, Any]) -> Data:
-    """Everything that follows a change of a control within a tenth of a second."""
+    """Everything that is updated within a tenth of a second when a control changes."""
     job, notes = job_of(given)
     assessment = assess(analyze_job(job), advice=False)
     analysis = assessment.analysis
@@ -68,7 +68,7 @@ def _charts(analysis: Analysis) -> Iterator[BarChart]:
 
 
 def verdict_data(assessment: Assessment) -> Data:
-    """The sentence with its two ends apart, and the figures of the bar below it."""
+    """The verdict, with the subject and the end of its sentence also apart, and its figures."""
     analysis = assessment.analysis
     ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(assessment)}
     return {**verdict_of(assessment).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
@@ -80,7 +80,7 @@ def _facts(assessment: Assessment) -> Iterator[tuple[str, str]]:
 
 
 def timeline(given: Mapping[str, Any]) -> Data:
-    """The passes of a step; drawing them takes as long as all the rest."""
+    """The passes of a step, apart from `answer` since drawing them takes as long as all the rest."""
     job, _ = job_of(given)
     drawn = timeline_chart(job)
     words = f"{job.microbatches:,} microbatches are too many passes to draw: give a smaller global batch"
@@ -88,7 +88,7 @@ def timeline(given: Mapping[str, Any]) -> Data:
 
 
 def advice(given: Mapping[str, Any]) -> Data:
-    """What to change, as words and as keywords; it takes longer than the rest: neighbouring strategies are priced."""
+    """What to change, as words and as keywords; slow, since it prices neighbouring strategies."""
     job, _ = job_of(given)
     analysis = analyze_job(job)
     if not analysis.fits:
@@ -100,7 +100,7 @@ def advice(given: Mapping[str, Any]) -> Data:
 
 
 def _fitting(job: Job) -> Data:
-    """What would fit, as far as that is known without a search, which has a button of its own."""
+    """What would fit a few changes away; the page has a button for a full search."""
     other = nearest_fit(job)
     if other is None:
         words = "nothing that is a few changes away"
@@ -110,7 +110,7 @@ def _fitting(job: Job) -> Data:
 
 
 def changes_to(before: Job, after: Job) -> Data:
-    """Keywords that make the one job of the other; None for what goes back to its default."""
+    """The keywords that turn ``before`` into ``after``; None resets one to its default."""
     old, new = keywords_of(before), keywords_of(after)
     return {name: new.get(name) for name in {**old, **new} if old.get(name) != new.get(name)}
 

@@ -53,7 +53,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """By the name in the address; a name that is not here does not exist."""
+    """The files of the page by their name in the address; no other file is served."""
     own = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS}
     drawing = {name: report_asset(name).encode() for name in _CHARTS}
     return {name: _asset(name, content) for name, content in (own | drawing).items()}
@@ -143,9 +143,9 @@ def _posted(function: Answer) -> Callable[[Request], Any]:
 
 
 def _planned(searches: Searches) -> Callable[[Request], Any]:
-    """The data of `plan --json`; as server-sent events, with its progress, where the request accepts these.
+    """The data of `plan --json`; with progress, as server-sent events, if the request accepts these.
 
-    Whoever goes away ends the search.
+    A client that disconnects ends the search.
     """
 
     async def answered(request: Request) -> Response:
@@ -169,7 +169,7 @@ def _planned(searches: Searches) -> Callable[[Request], Any]:
 async def _streamed(
     request: Request, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]
 ) -> AsyncIterator[bytes]:
-    """Events as https://html.spec.whatwg.org/multipage/server-sent-events.html has them."""
+    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
     event: dict[str, Any] | None = first
     async with contextlib.aclosing(events):
         while event is not None and not await request.is_disconnected():
@@ -188,7 +188,7 @@ async def _last(request: Request, last: dict[str, Any], events: AsyncGenerator[d
 
 
 class _TooLarge(Exception):
-    """A body that goes on beyond what was announced or is read."""
+    """A body that is longer than what is accepted, whatever length it announced."""
 
 
 async def _body(request: Request) -> bytes:
@@ -216,7 +216,7 @@ async def _not_found(request: Request, _: Any) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A mistake of ours: its trace goes to the terminal, one line to the page."""
+    """A bug of ours: its trace goes to the terminal, a line to the page."""
     traceback.print_exception(error, file=sys.stderr)
     problem = f"failed with {type(error).__name__}: {error}"
     return _json(request, error_data(SpecError("server", problem, "its terminal says where; please report it")), 500)

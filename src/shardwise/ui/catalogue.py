@@ -1,4 +1,4 @@
-"""What can be picked on the page: models, clusters and stacks by preset, with a few words on each; examples."""
+"""What can be picked on the page: presets of models, clusters and stacks, with a few words on each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_count
 
-# The job of a page that is opened without one: the question of the README.
+# The job of a page that is opened without one, as in the README.
 FIRST: dict[str, Any] = {
     "model": "llama3-70b", "cluster": "dgx-h100:8", "global_batch": 512, "seq": 8192,
     "tp": 8, "pp": 2, "zero": 1, "precision": "bf16",
@@ -43,7 +43,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _cluster(name: str) -> dict[str, Any]:
-    """``shape`` where the size is that of a mesh or torus; ``nodes`` of the preset itself otherwise."""
+    """A cluster preset; ``shape`` is None unless its size is that of a mesh or torus."""
     cluster = cluster_from(name)
     shape = next((list(level.shape) for level in cluster.levels if level.shape), None)
     words = f"{cluster.node_devices} × {cluster.device.name} a node"

@@ -1,7 +1,6 @@
-"""The values of every control, each with what else changes with it, or with the reason why it cannot be chosen.
+"""The values of every control, each with the other changes it entails, or with the reason why it is refused.
 
-The rules are those of a job (`spec.rules`) and of the planner's support matrix: a value is tried, and what refuses the
-job says why.
+Every value is tried: the checks of a job (`spec.rules`) and the planner's support matrix give the reasons.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _USUAL = Strategy()
 
 @dataclass(frozen=True)
 class ControlValue:
-    """A value of a control. ``changes`` are the keywords that choosing it sets; None as a value leaves one out.
-
-    ``refused``: why it is impossible; ``priced_only``: why this project's engine does not run what can be priced.
-    """
+    """A value of a control."""
 
     value: Any
     label: str
     changes: Mapping[str, Any]
+    """Keywords that choosing it sets; None resets one to its default."""
     chosen: bool = False
     refused: str = ""
+    """Why it is impossible."""
     priced_only: str = ""
+    """Why this project's engine does not run it, though it can be priced."""
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {"value": self.value, "label": self.label, "set": dict(self.changes)}
@@ -48,7 +47,7 @@ class ControlValue:
 
 
 def choices(job: Job) -> dict[str, list[dict[str, Any]]]:
-    """Every control by the name of its field; those without effect on this job have no values."""
+    """The values of every control, by the name of its field; none for those without effect on this job."""
     strategy = job.strategy
     offered: dict[str, Iterator[ControlValue]] = {
         **{name: _degrees(job, name) for name in ("tp", "pp", "cp", "ep")},
@@ -73,7 +72,7 @@ def _doublings(most: int, present: int) -> list[int]:
 
 
 def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
-    """Divisors of the cluster for a degree, also those that the model refuses; at most a dozen around the present."""
+    """Divisors of the number of devices, also those that the model refuses; at most a dozen, and the present degree."""
     if name == "ep" and job.model.moe is None:
         return _tried(job, name, (1, 2))
     most = {"tp": MOST_TENSOR, "pp": 2 * job.model.layers}.get(name, job.cluster.devices)
@@ -85,7 +84,7 @@ def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
 
 
 def _tried(job: Job, name: str, values: Iterable[Any]) -> Iterator[ControlValue]:
-    """Values of one field of the strategy; data parallelism takes the devices that are left."""
+    """The given values of a field of the strategy, each tried on the job."""
     for value in values:
         changes = {name: value, **_follows(job.strategy, name, value)}
         offered = _staged if name in ("pp", "interleave") else _choice
@@ -93,7 +92,7 @@ def _tried(job: Job, name: str, values: Iterable[Any]) -> Iterator[ControlValue]
 
 
 def _staged(job: Job, name: str, value: Any, changes: Mapping[str, Any], label: str) -> ControlValue:
-    """As many stages as layers divide into, or unequal ones."""
+    """A value with equal stages, or with balanced ones if the layers do not divide evenly."""
     even = _choice(job, name, value, changes, label)
     if not even.refused or job.strategy.stage_layers != _USUAL.stage_layers:
         return even
@@ -108,7 +107,7 @@ def _label(name: str, value: Any) -> str:
 
 
 def _follows(strategy: Strategy, name: str, value: Any) -> dict[str, Any]:
-    """What no longer means anything with the new value, and goes back to its default."""
+    """Other keywords to change with the value, such as those that it makes meaningless."""
     changes: dict[str, Any] = {}
     if value == getattr(strategy, name):
         return changes
@@ -126,7 +125,7 @@ def _follows(strategy: Strategy, name: str, value: Any) -> dict[str, Any]:
 
 
 def _replicas(job: Job) -> Iterator[ControlValue]:
-    """More or fewer replicas are more or fewer nodes, or a part of one; the batch stays."""
+    """Numbers of replicas, each with the nodes, or the part of a node, that it takes; the batch stays."""
     strategy, cluster = job.strategy, job.cluster
     present, preset = strategy.data_parallel, _preset(cluster)
     if preset is None or strategy.has_unlike_stages:
@@ -141,13 +140,13 @@ def _replicas(job: Job) -> Iterator[ControlValue]:
             continue
         whole = {"cluster": f"{preset.name}:{devices // width}", "gpus": None}
         size = whole if devices >= width else {"cluster": preset.name, "gpus": devices}
-        # Not yet checked: the strategy is of the cluster before.
+        # Not checked yet: the strategy is still that of the present cluster.
         other = job.unchecked(cluster=grown, strategy=strategy.unchecked(dp=None))
         changes = {} if value == present else {**size, "dp": None}
         yield _choice(other, "dp", value, changes, str(value), chosen=value == present)
 
 
-# Clusters change less often than layouts, and take longer to check.
+# Cached: clusters change less often than layouts, and take longer to check.
 
 
 @lru_cache(maxsize=256)
@@ -157,7 +156,7 @@ def _grown(preset: Cluster, devices: int) -> Cluster:
 
 @lru_cache(maxsize=64)
 def _preset(cluster: Cluster) -> Cluster | None:
-    """The preset that a cluster is some nodes of, or a part of one; None for a cluster that was written out."""
+    """The preset that a cluster is made of; None for a cluster that was written out."""
     if isinstance(cluster_short(cluster), str):
         return cluster_from(cluster.name)
     try:
@@ -202,7 +201,7 @@ def _trainings(job: Job, name: str, values: Iterable[str]) -> Iterator[ControlVa
 def _choice(
     job: Job, name: str, value: Any, changes: Mapping[str, Any], label: str, *, chosen: bool | None = None
 ) -> ControlValue:
-    """The value, tried on the job; ``chosen`` where the job's own field does not say whether it is the present one."""
+    """The value, tried on the job; ``chosen`` is given where the job's field cannot be compared with the value."""
     noun = job.training if name in ("precision", "optimizer") else job.strategy
     is_present = getattr(noun, name, None) == value if chosen is None else chosen
     try:
@@ -213,7 +212,7 @@ def _choice(
     worst = next((finding for finding in findings if finding.status == "refused"), None)
     if worst is not None:
         return ControlValue(value, label, changes, is_present, refused=f"{worst.reason}; {worst.remedy}")
-    # What the job as it is has already is no property of this value.
+    # Findings that the present job has too are not due to this value.
     own = (
         findings if is_present or not findings else [finding for finding in findings if finding not in findings_of(job)]
     )
@@ -222,7 +221,7 @@ def _choice(
 
 
 def _with(job: Job, changes: Mapping[str, Any]) -> Job:
-    """The job with keywords changed, checked as a whole; one by one the values are right, they come from here."""
+    """The job with keywords changed, checked as a whole; each value by itself is valid, since it was made here."""
     named = ((name, value) for name, value in changes.items() if name not in ("cluster", "gpus"))  # the job has these
     own = {name: getattr(_USUAL, name) if value is None else value for name, value in named}
     training = {name: own.pop(name) for name in ("precision", "optimizer") if name in own}

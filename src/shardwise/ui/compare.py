@@ -1,4 +1,4 @@
-"""Two jobs side by side, A and B: their figures, what differs in the layout, and where the time goes apart."""
+"""Two jobs side by side, A and B: their figures, how their layouts differ, and which parts of the step take longer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_REASONS = 3
 
 
 def compare(given: Mapping[str, Any]) -> dict[str, Any]:
-    """B against A. Jobs of other models or batches are compared by the time of a token."""
+    """B against A; by time per token, since models and batches may differ."""
     jobs = [_job(given, name) for name in ("a", "b")]
     assessments = [assess(analyze_job(job), advice=False) for job in jobs]
     first, other = (candidate(job) for job in jobs)
@@ -53,13 +53,13 @@ def _side(assessment: Assessment) -> dict[str, Any]:
 
 
 def _room(assessments: Sequence[Assessment]) -> str:
-    """Which of the two does not fit, before their times are compared."""
+    """Which of the two does not fit."""
     large = [letter for letter, assessment in zip("AB", assessments) if not assessment.analysis.fits]
     return f"{' and '.join(large)} {'does' if len(large) == 1 else 'do'} not fit." if large else ""
 
 
 def _parts(first: Candidate, other: Candidate) -> list[dict[str, Any]]:
-    """Seconds of each part for as many tokens as a step of the first has, the largest difference first."""
+    """Seconds of each part, scaled to the tokens of a step of the first job, the largest difference first."""
     scale = first.job.tokens_per_step / other.job.tokens_per_step
     rows = [
         {"name": name, "words": PLAN_WORDS[name], "a": first.parts[name], "b": other.parts[name] * scale,
@@ -71,7 +71,7 @@ def _parts(first: Candidate, other: Candidate) -> list[dict[str, Any]]:
 
 
 def reason(first: Candidate, other: Candidate) -> str:
-    """Why the one takes longer than the other, in a sentence."""
+    """Why one takes longer than the other, in a sentence."""
     loss, noise = other.loss_to(first), noise_of(other.job).share
     causes = [row for row in _parts(first, other) if abs(row["share"]) >= TIE][:_MOST_REASONS]
     said = ", ".join(f"{row['words']} {_signed(row['share'])}" for row in causes)

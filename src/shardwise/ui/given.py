@@ -1,4 +1,4 @@
-"""The job that a request describes: keywords of the Python API as JSON. No file of the machine is read for it."""
+"""The job that a request describes: keywords of the Python API as JSON. No file of this machine is read for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def document(body: bytes) -> Mapping[str, Any]:
 
 
 def arguments_from(given: Mapping[str, Any]) -> JobArguments:
-    """The job as given: ``model``, ``cluster`` and ``stack`` by preset or written out, and fields by their name."""
+    """The job as given: ``model``, ``cluster`` and ``stack`` by preset or spelled out, and fields by their name."""
     if "run" in given:
         raise SpecError("run", "is how a job runs, and this page runs none", "leave it out; memory_risk is a keyword")
     check_references(given)
@@ -53,7 +53,7 @@ def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
 
 
 def check_references(value: Any, path: str = "") -> None:
-    """Refuses files that a model, a cluster or a stack names anywhere inside."""
+    """Raises SpecError if a model, a cluster or a stack at any depth names a file, or an unknown preset."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             where = join_path(path, str(name))
@@ -83,14 +83,14 @@ def _check_reference(value: Any, kind: str | None, path: str) -> None:
 
 
 class AsPrinted(SpecError):
-    """What is wrong with a file, as the command line says it: options of other frameworks look like our flags."""
+    """An error in a file, worded as on the command line: other frameworks' options look like our flags."""
 
     def __init__(self, error: SpecError) -> None:
         super().__init__(error.field, error.problem, error.remedy)
 
 
 def error_data(error: SpecError) -> dict[str, Any]:
-    """The one line of an error, naming keywords, and the field beside which it belongs."""
+    """An error in words that name keywords, with the field beside which the page shows it."""
     told = error if isinstance(error, AsPrinted) else in_keywords(error, JobKeywords.__annotations__)
     return {"error": {**vars(told), "text": str(told)}}
 
@@ -108,9 +108,9 @@ CONFIG_FILE, JOB_FILE = "config.json", "job.yaml"
 
 
 def keywords_of(job: Job) -> dict[str, Any]:
-    """The job as keywords that give it again; what is left out is the default. Of how it runs, only what is priced.
+    """The keywords that describe a job; fields with their default are left out, except the sequence, which people type.
 
-    The sequence is always there: people type it.
+    Fields of the run are left out too, except those that change the price.
     """
     data = job.to_dict()
     parts = {name: data.get(name, {}) for name in ("strategy", "training", "run")}
@@ -126,8 +126,8 @@ def fragment(keywords: Mapping[str, Any]) -> str:
 
 
 def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
-    """The command line that prices the same job: a config.json that was pasted is read there, and what else was
-    written out is in the job's own file."""
+    """The command that prices the same job; it names the file of a pasted config.json, or a job file if the model or
+    the cluster is spelled out otherwise."""
     model, cluster = given.get("model"), _kinds_named(given.get("cluster"))
     if isinstance(cluster, Mapping) or (isinstance(model, Mapping) and not is_hf_config(model)):
         return f"shardwise {verb} {JOB_FILE}"
@@ -147,7 +147,7 @@ def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
 
 
 def _kinds_named(cluster: Any) -> Any:
-    """Kinds of nodes as a flag names them, where that says all."""
+    """Several kinds of nodes as a flag names them, if all are presets; else the cluster as given."""
     if (
         isinstance(cluster, Mapping)
         and cluster.keys() == {"kinds"}

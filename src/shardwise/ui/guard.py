@@ -1,4 +1,4 @@
-"""Who may ask: this machine's own browser and programs, by the address that was printed. Everything else is refused.
+"""Only this machine's browser and programs may ask, by the address that was printed; everything else is refused.
 
 The Host and the Origin of every request are compared with our own address (`launch/loopback.py`), and what is posted
 must be JSON, which a form of another page cannot send (https://fetch.spec.whatwg.org/#cors-safelisted-method).
@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# Popups: Perfetto's window is spoken to after it has been opened.
+# Popups are allowed since the page sends the trace to Perfetto's window.
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -32,7 +32,7 @@ HEADERS = {
 
 
 class Guard:
-    """Passes on what is asked of loopback by our own page, or by a program."""
+    """Passes on requests of our own page, or of a program on this machine."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -47,7 +47,7 @@ class Guard:
         body = json.dumps(refused.to_dict()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         answered = _with_headers(send)
-        # What was not read of the body is not read: the connection ends.
+        # The rest of the body is never read: the connection is closed.
         await answered({"type": "http.response.start", "status": refused.status,
                         "headers": [*headers, (b"connection", b"close")]})  # fmt: skip
         await answered({"type": "http.response.body", "body": body})

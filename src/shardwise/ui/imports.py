@@ -1,7 +1,7 @@
 """A job from the text of a file: ours, a Hugging Face config.json, another framework's configuration.
 
-It is read as on the command line, by the same code, with two differences: no file that it names is opened, and what a
-framework leaves open, the cluster and often the model, is that of the page.
+It is read by the code of the command line, with two differences: no file that it names is opened, and what it leaves
+open (the cluster, often the model) is taken from the page.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Keywords = dict[str, Any]
 
 
 def imported(given: Mapping[str, Any]) -> Keywords:
-    """What the ``text`` of a file named ``name`` is, and the job that it makes of ``job``, the one on the page.
+    """The kind of a file, given as ``text`` and ``name``, and its job, completed by ``job``, the one on the page.
 
-    ``notes`` are those that the command prints; ``of_page`` names what the file leaves open. Raises SpecError with the
-    line that the command prints of that file.
+    The answer has ``notes``, as the command prints them, and ``of_page``: what was taken from the page. Raises the
+    SpecError that the command prints for the file.
     """
     text, name, beside = _checked(given)
     kind = kind_of(text, name)
@@ -74,7 +74,7 @@ def _checked(given: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def _of_config(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
-    """The model alone; whether the rest of the job suits it is said beside the controls."""
+    """The page's job with the file's model; the controls show whether they suit each other."""
     config = parse_json(text, name, finite=True)
     try:
         model_from_hf_config(config)
@@ -112,7 +112,7 @@ def _named(beside: Mapping[str, Any], *names: str) -> Keywords:
 
 
 def _placed(job: Job, place: Keywords) -> Keywords:
-    """The cluster by its preset, a part of a node as its devices, so that the page's controls are those of a preset."""
+    """The cluster as a preset, with the devices used of a node, if it is one: the page's controls need a preset."""
     named = keywords_of(job)["cluster"]
     if isinstance(named, str) or not isinstance(place.get("cluster"), str):
         return {"cluster": named}

@@ -1,7 +1,7 @@
-"""The search of the page: a process of its own, so that controls are answered meanwhile, and that it can be ended.
+"""The search of the page, in a process of its own: controls are answered meanwhile, and it can be cancelled.
 
-`python -m shardwise.ui.searching` reads a request from standard input and writes a line of JSON for everything that
-happens: ``progress``, a ``picture`` of time against memory where that was asked for, then ``result`` or ``refused``.
+`python -m shardwise.ui.searching` reads a request from standard input and writes a line of JSON for every event:
+``progress``, a ``picture`` of time against memory if that was asked for, then ``result`` or ``refused``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError
 from shardwise.ui.given import arguments_from, document, error_data
 
-# Options of `plan` besides the job; others wait for long, or read files. Those that all clusters have come first.
+# Options of `plan` besides the job, first those that mixed clusters support; the others take long, or read files.
 OF_MIXED = ("exclude", "max_memory", "min_global_batch", "any_priced")
 OPTIONS = (*OF_MIXED, "framework", "pareto", "why_not")
 _EVERY_SECONDS = 0.1  # between two lines of progress
@@ -34,7 +34,7 @@ _LONGEST_LINE = 64 * 2**20
 
 
 def plan_request(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The job and the options of a search, checked as far as that is quick."""
+    """The job and the options of a search, after the quick checks."""
     arguments = arguments_from({name: value for name, value in given.items() if name not in OPTIONS})
     options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
     if parse_mixed(given.get("cluster")) is not None:
@@ -85,12 +85,12 @@ def _refused(error: SpecError) -> dict[str, Any]:
 
 @dataclass
 class Searches:
-    """The searches of one server, a few at a time."""
+    """The searches of a server, of which only a few run at a time."""
 
     running: int = 0
 
     async def events(self, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """What a search reports; its process ends with the iteration, however that ends."""
+        """What a search reports; its process is ended when the iteration ends, for whatever reason."""
         if self.running >= _MOST_AT_ONCE:
             problem = f"{self.running} searches are running"
             raise SpecError("plan", problem, "wait for one of them, or cancel it")
@@ -116,7 +116,7 @@ async def _events(body: bytes) -> AsyncGenerator[dict[str, Any], None]:
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), _TICK_SECONDS)
             except TimeoutError:
-                yield TICK  # so that whoever listens can be asked whether he still does
+                yield TICK  # lets the server check that the client is still connected
                 continue
             if not line:
                 break
