@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -148,8 +148,9 @@ def write_report(
     summary = state = None
     if folder is not None:
         tell("reading the run")
-        pictures = _pictures(folder)
-        sections, summary = [*run_sections(pictures, made), *sections], pictures.summary
+        records = list(read_lines(folder.metrics))
+        summary = summarise(records)
+        sections = [*run_sections(RunPictures(records, summary, *_comparison(folder)), made), *sections]
         state = RunObserver(folder).state() if folder.events.is_file() else None
         title = f"{folder.path.resolve().name}: {title}"
     result = ReportResult(title, assessment, tuple(sections), (*notes, *analysis.notes), path, summary, state)
@@ -192,12 +193,6 @@ def _searched(job: Job, time_limit: Size | None, tell: OnProgress) -> PlanPictur
     best = answer.plan.best
     marked = None if own.job.strategy == best.job.strategy else own
     return PlanPictures(answer.plan, answer.memory_front or (), marked)
-
-
-def _pictures(folder: RunFolder) -> RunPictures:
-    records: Sequence[dict[str, Any]] = list(read_lines(folder.metrics))
-    comparison, why_not = _comparison(folder)
-    return RunPictures(records, summarise(records), comparison, why_not)
 
 
 def _comparison(folder: RunFolder) -> tuple[Comparison | None, str]:

@@ -139,7 +139,8 @@ def run(arguments: list[str]) -> int:
         return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
 
     def supervised(launch: Launch) -> Outcome:
-        return _watched(launch, quiet=parsed.json)
+        with _progress(launch.folder, launch.job, quiet=parsed.json) as progress:
+            return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
 
     run = supervised if target is None else on_target(target, parsed.on, ready, supervised, parsed.ray_address)
     return _show(trained(ready, run, grace=parsed.grace, debug=parsed.debug), parsed)
@@ -247,11 +248,6 @@ def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
         return _show(TrainingResult(ready.job, run_summary(ready.folder, step), None), parsed)
     print(*torchrun_commands(ready.job, ready.folder.path), sep="\n")
     return 0
-
-
-def _watched(launch: Launch, *, quiet: bool) -> Outcome:
-    with _progress(launch.folder, launch.job, quiet=quiet) as progress:
-        return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
 
 
 def _progress(folder: RunFolder, job: Job, *, quiet: bool) -> TrainingProgress:

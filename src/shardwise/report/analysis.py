@@ -37,6 +37,9 @@ from shardwise.spec.units import (
     readable_share,
 )
 
+FORMAT = 2
+_FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
+
 
 @paged
 def analysis_page(assessment: Assessment) -> Iterator[Piece | str]:
@@ -190,7 +193,7 @@ def _scaling_table(kind: str, scaled: Iterable[ScalingRow]) -> FittedTable:
         "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
         "efficiency": lambda row: readable_share(row.efficiency),
         "exposed": lambda row: readable_share(row.exposed_share),
-        "fits": lambda row: {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
+        "fits": lambda row: _FITS[row.fit],
     }
     return table_of(f"{kind.capitalize()} scaling ({formula})", scaled, columns, numbers_from=0)
 
@@ -207,9 +210,6 @@ def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
     for row in rows:
         yield "".join(cell.rjust(width) for cell, width in zip(row, widths))
     yield ""
-
-
-FORMAT = 2
 
 
 def analysis_data(assessment: Assessment) -> dict[str, Any]:
@@ -319,9 +319,6 @@ def _memory(analysis: Analysis) -> dict[str, Any]:
         "left_bytes": room.usable_bytes - analysis.memory.total,
         "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
     }
-
-
-_FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
 
 def topology_tables(topologies: Sequence[PricedTopology]) -> Iterator[FittedTable]:

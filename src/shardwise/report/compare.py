@@ -13,7 +13,7 @@ from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.measure.compare.comparison import Comparison, Part
+    from shardwise.measure.compare.comparison import Comparison
     from shardwise.measure.compare.step_parts import RankTimes
     from shardwise.measure.compare.stragglers import SlowLink
 
@@ -91,7 +91,11 @@ def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piec
         yield f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median)."
     if comparison.memory:
         cells = [
-            (part.name, *map(readable_bytes, (part.predicted, part.measured)), _ratio(part))
+            (
+                part.name,
+                *map(readable_bytes, (part.predicted, part.measured)),
+                f"{part.measured / part.predicted:.2f}" if part.predicted else "–",
+            )
             for part in comparison.memory
         ]
         yield table("Memory", ("", "predicted", "measured", "measured / predicted"), cells)
@@ -164,7 +168,3 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 def _optional(seconds: float | None) -> str:
     return "–" if seconds is None else readable_seconds(seconds)
-
-
-def _ratio(part: Part) -> str:
-    return f"{part.measured / part.predicted:.2f}" if part.predicted else "–"

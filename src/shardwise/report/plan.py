@@ -60,7 +60,9 @@ def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> It
     yield _headline(plan)
     for note in [*answer.notes, *_notes(answer)]:
         yield Line(f"note: {note}", "yellow")
-    rows = _rows(plan, top=top, unfolded=unfolded)
+    rows: Sequence[RankingRow] = plan.rows[:top]
+    if unfolded:
+        rows = [RankingRow(plan.group_of(candidate), candidate) for candidate in plan.layouts[:top]]
     for group in GROUPS:
         if any(row.group == group for row in rows):
             yield _ranking(plan, rows, group)
@@ -96,12 +98,6 @@ def _notes(answer: PlanAnswer) -> Iterator[str]:
         yield note
     if answer.sending_less is not None:
         yield sending_less_words(plan.best.job, answer.sending_less)
-
-
-def _rows(plan: Plan, *, top: int, unfolded: bool) -> Sequence[RankingRow]:
-    if unfolded:
-        return [RankingRow(plan.group_of(candidate), candidate) for candidate in plan.layouts[:top]]
-    return plan.rows[:top]
 
 
 def _ranking(plan: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTable:

@@ -25,7 +25,7 @@ def summary_pieces(summary: RunSummary, data_type: str) -> Iterator[Piece | str]
         (
             name,
             *("–" if figure is None else show(figure) for figure in (predicted, measured)),
-            _ratio(predicted, measured),
+            "–" if not predicted or measured is None else f"{measured / predicted:.2f}",
         )
         for name, predicted, measured, show in rows
     ]
@@ -76,7 +76,3 @@ def training_data(summary: RunSummary, outcome: Outcome | None) -> dict[str, Any
 def points_page(points: Sequence[RehearsalCheck]) -> Page:
     rows = [("pass" if check.passed else "FAIL", check.name, check.figure) for check in points]
     return Page((table("Rehearsal", ("", "point", "figure"), rows, numbers_from=3),))
-
-
-def _ratio(predicted: float | None, measured: float | None) -> str:
-    return "–" if not predicted or measured is None else f"{measured / predicted:.2f}"

@@ -41,7 +41,7 @@ def answer(given: Mapping[str, Any]) -> Data:
     analysis = assessment.analysis
     return {
         "verdict": verdict_data(assessment),
-        "facts": [{"name": name, "words": words} for name, words in _facts(assessment)],
+        "facts": [{"name": name, "words": words} for name, words in (*verdict_rows(assessment), floor_row(analysis))],
         "charts": {chart.name: chart.to_dict() for chart in _charts(analysis)},
         "job": {
             **picked(job, "microbatches", "sequences", "tokens_per_step"),
@@ -72,11 +72,6 @@ def verdict_data(assessment: Assessment) -> Data:
     analysis = assessment.analysis
     ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(assessment)}
     return {**verdict_of(assessment).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
-
-
-def _facts(assessment: Assessment) -> Iterator[tuple[str, str]]:
-    yield from verdict_rows(assessment)
-    yield floor_row(assessment.analysis)
 
 
 def timeline(given: Mapping[str, Any]) -> Data:

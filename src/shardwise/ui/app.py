@@ -32,6 +32,8 @@ from shardwise.ui.guard import App, Guard, too_large
 from shardwise.ui.imports import imported
 from shardwise.ui.searching import TICK, Searches, plan_request
 
+Answer = Callable[[Mapping[str, Any]], Any]
+_COMPRESSED_FROM = 1000  # bytes
 _FOLDER = Path(__file__).with_name("static")
 _CHARTS = ("chart.umd.min.js", "charts.js", "charts.css")  # of the report: both draw the same pictures
 _KINDS = {
@@ -56,16 +58,14 @@ def assets() -> dict[str, Asset]:
     """The files of the page by their name in the address; no other file is served."""
     own = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS}
     drawing = {name: report_asset(name).encode() for name in _CHARTS}
-    return {name: _asset(name, content) for name, content in (own | drawing).items()}
-
-
-def _asset(name: str, content: bytes) -> Asset:
-    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-    return Asset(_KINDS[Path(name).suffix], gzip.compress(content, 9, mtime=0), tag)
-
-
-Answer = Callable[[Mapping[str, Any]], Any]
-_COMPRESSED_FROM = 1000  # bytes
+    return {
+        name: Asset(
+            kind=_KINDS[Path(name).suffix],
+            compressed=gzip.compress(content, 9, mtime=0),
+            tag=f'"{hashlib.sha256(content).hexdigest()[:16]}"',
+        )
+        for name, content in (own | drawing).items()
+    }
 
 
 def analysis(given: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from shardwise.report.verdict import memory_words
 from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.cost.memory.timeline import MemoryOverTime, RankMemory
+    from shardwise.cost.memory.timeline import MemoryOverTime
 
 _TONES: dict[str, Tone] = {
     "weights": "sky",
@@ -141,12 +141,9 @@ def memory_over_time_chart(memory: MemoryOverTime) -> LineChart:
         limits=(ChartLimit("usable memory of a device", usable),),
         table=chart_table(
             {"rank": "words", "peak": "bytes", "of the device": "share", "at": "seconds", "during": "words"},
-            [_peak_row(rank, usable) for rank in memory.ranks],
+            [
+                (f"rank {number}", peak.held.total, peak.held.total / usable, peak.start_seconds, peak.during)
+                for number, peak in ((rank.pipeline_rank, rank.peak) for rank in memory.ranks)
+            ],
         ),
     )
-
-
-def _peak_row(rank: RankMemory, usable: float) -> tuple[str, float, float, float, str]:
-    peak = rank.peak
-    held = peak.held.total
-    return f"rank {rank.pipeline_rank}", held, held / usable, peak.start_seconds, peak.during

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.step.operator_points import OperatorPoint, operator_points
+from shardwise.cost.step.operator_points import operator_points
 from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.prediction import predict
 from shardwise.report.charts.chart import (
@@ -14,7 +14,6 @@ from shardwise.report.charts.chart import (
     LineChart,
     LineSeries,
     Tone,
-    Value,
     chart_table,
     stacked_bars,
 )
@@ -169,10 +168,6 @@ def roofline_chart(job: Job) -> LineChart:
         table=chart_table(
             {"operator": "words", "FLOPs a byte": "count", "reached": "FLOP/s", "of the peak": "share",
              "seconds": "seconds"},
-            [_row(point, peak) for point in points],
+            [(point.words, point.flops_per_byte, point.rate, point.rate / peak, point.seconds) for point in points],
         ),
     )  # fmt: skip
-
-
-def _row(point: OperatorPoint, peak: float) -> tuple[Value, ...]:
-    return point.words, point.flops_per_byte, point.rate, point.rate / peak, point.seconds

@@ -44,7 +44,7 @@ def timeline_chart(job: Job) -> SpanChart | None:
         )
         if end > begin
     ]
-    end = timeline.step_seconds(job.stack.step_ends) + prediction.tail_seconds
+    end, span = timeline.step_seconds(job.stack.step_ends) + prediction.tail_seconds, timeline.makespan_seconds
     if whole:
         kinds.append(SpanKind("reductions, optimizer", _AFTER))
         spans += [(row, end - prediction.tail_seconds, end, len(used), "") for row in range(len(ranks))]
@@ -59,7 +59,10 @@ def timeline_chart(job: Job) -> SpanChart | None:
         end=end if whole else drawn_to,
         table=chart_table(
             {"rank": "words", "passes": "number", "busy": "seconds", "idle": "seconds", "idle share": "share"},
-            [_row(timeline, rank) for rank in range(timeline.schedule.ranks)],
+            [
+                (f"rank {rank}", float(len(timeline.schedule.actions[rank])), busy, span - busy, (span - busy) / span)
+                for rank, busy in enumerate(timeline.busy)
+            ],
         ),
     )
 
@@ -92,8 +95,3 @@ def _caption(timeline: Timeline, rows: int, each: int, *, whole: bool) -> str:
     if not whole:
         said.append(f"The first {each:,} passes of each are drawn.")
     return " ".join(said)
-
-
-def _row(timeline: Timeline, rank: int) -> tuple[str, float, float, float, float]:
-    span, busy = timeline.makespan_seconds, timeline.busy[rank]
-    return f"rank {rank}", float(len(timeline.schedule.actions[rank])), busy, span - busy, (span - busy) / span

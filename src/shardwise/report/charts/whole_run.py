@@ -16,7 +16,6 @@ from shardwise.report.charts.chart import (
     LineChart,
     LineSeries,
     Tone,
-    Value,
     chart_table,
     stacked_bars,
 )
@@ -47,14 +46,13 @@ def scaling_chart(scaling: Mapping[str, Sequence[ScalingRow]]) -> LineChart:
         table=chart_table(
             {"scaling": "words", "devices": "number", "sequences": "number", "step": "seconds", "tokens/s": "tokens/s",
              "efficiency": "share", "exposed": "share", "memory": "words"},
-            [_scaling_row(kind, row) for kind, rows in scaling.items() for row in rows],
+            [
+                (kind, row.devices, row.sequences, row.predicted_seconds, row.tokens_per_second, row.efficiency,
+                 row.exposed_share, row.fit)
+                for kind, rows in scaling.items() for row in rows
+            ],
         ),
     )  # fmt: skip
-
-
-def _scaling_row(kind: str, row: ScalingRow) -> tuple[Value, ...]:
-    return (kind, row.devices, row.sequences, row.predicted_seconds, row.tokens_per_second, row.efficiency,
-            row.exposed_share, row.fit)  # fmt: skip
 
 
 def campaign_chart(run: Campaign) -> BarChart:

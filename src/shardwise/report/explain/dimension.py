@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.cost.analysis import Analysis
@@ -93,7 +92,10 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         for formula in more:
             values[formula.symbol] = formula.value(values)
         formulas += more
-        results = [(formula.title, _result(formula, values)) for formula in more]
+        results = [
+            (formula.title, number(value, f"{value:.4g}") if formula.symbol else size(value))
+            for formula, value in ((formula, formula.value(values)) for formula in more)
+        ]
     rows = tuple(
         (
             t.what,
@@ -124,11 +126,6 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     )
 
 
-def _result(formula: Formula, values: Mapping[str, float]) -> Quantity:
-    value = formula.value(values)
-    return number(value, f"{value:.4g}") if formula.symbol else size(value)
-
-
 def _common(job: Job) -> Symbols:
     strategy = job.strategy
     degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
@@ -142,11 +139,10 @@ def _common(job: Job) -> Symbols:
 
 
 def _context_symbols(job: Job, contents: RankContents) -> Symbols:
+    what, features = "keys and values", key_value_features
     if job.strategy.context_method == "ulysses":
-        return (("w", "features of q, k, v and output of a token, on one tensor parallel rank",
-                 number(exchanged_features(job))),)  # fmt: skip
-    return (("w", "features of keys and values of a token, on one tensor parallel rank",
-             number(key_value_features(job))),)  # fmt: skip
+        what, features = "q, k, v and output", exchanged_features
+    return (("w", f"features of {what} of a token, on one tensor parallel rank", number(features(job))),)
 
 
 def _expert_symbols(job: Job, contents: RankContents) -> Symbols:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.report.console import table
 from shardwise.report.page import Line, Page, Piece
-from shardwise.report.tables import Bar, Cell
+from shardwise.report.tables import Bar
 from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
 
 _TEXTS: dict[str, Callable[[float], str]] = {
@@ -126,8 +126,14 @@ class GridTable:
 
     def data(self) -> dict[str, Any]:
         """Rows as mappings, without bars and empty cells."""
-        rows = [{key: _data(cell) for key, cell in zip(self.columns.values(), row)
-                 if not isinstance(cell, Bar) and cell != ""} for row in self.rows]  # fmt: skip
+        rows = [
+            {
+                key: cell.data if isinstance(cell, Quantity) else cell
+                for key, cell in zip(self.columns.values(), row)
+                if not isinstance(cell, Bar) and cell != ""
+            }
+            for row in self.rows
+        ]
         return {"title": self.title, "rows": rows}
 
 
@@ -173,20 +179,12 @@ class Explanation:
         if self.result:
             yield table("result", ("what", "value"), [(what, value.text) for what, value in self.result])
         for grid in self.tables:
-            cells = [[_cell(value) for value in row] for row in grid.rows]
+            cells = [[value.text if isinstance(value, Quantity) else value for value in row] for row in grid.rows]
             yield table(grid.title, grid.columns, cells, numbers_from=grid.words, optional=grid.optional)
         yield from _lines("remarks", self.remarks)
         if self.drawing:
             yield Line(self.drawing + "\n", fixed=True)
         yield from _lines("source", self.source)
-
-
-def _cell(value: Value) -> Cell:
-    return value.text if isinstance(value, Quantity) else value
-
-
-def _data(value: Value) -> str | int | float:
-    return value.data if isinstance(value, Quantity) else str(value)
 
 
 def _lines(heading: str, lines: tuple[str, ...]) -> Iterator[Piece]:
