@@ -19,7 +19,7 @@ from shardwise.interop.frameworks import TARGETS
 from shardwise.interop.jobs import kind_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
-from shardwise.ui.catalogue import catalogue
+from shardwise.ui.choices import catalogue
 from shardwise.ui.given import MOST_BYTES, job_of
 from shardwise.ui.imports import imported
 from tables import table

@@ -15,7 +15,7 @@ from browser import Browser, Page, require_browser
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.ui.answer import answer, published
-from shardwise.ui.catalogue import FIRST, catalogue
+from shardwise.ui.choices import FIRST, catalogue
 from shardwise.ui.given import job_of
 from shardwise.ui.imports import imported
 from ui.dropped import CONFIG, FILES

@@ -28,7 +28,7 @@ from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, started_on, target_named
 from shardwise.report.page import Page
-from shardwise.report.training import training_data, training_page
+from shardwise.report.status import training_data, training_page
 from shardwise.report.training_progress import LONG_SECONDS
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment.reader import Started, started

@@ -32,7 +32,7 @@ from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, hosts_named, target_named
-from shardwise.report.training import points_page
+from shardwise.report.status import points_page
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError

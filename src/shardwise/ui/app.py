@@ -25,7 +25,7 @@ from shardwise.api.analysis import analyze
 from shardwise.report.html import asset as report_asset
 from shardwise.spec.errors import SpecError
 from shardwise.ui.answer import advice, answer, exported, published, timeline, trace
-from shardwise.ui.catalogue import catalogue
+from shardwise.ui.choices import catalogue
 from shardwise.ui.compare import compare
 from shardwise.ui.given import MOST_BYTES, arguments_from, document, error_data
 from shardwise.ui.guard import App, Guard, too_large

@@ -1,26 +1,68 @@
-"""The values of every control, each with the other changes it entails, or with the reason why it is refused.
+"""What can be picked on the page: presets, and the values of every control.
 
-Every value is tried: the checks of a job (`spec.rules`) and the planner's support matrix give the reasons.
+A value comes with the other changes it entails, or with the reason why it is refused. Every value is tried: the checks
+of a job (`spec.rules`) and the planner's support matrix give the reasons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
 from typing import Any
 
+from shardwise.api.inputs import NOT_SEARCHED
+from shardwise.interop.frameworks import TARGETS
 from shardwise.planner.constraints import OFFLOADS, offload_name
 from shardwise.planner.search.space import INTERLEAVES, MOST_MICROBATCH, MOST_TENSOR, shard_groups
 from shardwise.planner.search.supported import findings_of
+from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.rules import divisors
 from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES
+from shardwise.spec.units import readable_count
+
+# The job of a page that is opened without one, as in the README.
+FIRST: dict[str, Any] = {
+    "model": "llama3-70b", "cluster": "dgx-h100:8", "global_batch": 512, "seq": 8192,
+    "tp": 8, "pp": 2, "zero": 1, "precision": "bf16",
+}  # fmt: skip
+
+
+@cache
+def catalogue() -> dict[str, Any]:
+    """Presets by kind, the job to begin with, and which of its keywords a search varies."""
+    return {
+        "models": [_model(name) for name in presets.names("model")],
+        "clusters": [_cluster(name) for name in presets.names("cluster")],
+        "stacks": presets.names("stack"),
+        "frameworks": list(TARGETS),
+        "first": FIRST,
+        "varied": [item.name for item in fields(Strategy) if item.name not in NOT_SEARCHED],
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    model = presets.load("model", Model, name)
+    total, active = parameter_count(model), active_parameter_count(model)
+    words = f"{readable_count(total)} parameters" + (f", {readable_count(active)} active" if model.moe else "")
+    return {"name": name, "words": words, "max_seq": model.max_seq}
+
+
+def _cluster(name: str) -> dict[str, Any]:
+    """A cluster preset; ``shape`` is None unless its size is that of a mesh or torus."""
+    cluster = cluster_from(name)
+    shape = next((list(level.shape) for level in cluster.levels if level.shape), None)
+    words = f"{cluster.node_devices} × {cluster.device.name} a node"
+    return {"name": name, "words": words, "shape": shape, "devices": cluster.devices, "nodes": cluster.nodes}
+
 
 _MOST_VALUES = 12  # of one control
 _USUAL = Strategy()
