@@ -242,13 +242,13 @@ def plan(request: Request, progress: Callable[[int], None] | None = None) -> Pla
 
 def searched(request: Request, progress: Callable[[int], None] | None = None) -> tuple[Search, Space]:
     """The result of a search, and its space: layouts that straddle network levels are tried only if no other fits."""
-    result, space = Search(), request.space(offload=bool(request.offload))
-    for straddling in (False, True):
-        space = request.space(offload=bool(request.offload), straddling=straddling)
-        attempt = _search(request, space, progress)
-        result = attempt if attempt.best or not straddling or not result.wanted else result
-        if result.best:
-            break
+    space = request.space(offload=bool(request.offload))
+    result = _search(request, space, progress)
+    if not result.best:
+        space = request.space(offload=bool(request.offload), straddling=True)
+        straddling = _search(request, space, progress)
+        if straddling.best or not result.wanted:
+            result = straddling
     return result, space
 
 

@@ -117,8 +117,8 @@ def _part_notes(plan: Plan, part: Size | None) -> Iterator[str]:
     """Advice to use only a part of the devices."""
     if part is not None:
         whole, less = plan.best.job, part.best.job
-        joined = zip(whole.cluster.levels, less.cluster.levels)
-        left_out = " and ".join(before.name for before, after in joined if before.width > after.width == 1)
+        levels = zip(whole.cluster.levels, less.cluster.levels)
+        left_out = " and ".join(before.name for before, after in levels if before.width > after.width == 1)
         without = f", without {left_out} between them," if left_out and part.devices > 1 else ""
         yield (
             f"{part.devices:,} of the {whole.cluster.devices:,} devices{without} would be faster: "

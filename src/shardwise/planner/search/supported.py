@@ -5,7 +5,7 @@ The values of a cell's fields are read off the axes of the table, without making
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -81,22 +81,17 @@ class Mask:
         import numpy as np
 
         group, index, base = block.group, block.rows.index.T, block.group.base
-        here = all(
-            has(base, name, self._entry[name], idle=self._idle) for name in self._entry if name not in _CHOSEN_FIELDS
-        )
 
-        def alike(choices: Sequence[Any]) -> Array:
+        def matches(strategy: Strategy, names: Iterable[str]) -> bool:
+            return all(has(strategy, name, self._entry[name], idle=self._idle) for name in names)
+
+        def matching(choices: Sequence[Any]) -> Array:
             asked = [name for name in vars(choices[0]) if name in self._entry]
-            strategies = _variants(base, choices)
-            return np.array(
-                [
-                    all(has(strategy, name, self._entry[name], idle=self._idle) for name in asked)
-                    for strategy in strategies
-                ]
-            )
+            return np.array([matches(strategy, asked) for strategy in _variants(base, choices)])
 
-        rows = alike(group.layers)[index[:, 0]] & alike(group.schedules)[index[:, 1]]
-        return rows & alike(group.recomputes)[index[:, 2]] & here, alike(group.shards)[block.columns.numbers]
+        here = matches(base, (name for name in self._entry if name not in _CHOSEN_FIELDS))
+        rows = matching(group.layers)[index[:, 0]] & matching(group.schedules)[index[:, 1]]
+        return rows & matching(group.recomputes)[index[:, 2]] & here, matching(group.shards)[block.columns.numbers]
 
 
 # The techniques that each choice of a table decides; all others follow from the degrees, the model or the training.
@@ -113,11 +108,9 @@ _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 def not_built_here(job: Job) -> tuple[Finding, ...]:
     """What our engine lacks of the job's model, if the job is for our engine."""
-    return (
-        tuple(finding for finding in not_built(job.model) if finding.status == "priced only")
-        if job.stack.is_own
-        else ()
-    )
+    if not job.stack.is_own:
+        return ()
+    return tuple(finding for finding in not_built(job.model) if finding.status == "priced only")
 
 
 def offers_priced(job: Job, any_priced: bool) -> bool:
