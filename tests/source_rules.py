@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -64,6 +64,33 @@ def imported(module: Module) -> Iterator[str]:
                 base = ".".join([*here[: len(here) - node.level + 1], *([base] if base else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def in_circles(given: Iterable[Module]) -> list[str]:
+    """Modules on circles of imports, wherever an import stands; those for type checkers alone do not count."""
+    names = {_dotted(module): module for module in given}
+    left = {name: {other for other in _run_time_imports(module, names) if other != name}
+            for name, module in names.items()}  # fmt: skip
+    while True:
+        needed = set().union(*left.values())
+        kept = {name: after & left.keys() for name, after in left.items() if name in needed and after & left.keys()}
+        if kept == left:
+            return sorted(left)
+        left = kept
+
+
+def _dotted(module: Module) -> str:
+    return "shardwise." + module.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _run_time_imports(module: Module, names: Container[str]) -> Iterator[str]:
+    guarded = [node for node in module.nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for_types = {id(inner) for node in guarded for inner in ast.walk(node)}
+    for node in module.nodes:
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            base = node.module or ""
+            imported = (f"{base}.{alias.name}" for alias in node.names)
+            yield from (name if name in names else base for name in imported if name in names or base in names)
 
 
 def imports_from_above(module: Module) -> Iterator[str]:

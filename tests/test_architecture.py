@@ -25,6 +25,7 @@ from source_rules import (
     arguments_dynamo_miscounts,
     class_names,
     imports_from_above,
+    in_circles,
     knows_a_price,
     labels_taken_apart,
     modules,
@@ -56,6 +57,14 @@ def test_every_module_keeps_every_rule() -> None:
         f"{module.name}: {rule.__name__}: {fault}" for module in modules() for rule in RULES for fault in rule(module)
     ]
     assert found == [], f"{len(found)} faults:\n" + "\n".join(found)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert in_circles(modules()) == []
+    low, high = Module("a/x.py", "from shardwise.a import y"), Module("a/y.py", "def f():\n    import shardwise.a.z")
+    assert in_circles([low, high]) == []
+    back = Module("a/y.py", "def f():\n    from shardwise.a.x import z")
+    assert in_circles([low, back]) == ["shardwise.a.x", "shardwise.a.y"]
 
 
 def test_every_package_is_in_the_list() -> None:
