@@ -40,7 +40,8 @@ def flags(name: str) -> list[str]:
 
 def job_of(name: str) -> Job:
     from shardwise.cli.analyze import job_from as parsed_job
-    from shardwise.cli.arguments import Parser, add_job_arguments
+    from shardwise.cli.arguments import add_job_arguments
+    from shardwise.cli.parser import Parser
 
     parser = Parser("analyze", "", "")
     add_job_arguments(parser)

@@ -8,9 +8,10 @@ import sys
 
 from shardwise.api.analysis import analyze, require_few_passes
 from shardwise.api.quantities import write_text
-from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, keywords
+from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
 from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
+from shardwise.cli.parser import Parser
 from shardwise.spec.job import Job
 
 _EXAMPLE = """

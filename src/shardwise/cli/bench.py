@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.on_target import (
     RUN_DEVICES,
@@ -22,6 +21,7 @@ from shardwise.cli.on_target import (
     without_option,
 )
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.pool import told_in_one_line

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardwise.api.calibration import named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import model_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.report.progress import status

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.arguments import add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.report.progress import status
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError

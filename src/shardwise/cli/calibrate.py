@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
-from shardwise.cli.arguments import Parser, keywords
+from shardwise.cli.arguments import keywords
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.on_target import (
     RUN_DEVICES,
@@ -16,6 +16,7 @@ from shardwise.cli.on_target import (
     without_option,
 )
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
 from shardwise.run.environment.reader import started

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import place_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show, show_line
+from shardwise.cli.parser import Parser
 from shardwise.run.storage.place import Place, RemotePlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import path_from, require_torch
 from shardwise.cli.output import show_line
+from shardwise.cli.parser import Parser
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 

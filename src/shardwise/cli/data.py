@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.api.quantities import amount
-from shardwise.cli.arguments import Parser
 from shardwise.cli.output import show_line
+from shardwise.cli.parser import Parser
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted

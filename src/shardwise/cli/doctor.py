@@ -17,7 +17,7 @@ from rich.text import Text
 from shardwise.api.calibration import started_cluster
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import require_writable
-from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
+from shardwise.cli.arguments import add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import (
     RUN_DEVICES,
@@ -27,6 +27,7 @@ from shardwise.cli.on_target import (
     target_of_verb,
     without_option,
 )
+from shardwise.cli.parser import Parser
 from shardwise.cli.streams import ReaderGone
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.api import bare
 from shardwise.api.quantities import amount, exclusive
-from shardwise.cli.arguments import Parser, add_job_arguments, bare_numbers, job_arguments
+from shardwise.cli.arguments import add_job_arguments, bare_numbers, job_arguments
 from shardwise.cli.inputs import job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device

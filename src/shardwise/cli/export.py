@@ -6,8 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.arguments import add_job_arguments
 from shardwise.cli.inputs import job_from
+from shardwise.cli.parser import Parser
 from shardwise.interop.frameworks import TARGETS, Exported, target
 from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate

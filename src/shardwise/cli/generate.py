@@ -7,8 +7,9 @@ import sys
 from argparse import SUPPRESS, Namespace
 
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
-from shardwise.cli.arguments import Parser, keywords
+from shardwise.cli.arguments import keywords
 from shardwise.cli.inputs import path_from, print_notes, require_torch
+from shardwise.cli.parser import Parser
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
 from shardwise.run.environment.reader import started

@@ -7,9 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from shardwise.api.quantities import require_writable, write_text
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.labs.findings import LabReport
 from shardwise.labs.page import lab_data, lab_page, labs_data, labs_page
 from shardwise.labs.registry import LABS, Lab, lab_named, own_setup

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.report.page import Page
 from shardwise.report.tables import Column, FittedTable
 from shardwise.spec import presets

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
-from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import print_notes
+from shardwise.cli.parser import Parser
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED
 from shardwise.launch.outcome import Event

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shardwise.api.planning import MixedPlanResult, PlanResult, plan, plan_mixed
 from shardwise.api.quantities import not_written, write_text
-from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, job_arguments, keywords
+from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_arguments, keywords
 from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
+from shardwise.cli.parser import Parser
 from shardwise.planner.constraints import OFFLOADS
 from shardwise.report.page import Line, Page
 from shardwise.report.progress import status

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardwise.api.reporting import write_report
-from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, job_arguments, keywords
+from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_arguments, keywords
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.report.progress import status
 
 _EXAMPLE = """

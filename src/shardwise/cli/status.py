@@ -11,8 +11,8 @@ import threading
 from shardwise.api.execution import port_number
 from shardwise.api.observation import observed_folder, status, statuses
 from shardwise.api.quantities import amount
-from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, form_of, show
+from shardwise.cli.parser import Parser
 from shardwise.report.console import console
 from shardwise.spec.errors import SpecError
 

@@ -25,9 +25,10 @@ from shardwise.api.execution import (
     trained,
     trained_as_rank,
 )
-from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, keywords
+from shardwise.cli.arguments import add_job_arguments, job_arguments, keywords
 from shardwise.cli.inputs import print_notes, whole_number
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch

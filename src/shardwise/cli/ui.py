@@ -6,8 +6,9 @@ import argparse
 import webbrowser
 
 from shardwise.api.execution import port_number
-from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
+from shardwise.cli.arguments import add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from
+from shardwise.cli.parser import Parser
 from shardwise.launch.loopback import LOOPBACK, bound
 from shardwise.spec.installation import require_packages
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwise.accuracy.table import SCORED, TRAINING_RUNS
 from shardwise.api.validation import validate
-from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 
 _DEFAULT = " and ".join(TRAINING_RUNS)
 

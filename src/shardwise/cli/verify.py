@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
-from shardwise.cli.arguments import Parser, add_job_arguments, keywords
+from shardwise.cli.arguments import add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import RUN_DEVICES, add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.parser import Parser
 from shardwise.report.verify import verification_progress
 from shardwise.run.environment.reader import started
 
