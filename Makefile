@@ -30,7 +30,8 @@ all-tests: $(READY)
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
 test-frameworks: .venv-frameworks/.ready
-	.venv-frameworks/bin/python -m pytest -m frameworks tests/interop tests/integrations/test_deepspeed.py
+	.venv-frameworks/bin/python -m pytest -m frameworks tests/interop tests/integrations/test_deepspeed.py \
+		tests/training/convert/test_deepspeed_checkpoints.py
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks

@@ -29,7 +29,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED = ROOT / "tests" / "interop" / "published"
+PUBLISHED = ROOT / "tests" / "interop" / "frameworks" / "published"
 VERIFIED = PUBLISHED / "verified.json"
 PROCESSES, STEPS = 4, 2
 USUAL_DEVICES, MOST_DEVICES = 8, 512
@@ -213,10 +213,10 @@ this tool. A file of your own goes the same way:
 - Megatron-LM: {megatron_source}, commit {megatron_commit},
   {megatron_from}.
 
-Their names and options are in `tests/interop/published/`. The models are tiny, so a step is launches and latency. The
-figures are predictions for a DGX H100 (GB200 where only a recipe for that names the test), on as many devices as the
-test takes. Where Megatron-LM's recipes no longer list a test, it is priced on 8 devices, or on the fewest that its
-degrees allow.
+Their names and options are in `tests/interop/frameworks/published/`. The models are tiny, so a step is launches and
+latency. The figures are predictions for a DGX H100 (GB200 where only a recipe for that names the test), on as many
+devices as the test takes. Where Megatron-LM's recipes no longer list a test, it is priced on 8 devices, or on the
+fewest that its degrees allow.
 
 Verified: the layout, with fewer and narrower layers of the same kind on at most four CPU processes, without dropout
 and with what this engine overlaps, equals one process

@@ -12,8 +12,8 @@ import pytest
 
 import shardwise
 from cli.running import error_line, run, run_json, strict_json
+from interop.frameworks.random_jobs import drawn
 from interop.published_configs import CATALOGUE
-from interop.random_jobs import drawn
 from shardwise.cli.arguments import add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.cli.parser import Parser

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from engine import toy_pipeline as toy
+from engine.pipeline import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.weight_gradients import Deferrable, compute, defer, deferring, is_deferring
 

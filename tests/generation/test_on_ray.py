@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cli.running import run as shardwise
-from launch.ray_nodes import RayNodes, ray_nodes
+from launch.ray.nodes import RayNodes, ray_nodes
 from launch.running import wait_until
-from launch.test_hosts import refusal
+from launch.targets.test_hosts import refusal
 from models.families import saved
 from shardwise.generation.files import batch_offsets, read_prompts
 

@@ -13,10 +13,10 @@ import pytest
 
 from cli.running import error_line
 from cli.running import run as shardwise
-from launch.ray_nodes import ray_nodes
+from launch.ray.nodes import ray_nodes
+from launch.ray.test_ray import SMALL, begun, ended, equal_weights, losses, nothing_left, ranks_of, reaches
 from launch.running import wait_until
-from launch.ssh_hosts import SshHosts, ssh_hosts
-from launch.test_ray import SMALL, begun, ended, equal_weights, losses, nothing_left, ranks_of, reaches
+from launch.targets.ssh_hosts import SshHosts, ssh_hosts
 
 COPIED = ("--set", "run.checkpoints.memory=1", "--set", "run.checkpoints.steps=1000")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from measure.test_calibrate_hosts import free_port
+from measure.calibrate.test_hosts import free_port
 
 SMALL = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
 

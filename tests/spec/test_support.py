@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from interop.random_jobs import drawn
+from interop.frameworks.random_jobs import drawn
 from shardwise.pipeline import build
 from shardwise.spec import Cluster, Job
 from shardwise.spec.schedules import job_schedules, schedule_record

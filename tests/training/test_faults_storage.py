@@ -15,13 +15,13 @@ import pytest
 from cli.running import error_line
 from cli.running import run as command
 from launch.warm import warm_ranks
+from run.checkpoint.sealed import resealed
 from shardwise.spec import Job
 from shardwise.training.checkpoint.load import problems_of
 from training.faults import STEPS, final_state, read_only, small_disk, small_job, train
 from training.faulty_worker import Fault, fill
 from training.runs import run as run_in_pool
 from training.runs import write_shards
-from training.sealed import resealed
 
 KEEP_ALL = {"checkpoints": {"steps": 2, "seconds": None, "keep": 9}}
 

@@ -10,7 +10,7 @@ from math import inf
 
 import pytest
 
-from interop.random_jobs import drawn
+from interop.frameworks.random_jobs import drawn
 from planner.cases import fits, job_of, within
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, target
 from shardwise.interop.frameworks.job_fields import effective_fields

@@ -75,7 +75,7 @@ def double_tree_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 
     In middle rounds a rank inside one tree sends one half-chunk up and two down, and one up as a leaf of the other
     tree: four of m/2k. The first and last rounds together have 4D+2 fewer, as counted in built schedules: exact if n
-    is a power of two and chunks are many; other n move slightly less (`tests/collectives/test_double_tree.py`).
+    is a power of two and chunks are many; other n move slightly less (`test_double_tree.py`).
     """
     n, depth = level.size, log2_ceil(level.size)
     k = double_tree_chunks(kind, level, size)

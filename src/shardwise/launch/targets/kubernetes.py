@@ -1,9 +1,10 @@
 """Manifests for Kubernetes: a TrainJob of Kubeflow Trainer v2 with its runtime, or a JobSet; one pod per node.
 
 Both make the same pods. A failed pod ends its Job (`backoffLimit: 0`), and JobSet starts all pods again, as often as
-the job's restarts; the run resumes from its last checkpoint. Sources: the published schemas (tests/launch/schemas);
-kubernetes.io "Pod failure policy" and its controller's messages; jobset.sigs.k8s.io "Failure policy"; kubeflow.org
-"Job template", "ML policy" and "Gang scheduling" of Trainer; volcano.sh on annotations of Jobs.
+the job's restarts; the run resumes from its last checkpoint. Sources: the published schemas
+(tests/launch/targets/schemas); kubernetes.io "Pod failure policy" and its controller's messages; jobset.sigs.k8s.io
+"Failure policy"; kubeflow.org "Job template", "ML policy" and "Gang scheduling" of Trainer; volcano.sh on annotations
+of Jobs.
 """
 
 from __future__ import annotations

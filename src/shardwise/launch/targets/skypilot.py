@@ -2,7 +2,7 @@
 
 SkyPilot starts the command on all nodes or none, with `SKYPILOT_...` variables, and ends all nodes when one fails. It
 sizes shared memory itself: a share of the memory in containers, all of it on Kubernetes. Sources: the published
-schema (tests/launch/schemas); docs.skypilot.co "Distributed jobs", "Managed jobs", "Using containers".
+schema (tests/launch/targets/schemas); docs.skypilot.co "Distributed jobs", "Managed jobs", "Using containers".
 """
 
 from __future__ import annotations
