@@ -12,8 +12,8 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Self, TypedDict, TypeVar, Union, Unpack, get_args, get_origin
 
 from shardwise.spec import units
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
@@ -21,27 +21,56 @@ from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
 T = TypeVar("T")
 
 
-def quantity(dimension: str, default: Any = dataclasses.MISSING, *, minimum: float | None = None) -> Any:
-    """A field that takes a number or text with a unit; positive unless ``minimum`` says otherwise."""
-    metadata = {"dimension": dimension, "minimum": minimum, "above": 0 if minimum is None else None}
+class Shown(TypedDict, total=False):
+    """How callers name a field beside its path, for `spec.fields`."""
+
+    flag: str
+    """Flag that sets it. That of a bool takes no value and sets the opposite of the default."""
+    alias: str
+    """Second flag, of the same meaning."""
+    help: str
+    """Help of the flag where the line below the field does not suit."""
+    choices: Callable[[], Iterable[str]]
+    """The values to choose from, where the type does not list them."""
+
+
+def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:
+    """A field whose ``metadata`` says how it is converted and checked, and how callers name it (`Shown`)."""
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count(default: Any = dataclasses.MISSING, *, minimum: int = 1, maximum: int | None = None) -> Any:
+def quantity(
+    dimension: str, default: Any = dataclasses.MISSING, *, minimum: float | None = None, **names: Unpack[Shown]
+) -> Any:
+    """A field that takes a number or text with a unit; positive unless ``minimum`` says otherwise."""
+    above = 0 if minimum is None else None
+    return setting(default, dimension=dimension, minimum=minimum, above=above, **names)
+
+
+def count(
+    default: Any = dataclasses.MISSING, *, minimum: int = 1, maximum: int | None = None, **names: Unpack[Shown]
+) -> Any:
     """A field that takes a whole number of at least ``minimum`` and at most ``maximum``."""
-    return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+    return setting(default, minimum=minimum, maximum=maximum, **names)
 
 
-def reference(resolve: Callable[[Any], Any], shorten: Callable[[Any], Any], **options: Any) -> Any:
+def reference(
+    resolve: Callable[[Any], Any],
+    shorten: Callable[[Any], Any],
+    default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
+    **names: Unpack[Shown],
+) -> Any:
     """A field that also takes a name or a file: ``resolve`` finds the noun, ``shorten`` names it again."""
-    return dataclasses.field(metadata={"resolve": resolve, "shorten": shorten}, **options)
+    metadata = {"resolve": resolve, "shorten": shorten, **names}
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)  # type: ignore[call-overload]
 
 
 class Spec:
     """Base of every noun: conversion and checks on construction, plain data in and out."""
 
     def __post_init__(self) -> None:
-        for field, hint in _fields(type(self)):
+        for field, hint in hinted_fields(type(self)):
             value = _convert(getattr(self, field.name), hint, field.metadata, field.name)
             object.__setattr__(self, field.name, value)
         self.check()
@@ -64,12 +93,12 @@ class Spec:
         """The noun that ``data`` describes; ``path`` is its place in the document, for error messages."""
         if not isinstance(data, Mapping):
             raise SpecError(path, f"{shown(data)} should be a mapping of fields", f"see the fields of {cls.__name__}")
-        known = {field.name: field for field, _ in _fields(cls)}
+        known = {field.name: field for field, _ in hinted_fields(cls)}
         for key in data:
             if key not in known:
                 raise SpecError(join_path(path, shown(key).strip("'")), "unknown field", nearest_name(str(key), known))
         for name, field in known.items():
-            if name not in data and _required(field):
+            if name not in data and is_required(field):
                 raise SpecError(join_path(path, name), "is missing", f"{cls.__name__} needs it")
         try:
             return cls(**data)
@@ -79,16 +108,17 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` turns back into an equal noun; defaults are left out."""
         result: dict[str, Any] = {}
-        for field, _ in _fields(type(self)):
+        for field, _ in hinted_fields(type(self)):
             value = getattr(self, field.name)
-            if not _required(field) and value == _default(field):
+            if not is_required(field) and value == default_of(field):
                 continue
             shorten = field.metadata.get("shorten")
             result[field.name] = shorten(value) if shorten else _plain(value, field.metadata)
         return result
 
 
-def _fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+def hinted_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+    """The fields of a noun with their types."""
     noun: Any = cls  # a class is hashable, which its type does not say
     return _cached_fields(noun)
 
@@ -99,11 +129,11 @@ def _cached_fields(cls: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
+def is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     assert field.default_factory is not dataclasses.MISSING

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shardwise.spec.codec import FrozenMapping, Spec, quantity
+from shardwise.spec.codec import FrozenMapping, Spec, quantity, setting
 
 _SHARE = {"above": 0, "maximum": 1}
 MODES = ("eager", "compiled")
@@ -19,33 +19,33 @@ GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0
 class EngineKernels(Spec):
     """What this project's own engine takes on a device, as `calibrate` measures it on whole steps."""
 
-    eager: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
+    eager: Mapping[str, float] = setting(minimum=0, keys=PASSES)
     """Times the bytes of one fused kernel that norms with residuals, norms of heads, rotary embedding and activation
     move without the compiler."""
-    compiled: Mapping[str, float] = field(metadata={"minimum": 0, "keys": PASSES})
+    compiled: Mapping[str, float] = setting(minimum=0, keys=PASSES)
     """The same with the compiler."""
-    layer_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
+    layer_seconds: Mapping[str, float] = setting(dimension="seconds", minimum=0, keys=LAYER_PARTS)
     """What starting a layer's kernels costs the device in both passes, also in a CUDA graph. Rotary layers have entries
     of their own, mixtures a further one."""
-    host_seconds: Mapping[str, float] = field(metadata={"dimension": "seconds", "minimum": 0, "keys": LAYER_PARTS})
+    host_seconds: Mapping[str, float] = setting(dimension="seconds", minimum=0, keys=LAYER_PARTS)
     """What the host needs to launch them one by one; hidden where the kernels take longer."""
-    update_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    update_traffic: float = setting(1.0, minimum=0)
     """Times the bytes counted for the optimizer."""
-    accumulation_traffic: float = field(default=0.0, metadata={"minimum": 0})
+    accumulation_traffic: float = setting(0.0, minimum=0)
     """Times the bytes counted for adding a further microbatch's gradients."""
-    loss_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    loss_traffic: float = setting(1.0, minimum=0)
     """Times the bytes counted for the loss."""
-    scaled: Mapping[str, float] = field(default=FrozenMapping(), metadata={**_SHARE, "keys": SCALINGS})
+    scaled: Mapping[str, float] = setting(FrozenMapping(), **_SHARE, keys=SCALINGS)
     """Share of the FP8 peak, by what has a scale of its own."""
-    casts: Mapping[str, float] = field(default=FrozenMapping(), metadata={"minimum": 0, "keys": SCALINGS})
+    casts: Mapping[str, float] = setting(FrozenMapping(), minimum=0, keys=SCALINGS)
     """Times the least bytes that casting moves."""
-    routing: Mapping[str, float] = field(default=FrozenMapping(), metadata={"minimum": 0, "keys": MODES})
+    routing: Mapping[str, float] = setting(FrozenMapping(), minimum=0, keys=MODES)
     """How often a mixture's tokens are read and written to sort them by expert and back, by mode."""
-    score_traffic: float = field(default=0.0, metadata={"minimum": 0})
+    score_traffic: float = setting(0.0, minimum=0)
     """The same of the router's fp32 scores."""
-    windowed_attention: float = field(default=1.0, metadata={"above": 0})
+    windowed_attention: float = setting(1.0, above=0)
     """Speed of the kernel for sliding windows, over the usual one's."""
-    capped_attention: float = field(default=1.0, metadata={"above": 0})
+    capped_attention: float = setting(1.0, above=0)
     """Speed of the kernel for capped scores, over the usual one's."""
 
     def device_starts(self, mode: str, *, rotary: bool, moe: bool) -> float:
@@ -69,52 +69,52 @@ class Efficiency(Spec):
 
     # -- matmuls
 
-    gemm: Mapping[str, float] = field(default=GENERIC_GEMM, metadata=_SHARE)
+    gemm: Mapping[str, float] = setting(GENERIC_GEMM, **_SHARE)
     """Share of the peak that matmuls sustain in a long step, per data type."""
-    gemm_tail: float = field(default=0.0, metadata={"minimum": 0})
+    gemm_tail: float = setting(0.0, minimum=0)
     """Output elements that would have fitted into the last, partly filled wave of tiles."""
-    gemm_rolloff: float = field(default=0.0, metadata={"minimum": 0})
+    gemm_rolloff: float = setting(0.0, minimum=0)
     """Inner dimension at which half of that share is left."""
-    operand_traffic: float = field(default=0.3, metadata={"minimum": 0})
+    operand_traffic: float = setting(0.3, minimum=0)
     """Share of the operands' bytes that is not hidden under the matmul."""
-    expert_gemm: float = field(default=0.9, metadata=_SHARE)
+    expert_gemm: float = setting(0.9, **_SHARE)
     """Matmuls of several experts sustain this much of `gemm`; one alone is like any."""
-    expert_rolloff: float = field(default=300.0, metadata={"minimum": 0})
+    expert_rolloff: float = setting(300.0, minimum=0)
     """Tokens per expert at which half of that is left."""
 
     # -- memory
 
-    memory: float = field(default=0.85, metadata=_SHARE)
+    memory: float = setting(0.85, **_SHARE)
     """Share of the memory bandwidth that elementwise kernels sustain."""
-    elementwise_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    elementwise_traffic: float = setting(1.0, minimum=0)
     """Times the counted bytes that fused elementwise kernels move."""
 
     # -- attention
 
-    attention_forward: float = field(default=0.6, metadata=_SHARE)
+    attention_forward: float = setting(0.6, **_SHARE)
     """Share of the 16-bit peak that the newest class of fused kernel reaches, heads of 128 features."""
-    attention_backward: float = field(default=0.5, metadata=_SHARE)
+    attention_backward: float = setting(0.5, **_SHARE)
     """The same of its backward pass."""
-    older_attention: float = field(default=0.6, metadata=_SHARE)
+    older_attention: float = setting(0.6, **_SHARE)
     """What the class of kernels before it reaches of that."""
-    attention_rolloff: float = field(default=0.0, metadata={"minimum": 0})
+    attention_rolloff: float = setting(0.0, minimum=0)
     """Extra keys per query that causal attention computes: tiles on the diagonal are computed whole."""
-    backward_rolloff: float | None = field(default=None, metadata={"minimum": 0})
+    backward_rolloff: float | None = setting(None, minimum=0)
     """The same of the backward pass, where it differs."""
-    backward_score_flops: float | None = field(default=None, metadata={"minimum": 0})
+    backward_score_flops: float | None = setting(None, minimum=0)
     """`score_flops` of the backward pass, where they differ."""
-    head_features: int = field(default=1, metadata={"minimum": 1})
+    head_features: int = setting(1, minimum=1)
     """Heads are computed as a multiple of so many features."""
-    score_flops: float = field(default=0.0, metadata={"minimum": 0})
+    score_flops: float = setting(0.0, minimum=0)
     """FLOPs of a score besides its matmuls."""
-    exponential_flops: float = field(default=0.0, metadata={"minimum": 0})
+    exponential_flops: float = setting(0.0, minimum=0)
     """Matmul FLOPs that take as long as one exponential; narrower heads have more of them."""
-    stored_scores_traffic: float = field(default=1.0, metadata={"minimum": 0})
+    stored_scores_traffic: float = setting(1.0, minimum=0)
     """Times the counted bytes that attention with stored scores moves."""
 
     # -- mixtures of experts
 
-    routing_traffic: float = field(default=5.0, metadata={"minimum": 0})
+    routing_traffic: float = setting(5.0, minimum=0)
     """How often tokens are read and written to sort them by expert."""
     routing_seconds: float = quantity("seconds", 9e-4, minimum=0)
     """What a mixture layer adds to a pass while the host waits for the tokens per expert; nothing where the whole step
@@ -122,7 +122,7 @@ class Efficiency(Spec):
 
     # -- communication and the host
 
-    overlapped_tp_exposed: float = field(default=0.2, metadata={"minimum": 0, "maximum": 1})
+    overlapped_tp_exposed: float = setting(0.2, minimum=0, maximum=1)
     """Share of tensor-parallel communication sent tile by tile that stays exposed."""
     operator_seconds: float = quantity("seconds", 5e-6, minimum=0)
     """What starting a kernel takes."""
@@ -131,20 +131,20 @@ class Efficiency(Spec):
 
     # -- unlike devices and steps
 
-    device_spread: float = field(default=0.01, metadata={"minimum": 0})
+    device_spread: float = setting(0.01, minimum=0)
     """Standard deviation of a step's time between devices, as a share."""
-    layer_jitter: float = field(default=0.03, metadata={"minimum": 0})
+    layer_jitter: float = setting(0.03, minimum=0)
     """Standard deviation of a layer's time between nodes, as a share."""
     step_seconds: float = quantity("seconds", 0.02, minimum=0)
     """What a step takes besides its kernels."""
 
     # -- power
 
-    power_slowdown: float = field(default=1.0, metadata={"minimum": 1})
+    power_slowdown: float = setting(1.0, minimum=1)
     """How many times as long matmuls alone take under the power limit as at full clock."""
-    attention_slowdown: float = field(default=1.0, metadata={"minimum": 1})
+    attention_slowdown: float = setting(1.0, minimum=1)
     """The same of attention."""
-    other_power: float = field(default=0.7, metadata={"minimum": 0, "maximum": 1})
+    other_power: float = setting(0.7, minimum=0, maximum=1)
     """Share of the power limit that memory-bound kernels draw: the more of a step they take, the less the others are
     slowed down."""
     own: EngineKernels | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.spec.codec import Spec, count, quantity
+from shardwise.spec.codec import Spec, count, quantity, setting
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
@@ -29,7 +29,7 @@ class Emulation(Spec):
     """Bytes/s of a port in each direction."""
     delay: float = quantity("seconds", 0, minimum=0)
     """Seconds one way."""
-    loss: float = field(default=0.0, metadata={"minimum": 0, "maximum": 0.5})
+    loss: float = setting(0.0, minimum=0, maximum=0.5)
     """Share of packets that do not arrive."""
 
     @property

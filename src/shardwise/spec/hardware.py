@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.codec import Spec, count, quantity, reference, setting
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.errors import SpecError
 from shardwise.spec.network import Link, NetworkLevel
@@ -26,16 +26,16 @@ MOST_DEVICES = 10_000_000
 class UnitsTaken(Spec):
     """Shares of the compute units that each kind of transfer takes from the computation it overlaps."""
 
-    collectives: float = field(default=0.0, metadata=_PART)
+    collectives: float = setting(0.0, **_PART)
     """Kernels that reduce or copy (NCCL channels)."""
-    messages: float | None = field(default=None, metadata=_PART)
+    messages: float | None = setting(None, **_PART)
     """Messages between two ranks; by default as `collectives`."""
-    exchanges: float | None = field(default=None, metadata=_PART)
+    exchanges: float | None = setting(None, **_PART)
     """Exchanges of expert tokens; by default as `collectives` (DeepEP: 20 of 132 SMs, none with RDMA and a receive
     hook)."""
-    copies: float = field(default=0.0, metadata=_PART)
+    copies: float = setting(0.0, **_PART)
     """Offloaded data: copy engines move it."""
-    in_network: float = field(default=0.0, metadata=_PART)
+    in_network: float = setting(0.0, **_PART)
     """Reductions by switches."""
 
 
@@ -45,7 +45,7 @@ class Device(Spec):
 
     name: str = "custom"
     """Preset it comes from."""
-    peak: Mapping[str, float] = field(metadata={"dimension": "flops/s", "above": 0, "keys": DATA_TYPES})
+    peak: Mapping[str, float] = setting(dimension="flops/s", above=0, keys=DATA_TYPES)
     """Dense peak FLOP/s per data type."""
     memory: float = quantity("bytes")
     """Memory of the data sheet."""
@@ -114,12 +114,12 @@ class NodeHost(Spec):
     """Bandwidth of the host's memory."""
     cores: int = count(32)
     """Cores of the node."""
-    copied: float = field(default=0.8, metadata={"above": 0, "maximum": 1})
+    copied: float = setting(0.8, above=0, maximum=1)
     """Share of the bandwidth that copies reach: a prior, as for the link `ddr5`."""
-    updated: float = field(default=0.46, metadata={"above": 0, "maximum": 1})
+    updated: float = setting(0.46, above=0, maximum=1)
     """Share that an optimizer's update reaches, given enough cores. CPU-Adam updates 10B parameters in 2.57 s (Ren et
     al. 2021, arXiv 2101.06840, table 4), 117 GB/s of a DGX-2's 256: 12 channels of DDR4-2666."""
-    core_updates: float = field(default=5e8, metadata={"above": 0})
+    core_updates: float = setting(5e8, above=0)
     """Parameters that a core updates in a second: PyTorch's fused AdamW, measured on one core of a server."""
     source: str = ""
     """Where these figures come from."""

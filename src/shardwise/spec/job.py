@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from shardwise.spec import presets, rules
@@ -28,12 +29,20 @@ def names_precision(job: object) -> bool:
 class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
 
-    model: Model = presets.preset_field("model", Model)
-    cluster: Cluster = reference(job_cluster_from, cluster_short)
+    model: Model = presets.preset_field("model", Model, flag="--model")
+    """A preset, a model file, or a Hugging Face folder or its config.json."""
+    cluster: Cluster = reference(
+        job_cluster_from, cluster_short, choices=partial(presets.names, "cluster"), flag="--cluster"
+    )
+    """A preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16."""
     strategy: Strategy = field(default_factory=Strategy)
+    """How the work is split."""
     training: Training = field(default_factory=Training)
-    stack: Stack = presets.preset_field("stack", Stack, default_factory=default_stack)
+    """What is trained and how."""
+    stack: Stack = presets.preset_field("stack", Stack, default_factory=default_stack, flag="--stack")
+    """Software that runs it: a preset or a file."""
     run: Run = Run()
+    """How long it trains, on what, and what it keeps, shows and survives."""
 
     @classmethod
     def from_dict(cls, data: object, path: str = "") -> Self:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from shardwise.spec.codec import Spec, count, reference
+from shardwise.spec.codec import Spec, count, reference, setting
 from shardwise.spec.errors import SpecError
 
 CompressionMethod = Literal["none", "bf16", "fp16", "int8", "fp8", "powersgd", "1bit", "1bit-adam"]
@@ -88,9 +88,9 @@ class Synchronise(Spec):
     `async`: a step's gradients are summed while later steps run, and applied then."""
     inner_steps: int = count(32)
     """Steps that workers train apart."""
-    outer_learning_rate: float = field(default=0.7, metadata={"above": 0})
+    outer_learning_rate: float = setting(0.7, above=0)
     """Learning rate of the outer step."""
-    outer_momentum: float = field(default=0.9, metadata={"minimum": 0, "maximum": 0.999})
+    outer_momentum: float = setting(0.9, minimum=0, maximum=0.999)
     """Momentum of the outer step."""
     staleness: int = count(1, maximum=64)
     """Steps after which the gradients of `async` are applied."""

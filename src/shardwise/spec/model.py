@@ -6,22 +6,13 @@ with how tensor parallelism splits it; parameter counts, FLOPs, memory and commu
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError
-
-
-def _positive(default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"above": 0})
-
-
-def _not_negative(default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"minimum": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +23,23 @@ class RopeScaling(Spec):
     """`linear` divides every position by `factor` (arXiv 2306.15595); `llama3` slows only the slow frequencies (arXiv
     2407.21783); `yarn` does so too and scales the attention logits (arXiv 2309.00071); `longrope` divides every
     frequency by a factor of its own (arXiv 2402.13753)."""
-    factor: float = _positive()
+    factor: float = setting(above=0)
     """By how much positions are stretched."""
     original_seq: int | None = count(None)
     """Sequence length first trained with."""
-    low_frequency: float = _positive(1.0)
+    low_frequency: float = setting(1.0, above=0)
     """`llama3`: frequencies of fewer turns per original sequence are slowed by the whole factor."""
-    high_frequency: float = _positive(4.0)
+    high_frequency: float = setting(4.0, above=0)
     """`llama3`: frequencies of more turns are left as they are."""
-    beta_fast: float = _positive(32.0)
+    beta_fast: float = setting(32.0, above=0)
     """`yarn`: the same upper bound."""
-    beta_slow: float = _positive(1.0)
+    beta_slow: float = setting(1.0, above=0)
     """`yarn`: the same lower bound."""
-    attention_factor: float | None = _positive(None)
+    attention_factor: float | None = setting(None, above=0)
     """`yarn`: scale of the rotated features; by default it follows from `factor` and the two below."""
-    mscale: float = _not_negative(0.0)
+    mscale: float = setting(0.0, minimum=0)
     """`yarn`: coefficient of that formula for the rotated features."""
-    mscale_all: float = _not_negative(0.0)
+    mscale_all: float = setting(0.0, minimum=0)
     """`yarn`: the same for the whole logit (DeepSeek)."""
     truncate: bool = True
     """`yarn`: round the bounds between frequencies to whole ones."""
@@ -71,39 +62,39 @@ class RopeScaling(Spec):
 class Numerics(Spec):
     """Constants of the computation, which change no count, memory or time; the defaults are those of a plain Llama."""
 
-    norm_epsilon: float = _positive(1e-5)
+    norm_epsilon: float = setting(1e-5, above=0)
     """Epsilon of norms."""
     gelu: Literal["tanh", "exact"] = "tanh"
     """How gelu is computed."""
-    rope_theta: float = _positive(10_000.0)
+    rope_theta: float = setting(10_000.0, above=0)
     """Base of rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """How rotary positions are stretched."""
-    rotary_share: float = dataclasses.field(default=1.0, metadata={"above": 0, "maximum": 1})
+    rotary_share: float = setting(1.0, above=0, maximum=1)
     """Share of a head's features, the first ones, that rope rotates."""
-    windowed_rope_theta: float | None = _positive(None)
+    windowed_rope_theta: float | None = setting(None, above=0)
     """`rope_theta` of layers with a sliding window, where it differs (Gemma 3)."""
     norm_plus_one: bool = False
     """Norms multiply by one more than their weight (Gemma)."""
-    embedding_scale: float = _positive(1.0)
+    embedding_scale: float = setting(1.0, above=0)
     """Factor of the token embeddings."""
-    attention_scalar: float | None = _positive(None)
+    attention_scalar: float | None = setting(None, above=0)
     """Attention scores are divided by its square root; by default by that of the head size."""
-    attention_softcap: float | None = _positive(None)
+    attention_softcap: float | None = setting(None, above=0)
     """Cap c of attention scores, as c·tanh(x/c) (Gemma 2, arXiv 2408.00118)."""
-    logit_softcap: float | None = _positive(None)
+    logit_softcap: float | None = setting(None, above=0)
     """The same of the logits."""
-    clip_qkv: float | None = _positive(None)
+    clip_qkv: float | None = setting(None, above=0)
     """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True
     """Weights of a token's chosen experts are made to sum to one."""
-    router_scale: float = _positive(1.0)
+    router_scale: float = setting(1.0, above=0)
     """Factor of these weights, afterwards."""
-    balance_loss: float = _not_negative(1e-3)
+    balance_loss: float = setting(1e-3, minimum=0)
     """Coefficient of the sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
-    bias_rate: float = _not_negative(1e-3)
+    bias_rate: float = setting(1e-3, minimum=0)
     """Step of the router's bias, which balances experts without a loss (same section)."""
-    prediction_loss: float = _not_negative(0.3)
+    prediction_loss: float = setting(0.3, minimum=0)
     """Weight of the loss of all prediction modules together (section 4.2: 0.3, and 0.1 after 10T tokens)."""
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.spec.codec import Spec, count, quantity
+from shardwise.spec.codec import Spec, count, quantity, setting
 from shardwise.spec.errors import SpecError
 from shardwise.spec.presets import preset_field
 
@@ -25,11 +25,11 @@ class Link(Spec):
     """Preset it comes from."""
     kind: str = ""
     """Technology."""
-    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    efficiency: float = setting(1.0, above=0, maximum=1)
     """Share of the bandwidth that large messages reach."""
-    outward: float = field(default=1.0, metadata={"above": 0})
+    outward: float = setting(1.0, above=0)
     """Of a host's link: bandwidth from the device, relative to the other direction."""
-    duplex: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    duplex: float = setting(1.0, above=0, maximum=1)
     """Share of the bandwidth left to each direction while both are busy."""
     source: str = ""
     """Where the figures come from."""
@@ -43,7 +43,7 @@ class InNetworkReduction(Spec):
 
     kind: Literal["nvls", "sharp"] = "nvls"
     """Which kind."""
-    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    efficiency: float = setting(1.0, above=0, maximum=1)
     """As of a `NetworkLevel`."""
     ramp: float = quantity("bytes", 0, minimum=0)
     """As of a `NetworkLevel`."""
@@ -55,10 +55,10 @@ class InNetworkReduction(Spec):
 class Transport(Spec):
     """How messages use a level; each field stands in for that of the `NetworkLevel`."""
 
-    trips: float = field(default=1.0, metadata={"minimum": 0})
+    trips: float = setting(1.0, minimum=0)
     overhead: float = quantity("seconds", 0, minimum=0)
     startup: float = quantity("seconds", 0, minimum=0)
-    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    efficiency: float = setting(1.0, above=0, maximum=1)
     ramp: float = quantity("bytes", 0, minimum=0)
 
 
@@ -73,7 +73,7 @@ class NetworkLevel(Spec):
     """How members are joined."""
     size: int | None = count(None)
     """Number of members."""
-    shape: tuple[int, ...] = field(default=(), metadata={"minimum": 1})
+    shape: tuple[int, ...] = setting((), minimum=1)
     """Axes of a mesh or torus, in place of the size."""
     wrap_multiple: int = count(1)
     """An axis closes to a ring only if its length is a multiple of this (TPU pods)."""
@@ -83,9 +83,9 @@ class NetworkLevel(Spec):
     """Of one link on a line, ring, mesh, torus or fully connected level; of one device's port on a switch or tree."""
     latency: float | None = quantity("seconds", None, minimum=0)
     """Seconds of the wire, per step of a collective (per hop on a grid)."""
-    efficiency: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    efficiency: float | None = setting(None, above=0, maximum=1)
     """Share of the bandwidth that large messages reach."""
-    trips: float = field(default=1.0, metadata={"minimum": 0})
+    trips: float = setting(1.0, minimum=0)
     """How often a step waits for the wire: libraries that shake hands before they send do so more than once.
     `calibrate` finds it; it stays when the wire changes."""
     overhead: float = quantity("seconds", 0, minimum=0)

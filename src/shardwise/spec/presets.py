@@ -40,7 +40,7 @@ def resolve(kind: str, cls: type[S], value: Any) -> S:
 
 def preset_field(kind: str, cls: type[Spec], **options: Any) -> Any:
     """A field that takes what `resolve` does."""
-    return reference(functools.partial(resolve, kind, cls), shorten, **options)
+    return reference(functools.partial(resolve, kind, cls), shorten, choices=functools.partial(names, kind), **options)
 
 
 def load(kind: str, cls: type[S], name: str) -> S:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.codec import Spec, count, quantity, reference, setting
 from shardwise.spec.emulation import Emulation, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.strategy import Automatic
@@ -24,7 +24,7 @@ class Checkpoints(Spec):
     """Steps between two checkpoints."""
     memory: int | None = count(None)
     """Steps between two copies of the state into the memory of two nodes, from where a restart takes it."""
-    seconds: float | None = field(default=600.0, metadata={"dimension": "seconds", "above": 0})
+    seconds: float | None = setting(600.0, dimension="seconds", above=0)
     """Seconds between two checkpoints; with `steps` too, whichever comes first."""
     keep: int = count(2)
     """How many of the newest are kept."""
@@ -46,11 +46,11 @@ class Data(Spec):
 
     shards: tuple[str, ...] = ()
     """Pairs of files (`shardwise data build`), named without their suffix. None: the source of Python's own library."""
-    weights: tuple[float, ...] = field(default=(), metadata={"above": 0})
+    weights: tuple[float, ...] = setting((), above=0)
     """Sampling weight of each shard; by default its number of tokens."""
     validation: tuple[str, ...] = ()
     """Shards to evaluate on."""
-    held_out: float = field(default=0.02, metadata={"minimum": 0, "maximum": 0.5})
+    held_out: float = setting(0.02, minimum=0, maximum=0.5)
     """Without `validation`: the share of each shard's tokens, at its end, that is evaluated on and never trained on.
     Whole documents, or part of one where there are few."""
     workers: Literal["auto"] | int = count("auto", minimum=1, maximum=64)
@@ -102,7 +102,7 @@ class NonFinite(Spec):
 class Spikes(Spec):
     """What follows a step whose loss is a spike, which updates nothing either."""
 
-    factor: float | None = field(default=None, metadata={"minimum": 1})
+    factor: float | None = setting(None, minimum=1)
     """A loss above this many times the median of the last ones is a spike. None: nothing is."""
     window: int = count(64, minimum=8, maximum=10_000)
     """Number of losses that the median is taken of."""
@@ -206,7 +206,7 @@ class RecutPolicy(Spec):
     """Steps from one recording to the next."""
     steps: int = count(5, maximum=MOST_STEPS)
     """Steps recorded at the end of each such interval."""
-    gain: float = field(default=0.05, metadata={"minimum": 0, "maximum": 1})
+    gain: float = setting(0.05, minimum=0, maximum=1)
     """Least share by which a step is expected to become shorter."""
 
     def check(self) -> None:
@@ -223,9 +223,9 @@ class LearningRateSchedule(Spec):
     arXiv 2404.06395) falls linearly at the end; `constant` stays."""
     warmup: int = count(0, minimum=0)
     """Steps of the warm-up."""
-    final: float = field(default=0.1, metadata={"minimum": 0, "maximum": 1})
+    final: float = setting(0.1, minimum=0, maximum=1)
     """Rate of the last step, as a share of the peak."""
-    decay: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
+    decay: float = setting(0.1, above=0, maximum=1)
     """Share of the run in which the rate of `wsd` falls."""
     reference_batch: int | None = count(None)
     """Batch, in sequences, that the rate was tuned for. For another batch it scales with the square root of the ratio
@@ -336,8 +336,8 @@ class Run(Spec):
     """Virtual nodes of this machine to put the ranks on, like "2x2,1Gbit,1ms"."""
     reorder: bool = True
     """Assign ranks to the nodes of a wiring in the order predicted to be the fastest, instead of the order of hosts."""
-    memory_risk: float = field(default=0.05, metadata={"above": 0, "maximum": 0.5})
-    """Accepted probability of running out of device memory, for whoever chooses a strategy."""
+    memory_risk: float = setting(0.05, above=0, maximum=0.5, flag="--memory-risk")
+    """Accepted probability of running out of device memory, by default 5%; for whoever chooses a strategy."""
 
     def check(self) -> None:
         if self.schedule.warmup >= self.steps:

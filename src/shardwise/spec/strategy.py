@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardwise.spec.codec import Spec, count, quantity
+from shardwise.spec.codec import Spec, count, quantity, setting
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.less_communication import Compression, Synchronise, method_field
 from shardwise.spec.schedules import PLAIN, ScheduleRecord, chosen_chunks_schedules, job_schedules, schedule_record
@@ -40,13 +40,13 @@ class Overlap(Spec):
 class Offload(Spec):
     """Shares of each kind of state kept outside device memory, and where."""
 
-    optimizer: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    optimizer: float = setting(0.0, minimum=0, maximum=1)
     """Share of the optimizer states."""
-    gradients: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    gradients: float = setting(0.0, minimum=0, maximum=1)
     """Share of the gradients."""
-    weights: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    weights: float = setting(0.0, minimum=0, maximum=1)
     """Share of the weights."""
-    activations: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    activations: float = setting(0.0, minimum=0, maximum=1)
     """Share of the saved activations."""
     target: Literal["cpu", "nvme"] = "cpu"
     """Host memory, or files on a local disk."""
@@ -64,61 +64,62 @@ class Strategy(Spec):
     """A parallel layout of tp·cp·dp·pp devices. Expert parallelism reuses the tp·cp·dp ranks of a pipeline stage, as
     expert_tp·ep·(expert data parallelism), innermost first."""
 
-    tp: int = count(1, maximum=MOST_RANKS)
-    """Tensor parallelism."""
-    cp: int = count(1, maximum=MOST_RANKS)
-    """Context parallelism."""
-    dp: int | None = count(None, maximum=MOST_RANKS)
-    """Data parallelism; left out, it is what the other degrees leave of the devices."""
-    pp: int = count(1, maximum=MOST_RANKS)
-    """Pipeline parallelism."""
-    ep: int = count(1, maximum=MOST_RANKS)
-    """Expert parallelism."""
-    expert_tp: int | None = count(None, maximum=MOST_RANKS)
-    """Tensor parallelism of experts; by default that of all other layers."""
-    sequence_parallel: bool = True
+    tp: int = count(1, maximum=MOST_RANKS, flag="--tp")
+    """Tensor parallel degree."""
+    cp: int = count(1, maximum=MOST_RANKS, flag="--cp")
+    """Context parallel degree."""
+    dp: int | None = count(None, maximum=MOST_RANKS, flag="--dp")
+    """Data parallel degree; by default the devices that are left. `tp`·`cp`·`dp`·`pp` is the number of devices."""
+    pp: int = count(1, maximum=MOST_RANKS, flag="--pp")
+    """Pipeline parallel degree."""
+    ep: int = count(1, maximum=MOST_RANKS, flag="--ep")
+    """Expert parallel degree, over the same tp·cp·dp ranks of a stage."""
+    expert_tp: int | None = count(None, maximum=MOST_RANKS, flag="--expert-tp")
+    """Ranks that split one expert; by default `tp`."""
+    sequence_parallel: bool = setting(True, flag="--no-sp", help="tensor parallelism without sequence parallelism")
     """Tensor-parallel ranks split the sequence between their matmuls."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What data-parallel ranks shard: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
-    shard_group: int | None = count(None, maximum=MOST_RANKS)
+    zero: Literal[0, 1, 2, 3] = setting(0, flag="--zero")
+    """ZeRO stage: what data-parallel ranks shard. 1: optimizer states, 2: gradients too, 3: parameters too."""
+    shard_group: int | None = count(None, maximum=MOST_RANKS, flag="--shard-group")
     """Ranks that ZeRO shards over; by default all cp·dp. Fewer is hybrid sharding."""
     keep_parameters: bool = False
     """Keep what ZeRO-3 gathered until the step ends."""
     accumulate: Literal["sharded", "local"] = "sharded"
     """ZeRO-2 and 3: reduce gradients after every microbatch (`sharded`), or keep them whole and reduce once
     (`local`)."""
-    order: tuple[Dimension, ...] = DIMENSIONS
-    """How the degrees are laid over the ranks, innermost first."""
-    microbatch: int = count(1, maximum=10**6)
-    """Sequences of a microbatch."""
-    schedule: str = PLAIN
+    order: tuple[Dimension, ...] = setting(DIMENSIONS, flag="--order")
+    """How the degrees are laid over the ranks, innermost first: tp,cp,dp,pp."""
+    microbatch: int = count(1, maximum=10**6, flag="--microbatch")
+    """Sequences of a microbatch, or `auto`: the largest that fits."""
+    schedule: str = setting(PLAIN, choices=job_schedules, flag="--schedule")
     """Pipeline schedule."""
-    interleave: int = count(1, maximum=10_000)
-    """Stages per rank of an interleaved schedule."""
-    stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
-    """Layers per stage: `even`; `balanced`, with spare layers in the middle; or a list."""
+    interleave: int = count(1, maximum=10_000, flag="--interleave")
+    """Model chunks per rank, with `schedule: interleaved`."""
+    stage_layers: Literal["even", "balanced"] | tuple[int, ...] = setting("even", flag="--stage-layers")
+    """Layers per stage: `even`; `balanced`, with spare layers in the middle; or a list: 7,8,8,7. Prediction modules are
+    layers of the last stage."""
     stage_tp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
     """Of unlike devices: tensor parallelism of each pipeline rank; `tp` is the largest."""
     stage_dp: tuple[int, ...] | None = count(None, maximum=MOST_RANKS)
     """Of unlike devices: data parallelism of each pipeline rank; `dp` is the largest."""
     dp_shares: tuple[int, ...] | None = count(None, maximum=10_000)
     """Of unlike devices: microbatches of each data-parallel rank, relative to the others'."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = setting("none", flag="--recompute")
     """What of a layer the backward pass recomputes: nothing, some operators, or all of it."""
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
     """Operators that `selective` recomputes."""
     recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
     """Layers of a rank that `full` recomputes; by default all."""
-    context_method: Literal["ring", "all-gather", "ulysses"] = "ring"
+    context_method: Literal["ring", "all-gather", "ulysses"] = setting("ring", flag="--context-method")
     """How context parallelism computes attention."""
-    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    dispatch: Literal["all-to-all", "deduplicated"] = setting("all-to-all", flag="--dispatch")
     """How tokens reach their experts; `deduplicated` sends a token to a node only once."""
     overlap: Overlap = field(default_factory=Overlap)
     """Which communication overlaps computation."""
     offload: Offload = field(default_factory=Offload)
     """What is kept outside device memory."""
-    collective: str = "auto"
-    """Algorithm of collectives."""
+    collective: str = setting("auto", flag="--collective")
+    """Algorithm of collectives: `auto` (the cheapest), `textbook`, or one where it applies."""
     bucket: float | None = quantity("bytes", None)
     """Bytes of gradients reduced at a time without ZeRO; by default 25 MiB."""
     compression: Compression = method_field(Compression)

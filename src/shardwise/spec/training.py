@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.spec import units
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import LONGEST
 
@@ -18,15 +18,15 @@ class LossScaling(Spec):
     """Loss scaling of fp16. A dynamic scale doubles after `window` good steps in a row, and halves after `hysteresis`
     overflows since its last change, as in Megatron-LM and DeepSpeed."""
 
-    initial: float = field(default=2.0**16, metadata={"above": 0})
+    initial: float = setting(2.0**16, above=0)
     """First dynamic scale."""
     window: int = count(1000)
     """Good steps in a row that double it."""
     hysteresis: int = count(2)
     """Overflows that halve it."""
-    minimum: float = field(default=1.0, metadata={"above": 0})
+    minimum: float = setting(1.0, above=0)
     """It never falls below this."""
-    static: float | None = field(default=None, metadata={"above": 0})
+    static: float | None = setting(None, above=0)
     """A fixed scale instead."""
 
 
@@ -35,19 +35,19 @@ class Optimization(Spec):
     """Constants of the optimizer, which change no memory and no time. The defaults are those of large open models
     (Llama, OLMo)."""
 
-    learning_rate: float = field(default=3e-4, metadata={"above": 0})
+    learning_rate: float = setting(3e-4, above=0)
     """Peak learning rate."""
-    decay: float = field(default=0.1, metadata={"minimum": 0})
+    decay: float = setting(0.1, minimum=0)
     """Weight decay, except of norms and biases."""
-    beta1: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
+    beta1: float = setting(0.9, minimum=0, maximum=1)
     """Decay of Adam's first moment."""
-    beta2: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    beta2: float = setting(0.95, minimum=0, maximum=1)
     """Decay of Adam's second moment."""
-    epsilon: float = field(default=1e-8, metadata={"above": 0})
+    epsilon: float = setting(1e-8, above=0)
     """Adam's epsilon."""
-    momentum: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    momentum: float = setting(0.95, minimum=0, maximum=1)
     """Of SGD and Muon."""
-    clip_norm: float | None = field(default=1.0, metadata={"above": 0})
+    clip_norm: float | None = setting(1.0, above=0)
     """Limit of the global gradient norm. None: no limit."""
     loss_scaling: LossScaling = LossScaling()
     """Loss scaling of fp16."""
@@ -172,19 +172,21 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
 class Training(Spec):
     """What is trained and how: batch, sequence, numeric formats, optimizer."""
 
-    global_batch: int | str | None = None
-    """Sequences of a step, or tokens when written like "16M-tokens" (decimal). Left out, one microbatch for every
-    data-parallel rank."""
-    seq: int = count(2048, maximum=LONGEST)
-    """Tokens of a sequence."""
-    precision: PrecisionName = "bf16"
-    """Numeric recipe."""
-    optimizer: Literal["sgd", "sgd-momentum", "adamw", "adamw-bf16-moments", "adam8bit", "muon"] = "adamw"
+    global_batch: int | str | None = setting(None, flag="--global-batch", alias="--batch")
+    """Sequences per step, or tokens: 16M-tokens. Tokens are rounded to what this layout and others divide, with a note.
+    By default one microbatch for every data-parallel rank."""
+    seq: int = count(2048, maximum=LONGEST, flag="--seq")
+    """Tokens per sequence."""
+    precision: PrecisionName = setting("bf16", flag="--precision")
+    """Numeric recipe. `mxfp8`, `nvfp4` and `int8` are priced, not run."""
+    optimizer: Literal["sgd", "sgd-momentum", "adamw", "adamw-bf16-moments", "adam8bit", "muon"] = setting(
+        "adamw", flag="--optimizer"
+    )
     """Optimizer, and the format of its states."""
-    attention: Literal["flash", "unfused"] = "flash"
+    attention: Literal["flash", "unfused"] = setting("flash", flag="--attention")
     """Fused attention, or one that stores its scores."""
-    dropout: bool = False
-    """Whether the model drops activations."""
+    dropout: bool = setting(False, flag="--dropout")
+    """Dropout, whose masks are kept for the backward pass. Priced, not run."""
     compile: bool = False
     """Compile layers with `torch.compile`. Prices only our own engine."""
     graphs: Literal["auto", True, False] = "auto"
@@ -193,7 +195,7 @@ class Training(Spec):
     """Constants of the optimizer."""
     tokens: int | None = count(None, maximum=10**18)
     """Tokens of the whole training."""
-    checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})
+    checkpoint_interval: float | None = setting(None, dimension="seconds", above=0)
     """Seconds between two checkpoints."""
 
     def check(self) -> None:
