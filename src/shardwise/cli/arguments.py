@@ -27,7 +27,7 @@ class _FieldAction(argparse.Action):
         setattr(given, self.dest, self.const if self._record.is_switch else values)
 
     @property
-    def help(self) -> str:  # type: ignore[override]
+    def help(self) -> str:
         record = self._record
         text = record.help if record.flag in self.option_strings else f"the same as {record.flag}"
         return text.replace("%", "%%")

@@ -15,7 +15,7 @@ TOPOLOGIES: tuple[str, ...] = get_args(TopologyWord)
 
 @dataclass(frozen=True, kw_only=True)
 class BareNumbers:
-    """Sizes as a caller gives them: numbers, or text with units. `gpus` and `gpus_per_node` size a named cluster too."""
+    """Sizes as a caller gives them: numbers, or text with units. Those of `gpus` are also for a named cluster."""
 
     gpus: int | str | None = setting(None, flag="--gpus")
     """Number of devices."""

@@ -63,7 +63,7 @@ def reference(
 ) -> Any:
     """A field that also takes a name or a file: ``resolve`` finds the noun, ``shorten`` names it again."""
     metadata = {"resolve": resolve, "shorten": shorten, **names}
-    return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)  # type: ignore[call-overload]
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)
 
 
 class Spec:
