@@ -33,6 +33,7 @@ _PREDICTED = ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_h
 class PredictionResult(Result):
     """The predicted step time and memory of one job."""
 
+    verb = "predict"
     assessment: Assessment
     """Every figure."""
     notes: tuple[str, ...] = ()
@@ -68,15 +69,17 @@ class PredictionResult(Result):
     def page(self) -> Page:
         return Page((prediction_table(self.assessment),))
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _PREDICTED}
 
     def tables(self) -> Mapping[str, Rows]:
-        return {"prediction": [self.to_dict()]}
+        return {"prediction": [self._data()]}
 
 
 class AnalysisResult(PredictionResult):
     """One job, priced, with what bounds it and what to change."""
+
+    verb = "analyze"
 
     best_change = Figure[Change | None]("assessment.best_change", "What shortens the step most, if it is worth it.")
 
@@ -96,7 +99,7 @@ class AnalysisResult(PredictionResult):
 
         return analysis_plots(self.assessment)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return analysis_data(self.assessment)
 
     def tables(self) -> Mapping[str, Rows]:

@@ -36,6 +36,7 @@ RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
 class CalibrationResult(Result):
     """The measured cluster."""
 
+    verb = "calibrate"
     found: Calibration
     before: Cluster
     """What was known of it before."""
@@ -50,7 +51,7 @@ class CalibrationResult(Result):
     def page(self) -> Page:
         return calibration_page(self.found, self.before, self.path)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         residuals = {
             name: [asdict(residual) for residual in getattr(self.found, name)] for name in ("residuals", "far_off")
         }
@@ -61,6 +62,7 @@ class CalibrationResult(Result):
 class RecutResult(Result):
     """A profiled run's pipeline, rebalanced."""
 
+    verb = "calibrate"
     found: Recut
     path: Path
     """The file with the new job."""
@@ -73,7 +75,7 @@ class RecutResult(Result):
     def page(self) -> Page:
         return recut_page(self.found, self.path)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         cut = self.found
         return {
             "layers_before": cut.layers[0],

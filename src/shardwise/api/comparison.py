@@ -26,6 +26,7 @@ TRACE = "timeline.json"
 class ComparisonResult(Result):
     """A run's profiled steps against their prediction."""
 
+    verb = "compare"
     found: Comparison
     trace: Path
     """The file with both timelines."""
@@ -44,7 +45,7 @@ class ComparisonResult(Result):
 
         return comparison_plots(self.found)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return {**comparison_data(self.found), "trace": str(self.trace)}
 
     def tables(self) -> Mapping[str, Rows]:

@@ -52,6 +52,7 @@ Watch = Callable[[RunFolder, Job], AbstractContextManager[Any]]
 class TrainingResult(Result):
     """How a run ended."""
 
+    verb = "train"
     job: Job
     summary: RunSummary
     outcome: Outcome | None
@@ -87,13 +88,13 @@ class TrainingResult(Result):
     def page(self) -> Page:
         return training_page(self.summary, self.job, self.outcome)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return training_data(self.summary, self.outcome)
 
     def tables(self) -> Mapping[str, Rows]:
         from shardwise.run.metrics.lines import read_lines
 
-        return {"metrics": list(read_lines(RunFolder(self.folder).metrics)), "summary": [self.to_dict()]}
+        return {"metrics": list(read_lines(RunFolder(self.folder).metrics)), "summary": [self._data()]}
 
 
 def train(

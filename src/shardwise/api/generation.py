@@ -43,6 +43,7 @@ _NEVER = "none"
 class GenerationResult(Result):
     """What followed each prompt."""
 
+    verb = "generate"
     found: Generation
 
     texts = Figure[tuple[str | None, ...]]("found.texts", "The text that follows each prompt; None without tokenizer.")
@@ -58,7 +59,7 @@ class GenerationResult(Result):
     def page(self) -> Page:
         return generation_page(self.found)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         made = self.found
         times = ("tokens", "seconds", "tokens_per_second", "first_token_seconds", "load_seconds")
         return {

@@ -28,6 +28,7 @@ _REMEDY = "name a run's folder, such as runs/demo, or where its checkpoints are"
 class StatusResult(Result):
     """The state of a run; ``ok`` is False if it failed or was killed. docs/status.md explains the states."""
 
+    verb = "status"
     found: RunState
 
     step = Figure[int]("found.step")
@@ -50,7 +51,7 @@ class StatusResult(Result):
     def page(self) -> Page:
         return status_page(self.found)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return as_data(self.found)
 
 
@@ -58,6 +59,7 @@ class StatusResult(Result):
 class SavedResult(Result):
     """Checkpoints without the folder of their run: what the newest one says."""
 
+    verb = "status"
     place: str
     manifest: Manifest
     age_seconds: float
@@ -72,7 +74,7 @@ class SavedResult(Result):
     def page(self) -> Page:
         return saved_page(self.place, self.manifest, self.age_seconds)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return saved_data(self.place, self.manifest, self.age_seconds)
 
 

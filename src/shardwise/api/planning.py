@@ -37,6 +37,7 @@ OnProgress = Callable[[str], None]
 class PlanResult(Result):
     """The best strategy as a job, and everything it was compared with."""
 
+    verb = "plan"
     answer: PlanAnswer
     top: int = 8
     """How many layouts are printed."""
@@ -69,7 +70,7 @@ class PlanResult(Result):
 
         return plan_plots(self.answer, top=self.top)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return plan_data(self.answer)
 
     def tables(self) -> Mapping[str, Rows]:
@@ -88,6 +89,7 @@ class PlanResult(Result):
 class MixedPlanResult(Result):
     """A plan for several kinds of nodes."""
 
+    verb = "plan"
     plan: MixedPlan
     notes: tuple[str, ...] = ()
 
@@ -98,7 +100,7 @@ class MixedPlanResult(Result):
     def page(self) -> Page:
         return mixed_page(self.plan, self.notes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return mixed_data(self.plan)
 
 

@@ -48,6 +48,7 @@ OnProgress = Callable[[str], None]
 class ReportResult(Result):
     """The pictures of a job or a run."""
 
+    verb = "report"
     title: str
     assessment: Assessment
     sections: tuple[ChartSection, ...]
@@ -87,7 +88,7 @@ class ReportResult(Result):
         missing = [f"not drawn: {note}" for section in self.sections for note in section.notes]
         return Page.of([Line(self.verdict.sentence, "bold"), *missing, *filter(None, [where])])
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return {
             "title": self.title,
             "verdict": self.verdict.to_dict(),

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from shardwise.report.formats import versioned
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError, nearest_name
 
@@ -30,14 +31,21 @@ class Figure(property, Generic[T]):
 class Result(ABC):
     """The result of a verb. Seconds, bytes and shares are plain numbers; ``print`` shows it as the command does."""
 
+    verb: ClassVar[str]
+    """The command of that name prints the same."""
+
     @cached_property
     @abstractmethod
     def page(self) -> Page:
         """Its lines and tables, also as ``page.markdown()`` and ``page.csv()``."""
 
     @abstractmethod
+    def _data(self) -> dict[str, Any]:
+        """What `to_dict` returns, without the version."""
+
     def to_dict(self) -> dict[str, Any]:
-        """The same as the command's ``--json``."""
+        """The same as the command's ``--json``; ``format`` is its version."""
+        return versioned(self.verb, self._data())
 
     def tables(self) -> Mapping[str, Rows]:
         """Its tables by name, as rows of plain data; `to_frame` takes the first by default."""

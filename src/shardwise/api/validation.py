@@ -36,13 +36,14 @@ _COLUMNS: dict[Kind, Any] = {"runs": runs.COLUMNS, "bubbles": bubbles.COLUMNS, "
 class RunScores(ScoredRuns, Result):
     """Training runs, scored."""
 
+    verb = "validate"
     kind: Kind = "runs"
 
     @cached_property
     def page(self) -> Page:
         return runs_page(self)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return runs_data(self)
 
     def tables(self) -> Mapping[str, Rows]:
@@ -57,6 +58,7 @@ class RunScores(ScoredRuns, Result):
 class ErrorScores(Result):
     """Collectives or pipeline bubbles, scored: every row, and the absolute errors of each group and overall."""
 
+    verb = "validate"
     kind: Kind
     rows: tuple[ScoredRow, ...] | tuple[ScoredBubble, ...]
     summary: Mapping[str, ErrorSummary]
@@ -65,7 +67,7 @@ class ErrorScores(Result):
     def page(self) -> Page:
         return errors_page(self.kind, self.rows, self.summary)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         return errors_data(self.rows, self.summary)
 
     def tables(self) -> Mapping[str, Rows]:

@@ -30,6 +30,7 @@ LARGEST_SEED = 10**12  # seeds of data are up to a million times as large, and h
 class VerificationResult(Result):
     """How far a layout deviates from a single process."""
 
+    verb = "verify"
     asked: Job
     """The job as given."""
     found: Verification
@@ -46,7 +47,7 @@ class VerificationResult(Result):
     def page(self) -> Page:
         return verification_page(self.asked, self.found)
 
-    def to_dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         where: dict[str, Any] = {"worst": self.worst, "where": self.found.where}
         if self.found.in_fp8:
             where["in_fp8"] = {kind: deviation.value for kind, deviation in self.found.in_fp8.items()}

@@ -13,6 +13,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
+from shardwise.report.formats import versioned
 from shardwise.report.progress import status
 from shardwise.run.environment.reader import started
 from shardwise.spec.errors import SpecError, shown
@@ -72,7 +73,8 @@ def _compare(parsed: Namespace, workers: int, servers: int) -> int:
         comparison = compare_servers(request, update)
     if parsed.plot is not None:
         write_text(parsed.plot, losses_picture(comparison), "--plot")
-    show(parsed, lambda: servers_page(comparison), lambda: servers_data(comparison))
+    data = versioned("bench parameter-server", servers_data(comparison))
+    show(parsed, lambda: servers_page(comparison), lambda: data)
     for fault in comparison.faults:
         print(f"shardwise: {fault}", file=sys.stderr)
     return 1 if comparison.faults else 0

@@ -9,6 +9,7 @@ from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import add_target_argument, run_on_target, target_of_verb, without_option
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
+from shardwise.report.formats import versioned
 from shardwise.report.progress import status
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError
@@ -61,7 +62,7 @@ def run(arguments: list[str]) -> int:
             job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, nvtx=parsed.nvtx, on_progress=update
         )  # fmt: skip
     if here is None or here.rank == 0:
-        show(parsed, lambda: step_page(measured), lambda: step_data(measured))
+        show(parsed, lambda: step_page(measured), lambda: versioned("bench step", step_data(measured)))
     return 0
 
 

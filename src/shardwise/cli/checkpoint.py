@@ -7,6 +7,7 @@ import argparse
 from shardwise.cli.inputs import place_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show, show_line
 from shardwise.cli.parser import Parser
+from shardwise.report.formats import versioned
 from shardwise.run.storage.place import Place, RemotePlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
@@ -63,8 +64,9 @@ def _inspect(path: Place, parsed: argparse.Namespace) -> int:
     from shardwise.run.checkpoint.manifest import contents_of
 
     contents, each_tensor = contents_of(newest_at(path)), parsed.tensors
-    plain = contents if each_tensor else {**contents, "tensors": len(contents["tensors"])}
-    show(parsed, lambda: contents_page(contents, each_tensor=each_tensor), lambda: plain)
+    counted_tensors = contents if each_tensor else {**contents, "tensors": len(contents["tensors"])}
+    data = versioned("checkpoint inspect", counted_tensors)
+    show(parsed, lambda: contents_page(contents, each_tensor=each_tensor), lambda: data)
     return 0
 
 
@@ -112,5 +114,6 @@ def _reshard(path: Place, parsed: argparse.Namespace) -> int:
         made = reshard(source, checkpoint_folder(out), shards, weights_only=parsed.weights_only, progress=progress)
     contents = contents_of(made)
     line = f"{made}: {counted(len(contents['tensors']), 'tensor')} in {counted(shards, 'file')}"
-    show_line(parsed, line, {"path": str(made), "files": contents["files"], "tensors": len(contents["tensors"])})
+    data = {"path": str(made), "files": contents["files"], "tensors": len(contents["tensors"])}
+    show_line(parsed, line, versioned("checkpoint reshard", data))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.cli.inputs import path_from, require_torch
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
+from shardwise.report.formats import versioned
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 
@@ -52,5 +53,5 @@ def run(arguments: list[str]) -> int:
         raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
     about = {"path": str(made), "model": weights.model.name, "tensors": len(weights.tensors), "bytes": weights.size}
     line = f"{made}: {counted(len(weights.tensors), 'tensor')} of {weights.model.name}, from {weights.origin}"
-    show_line(parsed, line, {**about, "source": weights.origin})
+    show_line(parsed, line, versioned("convert", {**about, "source": weights.origin}))
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardwise.api.quantities import amount
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
+from shardwise.report.formats import versioned
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
@@ -69,7 +70,7 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
         line += f"\n{counted(built.repaired, 'record')} had what is no character: replaced by U+FFFD"
     if built.skipped:
         line += f"\n{counted(built.skipped, 'record')} skipped, the first: {built.first_skipped}"
-    show_line(parsed, line, {**asdict(built), "prefix": str(built.prefix)})
+    show_line(parsed, line, versioned("data build", {**asdict(built), "prefix": str(built.prefix)}))
     return 0
 
 

@@ -35,6 +35,7 @@ from shardwise.interop.fabric.switches import read_switches
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
+from shardwise.report.formats import versioned
 from shardwise.report.tables import wrapped
 from shardwise.run.environment.reader import Started, started
 from shardwise.spec.errors import SpecError, shown
@@ -71,7 +72,8 @@ def run(arguments: list[str]) -> int:
     failed = any(finding.status == "fail" for finding in findings)
     if shows and parsed.json:
         with suppress(ReaderGone):
-            print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+            data = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
+            print(json.dumps(versioned("doctor", data), indent=2))
     return 1 if failed and shows else 0
 
 

@@ -9,6 +9,7 @@ from shardwise.cli.parser import Parser
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.dryrun.result import check_rank, fullest_rank, require_equal_stages, resized
 from shardwise.report.dryrun import dry_run_data, dry_run_page
+from shardwise.report.formats import versioned
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import parse
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
     from shardwise.measure.dryrun.run import dry_run
 
     result = dry_run(job, rank=rank, skew=skew, full=parsed.full)
-    show(parsed, lambda: dry_run_page(result), lambda: dry_run_data(result))
+    show(parsed, lambda: dry_run_page(result), lambda: versioned("dryrun", dry_run_data(result)))
     return 0 if result.fits else 1
 
 

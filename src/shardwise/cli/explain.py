@@ -13,6 +13,7 @@ from shardwise.cli.arguments import add_job_arguments, bare_numbers, job_argumen
 from shardwise.cli.inputs import job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
+from shardwise.report.formats import versioned
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> int:
         print(_overview())
         return 0
     parsed, explanation = explained(arguments)
-    show(parsed, explanation.page, explanation.to_dict)
+    show(parsed, explanation.page, lambda: versioned("explain", explanation.to_dict()))
     return 0
 
 

@@ -13,6 +13,7 @@ from shardwise.interop.frameworks import TARGETS, Exported, target
 from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate
 from shardwise.report.export import export_data
+from shardwise.report.formats import versioned
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import readable_bytes, readable_seconds
 
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> int:
     if parsed.out is not None:
         _write(exported, Path(parsed.out))
     if parsed.json:
-        print(json.dumps(export_data(exported, priced), indent=2))
+        print(json.dumps(versioned("export", export_data(exported, priced)), indent=2))
         return 0
     if parsed.out is None:
         for text in exported.files.values():

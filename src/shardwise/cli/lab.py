@@ -14,6 +14,7 @@ from shardwise.labs.findings import LabReport
 from shardwise.labs.page import lab_data, lab_page, labs_data, labs_page
 from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
 from shardwise.launch.pool import told_in_one_line
+from shardwise.report.formats import versioned
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
@@ -72,7 +73,7 @@ def _require_folder(folder: Path) -> None:
 
 def report_on(parsed: Namespace, lab: Lab, report: LabReport) -> int:
     """Prints the report and writes its files; returns the exit status."""
-    show(parsed, lambda: lab_page(lab, report), lambda: lab_data(lab, report))
+    show(parsed, lambda: lab_page(lab, report), lambda: versioned("lab", lab_data(lab, report)))
     if parsed.out is not None:
         for name, text in report.files.items():
             write_text(Path(parsed.out) / name, text, "--out")

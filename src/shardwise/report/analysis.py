@@ -37,7 +37,6 @@ from shardwise.spec.units import (
     readable_share,
 )
 
-FORMAT = 2
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
 
@@ -216,7 +215,6 @@ def analysis_data(assessment: Assessment) -> dict[str, Any]:
     """Everything `analyze` prints, keyed by name; bytes, seconds and FLOPs as numbers."""
     analysis = assessment.analysis
     data = {
-        "format": FORMAT,
         "job": analysis.job.to_dict(),
         "notes": list(analysis.notes),
         "devices": analysis.job.cluster.devices,

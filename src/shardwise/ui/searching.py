@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.api.planning import plan, plan_mixed
 from shardwise.report.charts.plan import pareto_chart
+from shardwise.report.formats import versioned
 from shardwise.report.plan import plan_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError
@@ -65,7 +66,7 @@ def main() -> int:
         answer = plan(arguments, **options, on_progress=progress).answer
         if answer.memory_front is not None:
             _write("picture", pareto_chart(answer.plan, answer.memory_front).to_dict())
-        _write("result", plan_data(answer))
+        _write("result", versioned("plan", plan_data(answer)))
     except SpecError as error:
         _write(**_refused(error))
     return 0
