@@ -67,7 +67,8 @@ def test_a_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match=r"to_frame: pandas is not installed; pip install pandas"):
         result.to_frame()
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: ("frame", rows)))
-    assert result.to_frame() == ("frame", [result.to_dict()])
+    row = {name: value for name, value in result.to_dict().items() if name != "format"}
+    assert result.to_frame() == ("frame", [row])
     with pytest.raises(SpecError, match="did you mean prediction"):
         result.to_frame("predictions")
 
