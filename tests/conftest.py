@@ -1,21 +1,54 @@
-"""How properties are searched: the same examples every time in `make test`, other ones each time in `make test-all`.
+"""What `make test` runs of the tests, and how long each may take.
 
-And how tests spend less of a processor: see `halves`, and the collector of garbage.
+Properties are searched with the same examples every time in `make test`, with other ones each time in `make test-all`.
+How tests spend less of a processor: see `halves`, and the collector of garbage.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
+from durations import Durations
+
 # No deadline: how long an example takes says more about what else this machine does.
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("searching", deadline=None)
 settings.load_profile("steady")
 
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+if not any(Path(device).exists() for device in _GPUS) and "cuda" not in os.environ.get("SHARDWISE_REQUIRE", ""):
+    collect_ignore_glob = ["*_gpu.py"]
+
 gc.disable()  # what is imported and collected stays
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="keep what quick tests take in durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(write=config.getoption("--write-durations")), "shardwise-durations")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a grid marked ``quick(n)`` n cases, evenly spread over it, are not slow."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            grids.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in grids.values():
+        (number,) = cases[0].get_closest_marker("quick").args  # type: ignore[union-attr]
+        kept = {position * len(cases) // number for position in range(number)}
+        for position, item in enumerate(cases):
+            if position not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

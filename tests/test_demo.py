@@ -28,12 +28,18 @@ def test_the_demo_has_steps_that_are_only_priced() -> None:
     assert {command.split()[0] for command in PRICED} == {"plan", "analyze", "explain"}
 
 
-@pytest.mark.parametrize("command", PRICED, ids=lambda command: " ".join(command.split()[:3]))
+# The README shows the search too.
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=[pytest.mark.slow] * command.startswith("plan")) for command in PRICED],
+    ids=lambda command: " ".join(command.split()[:3]),
+)
 def test_a_step_ends_as_the_demo_expects(command: str) -> None:
     result = run(*command.split())
     assert result.status == demo().expected_status(command), result.err
 
 
+@pytest.mark.slow
 def test_what_the_demo_proposes_next_works() -> None:
     proposed = [line.split("#")[0].split() for line in demo().NEXT.splitlines() if "shardwise " in line.split("#")[0]]
     assert [words[1] for words in proposed] == ["plan", "ui"]

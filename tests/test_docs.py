@@ -21,9 +21,8 @@ PAGES = [
     "docs/labs/README*.md",  # those of the labs are checked where the labs run
 ]  # fmt: skip
 
-# Train on several layouts, search the largest published trainings and a dozen more, trace a model of eight billion
-# parameters, score all runs.
-SLOW = ["docs/answers.md", "docs/cases.md", "docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
+# The commands of the other pages run in `make test-all`.
+EXAMPLES = [pytest.param(page, marks=[pytest.mark.slow] * (page != "README*.md")) for page in PAGES]
 
 
 @cache
@@ -54,7 +53,7 @@ def test_the_page_of_imported_configurations_is_what_they_give() -> None:
     assert run.returncode == 0, "run `python docs/make_imports.py` and look at what changed"
 
 
-@pytest.mark.parametrize("pages", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PAGES])
+@pytest.mark.parametrize("pages", EXAMPLES)
 def test_every_printed_example_is_what_its_command_prints(pages: str) -> None:
     try:
         stale = refresh().main(["--check", pages])

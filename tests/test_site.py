@@ -16,6 +16,8 @@ from shardwise.cli.main import VERBS
 from shardwise.cli.main import main as shardwise
 from shardwise.labs.registry import lab_named
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

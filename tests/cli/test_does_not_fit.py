@@ -21,6 +21,7 @@ def plan(cluster: str, *more: str, model: str = "llama3-70b") -> Any:
     return run("plan", "--model", model, "--cluster", cluster, *SMALL.split(), *more)
 
 
+@pytest.mark.slow
 def test_the_number_of_devices_that_is_named_is_enough_and_half_of_it_is_not() -> None:
     line = does_not_fit_line(plan("dgx-h100:1", "--no-offload"))
     assert "the smallest strategy" in line and "h100-sxm has 79.1 GiB" in line

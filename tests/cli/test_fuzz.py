@@ -268,6 +268,7 @@ def fuzz(make: Callable[[random.Random], list[str]], seed: int) -> set[Any]:
     return statuses
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("make", [random_flags, random_bare_numbers, random_explanation])
 def test_flags(make: Callable[[random.Random], list[str]], seed: int) -> None:
@@ -283,6 +284,7 @@ def test_job_files(seed: int, tmp_path: Path) -> None:
     assert fuzz(command, seed) - {1} == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_hugging_face_configs(seed: int, tmp_path: Path) -> None:
     def command(rng: random.Random) -> list[str]:

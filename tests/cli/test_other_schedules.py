@@ -92,6 +92,7 @@ def test_they_are_priced(installed: Path) -> None:
     assert fixed["memory"] == chosen["memory"]
 
 
+@pytest.mark.slow
 def test_they_are_searched(installed: Path) -> None:
     fixed = answer(installed, f"plan {job('eager')}")
     assert {one["strategy"]["schedule"] for one in fixed["candidates"]} == {"eager"}
@@ -112,6 +113,7 @@ def test_they_are_drawn(installed: Path) -> None:
     assert "eager" in rows and "thrice" not in rows  # which takes three at a time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["eager", pytest.param("thrice", marks=pytest.mark.slow)])
 def test_they_run_as_one_process_does(installed: Path, schedule: str) -> None:
     found = answer(installed, f"verify {job(schedule)} --steps 1")

@@ -67,6 +67,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert target.read_text(encoding="utf-8").startswith("<svg ")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("flag", ["--trace", "--memory-picture"])
 @pytest.mark.parametrize("path", ["/nowhere/at/all/x", "{folder}", "", "x\0y"])
 def test_a_path_that_cannot_be_written_is_one_line(flag: str, path: str, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
         assert part in result.out
 
 
+@pytest.mark.slow
 def test_bounds_hold_for_every_candidate(tmp_path: Path) -> None:
     bounds = "--tp 2..4 --zero 1,3 --exclude pp=2 --exclude tp=4,zero=3 --max-memory 40%"
     result = planned(tmp_path, "--json", *bounds.split())
@@ -87,6 +88,7 @@ def test_for_a_framework_only_what_it_can_say(tmp_path: Path) -> None:
     assert all(strategy.get(name, 1) == 1 for name in ("tp", "cp", "pp"))
 
 
+@pytest.mark.slow
 def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("model: gpt2\n")
@@ -112,17 +114,20 @@ def test_a_search_that_is_stopped_at_once_has_an_answer(model: str) -> None:
     assert all(one["least_memory_bytes"] > 0 for one in data["families"])
 
 
+@pytest.mark.slow
 def test_what_a_plan_has_from_its_stack_is_noted(tmp_path: Path) -> None:
     result = planned(tmp_path, "--dispatch", "deduplicated", "--set", "strategy.overlap.pp=true")
     assert "note: strategy.dispatch is ignored" in result.out
     assert "note: strategy.overlap.pp is ignored" in result.out
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_stack_overlaps_as_that_does(tmp_path: Path) -> None:
     """It was refused: what the stack overlaps was read as if it had been given."""
     assert planned(tmp_path, "--stack", "megatron-core").status == 0
 
 
+@pytest.mark.slow
 def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
     """`analyze` proposes it for a plan without; the job file has it, and a search from that file too."""
     command = "plan --model llama3-70b --cluster dgx-h100:8 --global-batch 64 --tp 8 --pp 1 --cp 1 --json --output"

@@ -180,6 +180,7 @@ def test_figures_in_the_browser_are_those_of_python(page: Page, large: Path) -> 
         assert shown == [readable(float(one), unit) for one in values], unit
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name",
     ["<script>window.hacked=1</script>", "<img src=x onerror=window.hacked=1>", '</script><script>window.hacked=1//"'],

@@ -47,6 +47,7 @@ def raising(fault: BaseException) -> Callable[..., Any]:
     return raises
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("method", ["supervised", "_supervised", "_checked"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_a_run_that_breaks_off_is_no_success(
@@ -64,6 +65,7 @@ def test_a_run_that_breaks_off_is_no_success(
         assert found.status in (FAILED, MISTAKE, 130, 4), found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("status", [DONE, FAILED, MISTAKE, STOPPED, STOPPED_WITHOUT_CHECKPOINT])
 def test_a_run_is_done_only_with_its_last_checkpoint(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,6 +83,7 @@ def ended(arguments: Sequence[str], **streams: Any) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", "shardwise", *arguments], text=True, env=environment, **given)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("closed", COMMANDS)
 def test_a_reader_that_leaves_changes_no_status(closed: str) -> None:
     reading, writing = os.pipe()
@@ -92,6 +95,7 @@ def test_a_reader_that_leaves_changes_no_status(closed: str) -> None:
     os.close(writing)
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_does_not_take_is_an_error_and_progress_is_not_missed() -> None:
     with Path("/dev/full").open("w") as disk:
         done = ended(["list", "models"], stdout=disk)

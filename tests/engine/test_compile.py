@@ -55,6 +55,7 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool, sharded: boo
     return losses, loads | {name: one.full_tensor() if sharded else one for name, one in found.items()}, stats  # type: ignore[attr-defined]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("strategy", [{}, {"recompute": "selective", "recompute_operators": ("norm", "activation")}])
 @pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE])
 def test_a_compiled_network_is_evaluated_before_its_first_step(model: Model, strategy: dict[str, Any]) -> None:
@@ -80,6 +81,7 @@ def assert_close(found: Found, expected: Found) -> None:
     assert found[2]["unique_graphs"] and not found[2]["breaks"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [(LLAMA, {}), (LLAMA, CHEAP), (GPT, FULL), (MIXTURE, FULL)],
@@ -89,6 +91,7 @@ def test_whole_layers(model: Model, strategy: dict[str, Any]) -> None:
     assert_close(trained(model, strategy, True), trained(model, {}, False))
 
 
+@pytest.mark.slow
 def test_equal_layers_share_a_graph() -> None:
     """More layers than the compiler would take one by one (`recompile_limit`)."""
     for strategy in (CHEAP, FULL):
@@ -117,6 +120,7 @@ def kept_by_compiled_layer(model: Model, strategy: dict[str, Any]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
     for strategy in (CHEAP, {**CHEAP, "recompute_operators": ["alternate-products"]}):
@@ -124,6 +128,7 @@ def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
         assert kept_by_compiled_layer(model, strategy) == planned
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "strategy", "sharded"),
     [

@@ -63,6 +63,7 @@ def job_of(name: str, fields: dict[str, Any]) -> Job:
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "fields"), QUICK, ids=str)
 def test_it_equals_one_process(name: str, fields: dict[str, Any]) -> None:
     check(job_of(name, fields))

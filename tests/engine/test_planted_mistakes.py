@@ -74,6 +74,7 @@ MISTAKES: dict[str, tuple[Layout, str, Callable[..., Any], set[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake: str) -> None:
     layout, function, instead, kinds = MISTAKES[mistake]

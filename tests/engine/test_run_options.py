@@ -53,6 +53,7 @@ def test_a_run_compiles_its_layers_if_asked(asked: bool) -> None:
         assert found == [asked] * job.model.layers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -44,6 +44,7 @@ def test_every_call_is_a_new_world_on_the_same_processes() -> None:
     assert [pid for pid, _ in four][:2] == [pid for pid, _ in two]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_first_rank_that_failed_is_named(dies: bool) -> None:
     with pytest.raises(WorkerError) as raised:

@@ -39,6 +39,7 @@ def test_two_ranks_serve_batches_until_one_is_lost(request_of: GenerationRequest
     assert not alive(first)
 
 
+@pytest.mark.slow
 def test_what_ranks_refuse_is_raised(request_of: GenerationRequest, tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         ServedModel(replace(request_of, source=str(tmp_path)))
@@ -63,6 +64,7 @@ def owner(source: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         yield process, [int(one) for one in process.stdout.readline().split()]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_who_started_them(request_of: GenerationRequest) -> None:
     with owner(request_of.source) as (process, ranks):
         process.kill()

@@ -44,6 +44,7 @@ def test_the_run_is_priced_and_its_loggers_record_it(tmp_path: Path, capsys: pyt
     assert "(the examples of the data set)" in said and "predicted beside measured, 6 steps" in said
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
         watched = trainer(tmp_path, max_steps=2)
@@ -53,6 +54,7 @@ def test_a_second_run_in_the_folder_begins_anew(tmp_path: Path) -> None:
     assert [json.loads(one)["step"] for one in lines] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     for steps, resumed in ((3, None), (5, True)):
         watched = trainer(tmp_path, max_steps=steps, save_strategy="steps", save_steps=3)
@@ -62,6 +64,7 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     assert [json.loads(one)["step"] for one in lines] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_warned_of_or_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"cluster": CLUSTER, "model": "llama3-8b", "seq": 512}
     watched = trainer(tmp_path / "stopped")
@@ -152,6 +155,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         watched.train()
 
 
+@pytest.mark.slow
 def test_a_compiled_network_is_priced_as_one(tmp_path: Path) -> None:
     watched = trainer(tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="eager")
     watched.add_callback(ShardwiseCallback(cluster=CLUSTER))
@@ -160,6 +164,7 @@ def test_a_compiled_network_is_priced_as_one(tmp_path: Path) -> None:
     assert job.stack.elementwise == "compiled" and job.stack.name == "accelerate-changed"
 
 
+@pytest.mark.slow
 def test_sixteen_bit_weights_have_no_masters(tmp_path: Path) -> None:
     watched = trainer(tmp_path, model=network().bfloat16(), max_steps=1)
     watched.add_callback(ShardwiseCallback(cluster=CLUSTER))

@@ -66,6 +66,7 @@ def test_a_run_that_does_not_fit_is_stopped(tmp_path: Path) -> None:
     assert watched.global_step == 0
 
 
+@pytest.mark.slow
 def test_the_other_name_of_the_framework_is_watched_too(tmp_path: Path) -> None:
     class OldLanguage(pytorch_lightning.LightningModule):
         training_step, configure_optimizers = Language.training_step, Language.configure_optimizers

@@ -98,6 +98,7 @@ class Language(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.slow
 def test_lightning_holds_the_last_gradients_until_the_loss(tmp_path: Path) -> None:
     """In a new process: tensors of all the process are counted, and other tests leave some."""
     with fresh_pool() as fresh:

@@ -12,6 +12,8 @@ from shardwise import status, validate, write_report
 from shardwise.interop.jobs import read_job
 from shardwise.run.metrics.lines import read_lines
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:

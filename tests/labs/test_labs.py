@@ -49,6 +49,7 @@ def on_ray(lab: Lab) -> bool:
 ALL = [pytest.param(lab, marks=[pytest.mark.slow] * on_ray(lab), id=lab.name) for lab in LABS]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lab", ALL)
 def test_a_lab_holds_and_notices_every_contradiction(lab: Lab) -> None:
     check(lab, found(lab))
@@ -78,6 +79,7 @@ def check(lab: Lab, report: LabReport) -> None:
     assert refresh().main(["--check", f"docs/labs/{lab.name}*.md"], commands.__getitem__) == 0
 
 
+@pytest.mark.slow
 def test_without_root_a_lab_says_so_and_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "why_not", lambda: "emulate: needs root")
     lab = lab_named("all-reduce")

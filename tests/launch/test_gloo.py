@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from launch.running import PREFACE, launch
 from launch.warm import warm_ranks
 from shardwise.spec.run import Timeouts
@@ -52,6 +54,7 @@ def fault():
     assert complaints, "there were no victims to choose from"
 
 
+@pytest.mark.slow
 def test_a_rank_that_spins_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
     body = """
 def fault():

@@ -36,6 +36,7 @@ reporter.phase("done", 1)
     assert {tuple(line.split()[4:]) for line in logs} in ({("lo", "x")}, {("lo0", "x")})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_killed_rank_is_named_and_all_start_again(killed: int, tmp_path: Path) -> None:
     events: list[Event] = []
@@ -289,6 +290,7 @@ for one in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text(
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_guard_that_is_gone_ends_no_run(name: str, tmp_path: Path) -> None:
     """The guard first, then a rank: the run starts again, and ends."""
@@ -361,6 +363,7 @@ def launcher(folder: Path, body: str, grace_seconds: float, preface: str = PREFA
     return process
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_gives_the_ranks_time_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     body = f"""
@@ -414,6 +417,7 @@ def guard_of(pid: int) -> int:
     return next(int(one) for one in children if b"guard.py" in Path(f"/proc/{one}/cmdline").read_bytes())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("before", ["", DEAF, "STOP", "GUARD"])
 def test_no_rank_outlives_a_launcher_that_is_killed(before: str, tmp_path: Path) -> None:
     """Nor do its children; a guard that was killed before has a successor."""

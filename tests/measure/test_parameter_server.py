@@ -79,6 +79,7 @@ def job_of(workers: int, optimizer: str = "sgd", **training: Any) -> Job:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_servers_that_wait_end_in_the_weights_of_the_all_reduce() -> None:
     """Three workers, two servers with parts of different sizes. Without staleness and momentum the asynchronous ones
     do the same: each gradient of a step is applied by itself, to weights that all have."""

@@ -52,6 +52,7 @@ def test_all_kinds_and_targets_run_with_some_stage_of_zero() -> None:
     assert set(QUICK) <= set(RUNS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_verify_compares_what_is_offloaded(case: Case) -> None:
     check(job(*case))

@@ -16,6 +16,7 @@ from shardwise.models.rope import rotation_of
 from shardwise.spec.model import Model
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "model",
     [GPT, LLAMA, replace(LLAMA, parallel_block=True), replace(LLAMA, norms_per_layer=4)],

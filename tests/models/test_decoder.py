@@ -85,6 +85,7 @@ def part_of(decoder: Decoder, layers: range, first: bool, last: bool) -> Decoder
     return decoder
 
 
+@pytest.mark.quick(3)
 @EVERY_SHAPE
 def test_parts_one_after_the_other_are_the_whole(model: Model) -> None:
     ids, labels, documents = tokens(), some_labels(), (torch.arange(24) // 7).expand(2, -1)
@@ -151,6 +152,7 @@ def test_a_model_that_is_not_causal_sees_what_comes() -> None:
 # -- what is built -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(22)
 @pytest.mark.parametrize("entry", presets.names("model"))
 def test_a_model_of_the_catalogue_is_built_with_its_parameters_or_refused(entry: str) -> None:
     model = presets.load("model", Model, entry)
@@ -205,6 +207,7 @@ def test_nothing_waits_for_the_device(model: Model) -> None:
         torch.ones(1).item()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", ["dense", "moe", "mla"])
 def test_a_layer_compiles_as_one_graph(shape: str) -> None:
     torch._dynamo.reset()

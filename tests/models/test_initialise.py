@@ -66,6 +66,7 @@ def test_sizes_are_those_of_gpt2() -> None:
     assert torch.equal(initial_value("layers.0.mlp.experts.up_bias", (8, 9), 0, model), torch.zeros(8, 9))
 
 
+@pytest.mark.slow
 def test_values_differ_by_seed_and_name_and_not_by_process() -> None:
     def value(name: str, seed: int) -> list[float]:
         return initial_value(name, (2, 2), seed, MOE).flatten().tolist()

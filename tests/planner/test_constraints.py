@@ -127,6 +127,7 @@ def test_a_request_without_a_batch_is_refused() -> None:
         Request(job_of(MODELS["dense"], NETWORKS["flat"], None, seq=2048))
 
 
+@pytest.mark.slow
 def test_a_field_is_searched_only_within_its_values() -> None:
     """Both ways: what is allowed is found, what is excluded is not."""
     job = job_of(MODELS["dense"], NETWORKS["two"], 64, seq=2048)
@@ -147,6 +148,7 @@ def test_a_field_is_searched_only_within_its_values() -> None:
 # -- masks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [1, 7])
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -> None:

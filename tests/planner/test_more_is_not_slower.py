@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from effort import examples
 from shardwise.planner.advice.what_if import faster_part
 from shardwise.planner.constraints import OFFLOADS, Allowed, Constraints
 from shardwise.planner.plan import Plan, plan, searched
@@ -118,7 +119,7 @@ def test_more_devices_behind_a_slow_network_are_left_out() -> None:
 
 
 def test_more_of_a_machine_is_not_slower() -> None:
-    check_pairs(0, 200, few=True)
+    check_pairs(0, examples(400), few=True)
 
 
 @pytest.mark.slow
@@ -128,6 +129,7 @@ def test_more_of_a_machine_is_not_slower_thoroughly(seed: int) -> None:
     check_pairs(seed, 250, few=seed > 2)
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_is_not_slower_than_one_that_has_to_offload() -> None:
     """Of the ranked plans: the first is within noise of the fastest."""
     cluster = cluster_from("ethernet-cluster").with_devices(2)

@@ -35,6 +35,7 @@ def planned() -> Plan:
     return found
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("seed", range(30))
 def test_noise_and_the_column_of_times_have_one_base(seed: int) -> None:
     """By what is printed: rows under the noise are slower than the fastest by more, the others by no more."""

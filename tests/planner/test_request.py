@@ -97,6 +97,7 @@ LARGEST = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("asked", LARGEST)
 def test_the_largest_jobs_are_answered(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the largest numbers that are taken: an answer or one line, and no figure that is none."""
@@ -123,6 +124,7 @@ def test_parts_leave_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(parts[-1].until([1, 2])) == [1] and whole.was_hit and not whole.passed
 
 
+@pytest.mark.slow
 def test_a_mixed_cluster_has_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", Clock())
     command = "plan --model llama3-8b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 4096 --tp 8 --json"

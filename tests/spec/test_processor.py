@@ -39,6 +39,7 @@ def test_where_nothing_is_told_nothing_is_slow(tmp_path: Path) -> None:
     assert slow_formats(tmp_path / "cpuinfo") == ()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads", "fp16", "fp32"])
 def test_a_run_on_a_slower_processor_than_planned_is_told_what_to_set(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +59,7 @@ def fast_at(formats: Collection[str]) -> Cluster:
     return replace(cluster, device=replace(cluster.device, name="measured", peak=peak))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("verb", "formats"),
     [("plan", ("bf16", "fp16")), ("plan", ()), ("analyze", ("bf16",)), ("analyze", ("fp16",)), ("train", ())],

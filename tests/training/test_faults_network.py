@@ -93,6 +93,7 @@ def slowest_step(ended: Ended) -> float:
     return max(one["seconds"] for one in ended.lines() if "seconds" in one)
 
 
+@pytest.mark.slow
 def test_a_cut_that_stays_is_named(tmp_path: Path, shards: str) -> None:
     folder = tmp_path / "run"
     timeouts = {"start": 100, "step": 6, "checkpoint": 60}

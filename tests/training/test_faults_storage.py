@@ -172,6 +172,7 @@ def test_a_rank_with_a_limit_on_what_it_may_write(tmp_path: Path, shards: str, u
     assert final_state(run) == final_state(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "at"),
     [

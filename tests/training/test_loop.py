@@ -113,6 +113,7 @@ def test_a_run_stops_by_policy_and_keeps_what_it_has(tmp_path: Path, shards: str
         run(limited, tmp_path / "b", every)
 
 
+@pytest.mark.slow
 def test_a_loss_that_jumps_is_left_out(tmp_path: Path, shards: str) -> None:
     job = job_of(shards, 2, run={**SHORT, "steps": 12, "spikes": {"factor": 2}}, dp=2)
     run(job, tmp_path / "a", {"large_at": [spoilt_batch(job, tmp_path, 10)]})
@@ -132,6 +133,7 @@ def test_memory_of_every_rank_is_recorded_once(tmp_path: Path, shards: str) -> N
     assert counted["memory_bytes"] == max(counted["memory_bytes_of_ranks"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_due_by_the_clock_is_begun_by_all_ranks(tmp_path: Path, shards: str) -> None:
     often = {"steps": 8, "evaluation": {"batches": 0}, "checkpoints": {"seconds": 0.001, "keep": 1}}
     run(job_of(shards, 2, run=often, dp=2), tmp_path)
@@ -142,6 +144,7 @@ def test_a_checkpoint_that_is_due_by_the_clock_is_begun_by_all_ranks(tmp_path: P
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path, shards: str) -> None:
     """Training goes on, or stops, by policy; it is never called done without its last checkpoint."""
     settings = {"steps": 8, "evaluation": {"batches": 0}, "checkpoints": {"steps": 2}}
@@ -160,6 +163,7 @@ def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path,
     assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp8", marks=pytest.mark.slow), "fp8-delayed"])
 def test_a_run_in_fp8_resumes_where_it_stopped_and_goes_on_in_bf16(
     precision: Literal["fp8", "fp8-delayed"], tmp_path: Path, shards: str

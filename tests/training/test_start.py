@@ -69,6 +69,7 @@ def kept_names(job: Job) -> dict[str, Any]:
     return {one.saved_as: one.shape for one in state_tensors(Engine(job)) if not one.optional}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("model", "optimizer", "strategy"),
     [

@@ -50,6 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 # -- what is read ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_is_priced_as_on_the_command_line(served: Served, tmp_path: Path, file: str) -> None:
     """The same step and notes; the link and the command that the page then shows give that step too."""

@@ -108,6 +108,7 @@ def test_it_loads_light_and_says_the_verdict(page: Page, served: Served, picture
     picture(page, "light")
 
 
+@pytest.mark.slow
 def test_every_control_and_every_value_that_is_refused(page: Page) -> None:
     """The last value that each offers is pressed: the page then shows what the server says of that job."""
     page.evaluate("document.querySelector('#more').open = true")
@@ -425,6 +426,7 @@ def test_it_fits_a_phone(page: Page, picture: Callable[[Page, str], None]) -> No
     picture(page, "phone")
 
 
+@pytest.mark.slow
 def test_both_themes(page: Page, picture: Callable[[Page, str], None]) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)

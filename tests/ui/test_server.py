@@ -82,6 +82,7 @@ def test_a_plan_is_that_of_the_function_and_shows_its_progress(served: Served) -
     assert served.post("plan", narrow).data["job"]["strategy"]["zero"] == 1
 
 
+@pytest.mark.slow
 def test_several_kinds_of_nodes_are_searched(served: Served) -> None:
     """As `plan` does; each of its layouts is a job, with the kinds in its own order."""
     asked = {"model": "gpt2", "cluster": "workstation-4090+workstation-3090", "global_batch": 16, "seq": 1024,
@@ -247,6 +248,7 @@ def test_script_in_a_name_stays_text(served: Served) -> None:
     assert refused.status == 422 and refused.headers["content-type"].startswith("application/json")
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(
     "what", ["answer", "analyze", "advice", "timeline", "published", "compare", "export", "import", "trace", "plan"]
 )

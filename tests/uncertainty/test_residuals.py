@@ -31,6 +31,7 @@ def job(model: str = "llama3-8b", cluster: str = "dgx-h100", stack: Any = "megat
     return Job.from_dict({"model": model, "cluster": cluster, "stack": stack})
 
 
+@pytest.mark.slow
 def test_the_file_has_the_errors_of_the_published_rows() -> None:
     command = [sys.executable, "bench/residuals.py", "--check", "--quick"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

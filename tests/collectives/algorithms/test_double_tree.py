@@ -30,6 +30,7 @@ def costs(n: int, size: int) -> tuple[float, float, float]:
     )
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("n", [3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_form_is_its_rounds_or_a_little_more(n: int, size: int) -> None:

@@ -185,6 +185,7 @@ def test_what_is_not_planned_is_called_tight_if_it_may_fit() -> None:
     assert "tight" not in request.short_words(room.usable_bytes + GIB)
 
 
+@pytest.mark.slow
 def test_accepting_more_risk_takes_them() -> None:
     likely = half_the_margin()[0].fit_probability(half_the_margin()[0].tight[0])
     found, fastest = half_the_margin(memory_risk=1 - likely)

@@ -149,6 +149,7 @@ def test_messages_are_those_between_stages() -> None:
     assert simulated_step(predict(slower)).bubble_seconds > simulated_step(prediction).bubble_seconds
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_microbatches_are_extrapolated_and_equal_the_whole(schedule: str) -> None:
     prediction = predict(pipelined(schedule, 4, 600, model="llama3-8b"))

@@ -58,6 +58,7 @@ def table_of(job: Job) -> tuple[float, float, float]:
     return float(piece.step_seconds.item()), float(piece.memory_bytes.item()), float(np.max(piece.host_bytes))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(400), deadline=None)
 @given(valid_jobs())
 def test_a_table_of_one_equals_the_job(job: Job) -> None:

@@ -100,6 +100,7 @@ def test_zero_3_gathers_experts_over_their_own_group() -> None:
     assert sent(experts) == pytest.approx(3 * 1 / 2 * 2 * rank_contents(case, 0).experts)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("stack", presets.names("stack"))
 def test_zero_2_under_a_pipeline_reduces_as_its_stack_does(stack: str) -> None:
     """Once a step with whole gradients in memory, unless stack or strategy say otherwise; a job file keeps which."""

@@ -42,6 +42,7 @@ def scattered(elements: int, dtype: torch.dtype, in_background: bool, at_once: i
     return output
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_reduce_scatter_adds_in_the_order_of_the_ranks(world: int, dtype: torch.dtype) -> None:
@@ -59,6 +60,7 @@ def reduced(shape: tuple[int, ...], dtype: torch.dtype, in_background: bool) -> 
     return tensor
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("in_background", [False, True])

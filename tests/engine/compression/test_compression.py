@@ -97,6 +97,7 @@ def kept_back(method: str, states: list[dict[str, Tensor]]) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("method", [*EXCHANGED, "powersgd"])
 def test_all_ranks_have_the_same_bits_and_nothing_is_lost(method: str, ranks: int) -> None:

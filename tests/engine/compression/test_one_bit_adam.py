@@ -86,6 +86,7 @@ def signs(values: Tensor, block: int) -> Tensor:
     return (torch.where(padded >= 0, 1.0, -1.0) * padded.abs().mean(1, keepdim=True)).view(-1)[: len(values)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_it_is_the_algorithm_of_the_paper(error_feedback: bool) -> None:
     compression = {"method": "1bit-adam", "exact_steps": 2, "block": 32, "error_feedback": error_feedback}

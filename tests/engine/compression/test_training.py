@@ -56,6 +56,7 @@ def planned_bytes(one: Job) -> float:
     return sum(t.bytes_sent for t in step_traffic(one, rank_contents(one, 0)) if t.dimension == "dp")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_stay_equal_and_send_what_is_planned(method: str) -> None:
     one = job(compressing(method, rank=2, block=32))
@@ -72,6 +73,7 @@ def test_blocks_that_do_not_divide_are_priced_whole() -> None:
 
 
 # Each method is run alone above; the one with most state of its own stands for all beside other dimensions.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "powersgd")), "1bit-adam"]
 )
@@ -85,6 +87,7 @@ def test_beside_tensor_and_pipeline_parallelism(method: str) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["bf16", "powersgd"])
 def test_beside_experts(method: str) -> None:
     one = job({"method": method, "rank": 1}, model="tiny-moe", dp=4, ep=2)
@@ -129,6 +132,7 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
     return [boxes(engine), boxes(again)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("method", "steps"), [("int8", 3), ("powersgd", 3), ("1bit", 3), ("1bit-adam", 1), ("1bit-adam", 3)]
 )

@@ -93,6 +93,7 @@ def combinations() -> Iterable[Any]:
             yield pytest.param(model, method, id=f"{name}-{method}")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("model", "method"), list(combinations()))
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
 def test_bytes_sent_are_those_priced(model: Model, method: str, size: int, dtype: torch.dtype) -> None:

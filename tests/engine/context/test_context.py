@@ -41,6 +41,7 @@ def plain(method: str) -> list[Case]:
     ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_causal_and_whole_attention_with_grouped_heads(method: str, world: int) -> None:
@@ -55,6 +56,7 @@ def test_values_of_another_width_than_keys(method: str, world: int) -> None:
     check(world, [*widths, Case(method, key_heads=4, value_features=24)])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["all-gather", "ulysses"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_windows_and_packed_documents(method: str, world: int) -> None:

@@ -86,6 +86,7 @@ def worst(method: str, name: str, packed: bool, change: Callable[[Decoder], None
     return max(float((found[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla"])
 def test_loss_and_gradients_of_a_decoder(method: str, name: str) -> None:

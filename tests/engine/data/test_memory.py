@@ -45,6 +45,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("strategy", "precision", "weights", "gradients", "optimizer"),
     [one[1:] for one in EXPECTED],
@@ -95,6 +96,7 @@ def held_before_the_last(job: Job) -> tuple[int, int]:
     return engine.mesh.pipeline_rank, held[-1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "layout",
     [

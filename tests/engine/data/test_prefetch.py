@@ -94,6 +94,7 @@ def gathers_of_steps(text: str) -> list[list[str]]:
 SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"pp": 2, "ep": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"pp": 2}, *SLOW], ids=str)
 def test_a_step_gathers_the_same_after_an_evaluation(layout: dict[str, int]) -> None:
     fields = JOB.to_dict()

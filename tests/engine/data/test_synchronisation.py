@@ -136,6 +136,7 @@ def traced(one: Job, meetings: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_what_is_priced() -> None:
     for method in ("local-sgd", "diloco"):
         one = job({"method": method, "inner_steps": 4})
@@ -146,6 +147,7 @@ def test_what_is_sent_is_what_is_priced() -> None:
         assert rank["bytes"] == 3 * planned_bytes(one)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 @pytest.mark.parametrize("method", ["diloco", "async"])
 def test_a_worker_may_be_several_ranks(method: str, layout: dict[str, int]) -> None:
@@ -160,6 +162,7 @@ def test_a_worker_may_be_several_ranks(method: str, layout: dict[str, int]) -> N
     assert losses[0] == pytest.approx(single[0]["losses"], rel=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["local-sgd", "diloco", "async"])
 def test_both_ends_of_a_pipeline_keep_the_same_bits_of_a_tied_embedding(method: str) -> None:
     """Of three workers: the sum of three depends on their order, and the two ends meet in groups of their own."""
@@ -195,6 +198,7 @@ def late_by_hand(one: Job, staleness: int, steps: int) -> list[dict[str, Tensor]
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_late_sums_move_the_weights_so_many_steps_later(staleness: int) -> None:
     found = on_ranks(2, trained, job({"method": "async", "staleness": staleness}), 5)
@@ -232,6 +236,7 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
     return [boxes(engine), boxes(again), weights_of(fresh)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("synchronise", [
     {"method": "diloco", "inner_steps": 4}, {"method": "local-sgd", "inner_steps": 4},
     {"method": "async", "staleness": 2}, {"method": "async", "staleness": 5},

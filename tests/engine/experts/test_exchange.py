@@ -190,6 +190,7 @@ def test_experts_in_two_parts(dispatch: Any, routing: str) -> None:
     check(Strategy(tp=2, dp=2, ep=2, expert_tp=2, dispatch=dispatch), routing)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -127,6 +127,7 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -208,6 +209,7 @@ def layer_on_a_rank(strategy: Strategy, recompute: bool) -> dict[str, Any]:
     return {**found, "bias": made.router.bias, "load": loads[0]}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "strategy",
     [

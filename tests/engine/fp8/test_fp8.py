@@ -177,6 +177,7 @@ LAYOUTS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("precision", "layout"), LAYOUTS, ids=str)
 def test_a_layout_with_the_same_microbatches_computes_the_same(precision: str, layout: dict[str, object]) -> None:
     """Data parallelism and pipelines cut no matrix: scales are the same, and losses equal but for sums of gradients."""
@@ -234,6 +235,7 @@ def test_weights_are_cast_once_a_step(recompute: dict[str, object]) -> None:
     assert first[2] == matmuls + (2 * 2 * 7 if recompute.get("recompute") == "full" else 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_layers_multiply_in_fp8_too(recompute: str) -> None:
     """All of them, also those that a compiled bf16 layer would add to the residual path by one matmul."""

@@ -26,6 +26,7 @@ def alone(precision: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp8", "fp8-blockwise"])
 def test_gathered_weights_are_the_numbers_of_whole_ones(precision: str, recompute: str) -> None:

@@ -71,6 +71,7 @@ SAVERS: list[Any] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("saver", SAVERS, ids=str)
 def test_the_peak_falls_as_planned(saver: dict[str, Any], plain: tuple[int, dict[str, torch.Tensor]]) -> None:
     one = job(**saver)
@@ -94,6 +95,7 @@ def divided() -> list[tuple[int, dict[str, torch.Tensor]]]:
     return on_ranks(2, trained, job(DIVIDED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "offload",
     [

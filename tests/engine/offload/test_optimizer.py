@@ -58,6 +58,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
 def test_the_same_weights_and_the_priced_bytes(world: int, layout: dict[str, Any]) -> None:
     here = on_ranks(world, trained, job(**layout))
@@ -73,6 +74,7 @@ def test_the_same_weights_and_the_priced_bytes(world: int, layout: dict[str, Any
         }  # vectors stay
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", [{"precision": "fp16"}, {"dp": 2, "zero": 2}])
 def test_states_move_between_steps(layout: dict[str, Any]) -> None:
     world = layout.get("dp", 1)

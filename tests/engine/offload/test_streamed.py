@@ -48,6 +48,7 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], Counter[Payload]]:
     return states_of(engine), moved
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("layout", "offload"),
     [

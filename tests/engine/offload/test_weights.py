@@ -53,6 +53,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any]) -> None:
     one, other = (job(**layout, offload={**ALL, "target": target}) for target in ("nvme", "cpu"))

@@ -61,6 +61,7 @@ def trained(
     return run
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [
@@ -80,6 +81,7 @@ def test_fp16_follows_fp32_whatever_its_scale(model: Model, strategy: dict[str, 
             assert found.norms == pytest.approx(exact.norms, rel=2e-2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("strategy", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2}], ids=["tp", "zero 3", "pp"])
 def test_an_overflow_on_one_rank_is_a_step_left_out_on_all(strategy: dict[str, Any]) -> None:
     scaling = {"initial": 2.0**8, "hysteresis": 1, "window": 2}

@@ -120,6 +120,7 @@ MORE = [
 ]
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("case", [*ANY_MODULE, *ONE_DIMENSION, *FAMILIES, *ON_FOUR], ids=named)
 def test_it_equals_the_plain_loop(case: Case) -> None:
     check(case)
@@ -131,6 +132,7 @@ def test_so_do_other_layouts(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", [Case("llama", {**SP, "cp": 2}), Case("writer", {"pp": 2})], ids=named)
 def test_a_loss_of_the_users_own_sees_logits_wherever_they_are(case: Case) -> None:
     check(case, summed_loss)
@@ -145,6 +147,7 @@ def test_it_sees_logits_of_other_families_as_they_are(case: Case) -> None:
 UNKNOWN = [Case("olmo", {"dp": 2}), Case("phi", {"dp": 2, "zero": 3}), Case("stablelm", {"dp": 2, "zero": 2})]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", UNKNOWN, ids=named)
 def test_data_parallelism_asks_nothing_about_a_network_with_a_loss_of_its_own(case: Case) -> None:
     check(case, summed_loss)

@@ -55,6 +55,7 @@ def with_extra(batch: dict[str, Tensor], extra: str) -> dict[str, Tensor]:
     return batch
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("extra", ["padded", "packed"])
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2, "context_method": "all-gather"}], ids=["tp", "cp"])
 def test_masks_and_positions_mean_what_they_mean_in_transformers(extra: str, fields: dict[str, Any]) -> None:
@@ -65,6 +66,7 @@ def test_masks_and_positions_mean_what_they_mean_in_transformers(extra: str, fie
     assert on_ranks(2, losses_of, case, extra)[0][0] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("network", ["perceptron", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads", "fp16"])
 @pytest.mark.parametrize("zero", [0, 3])
@@ -83,6 +85,7 @@ def from_nothing(case: Case) -> float:
     return float(parallel.step(share(case, parallel, make_batch(case.network, case.samples, 0))).loss)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     [Case("llama", {"dp": 2, "zero": 3}), Case("llama", {"tp": 2}), Case("gemma2", {"tp": 2})],
@@ -105,6 +108,7 @@ def saved(case: Case, folder: str) -> None:
         whole.save_pretrained(folder)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     [Case("llama-tied", {"tp": 2}), Case("mixtral", {"dp": 2, "ep": 2, "zero": 3})],
@@ -303,6 +307,7 @@ def exported(strategy: Strategy, precision: str) -> dict[str, Tensor]:
     return gather_state_dict(parallel)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("zero", "precision", "weights"), [(0, "fp16", 0.0), (3, "fp32", 0.6)])
 def test_what_is_offloaded_is_exported_as_it_is_trained(zero: Any, precision: str, weights: float) -> None:
     here = Strategy(dp=2, zero=zero)

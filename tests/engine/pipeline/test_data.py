@@ -120,6 +120,7 @@ ALL = {(schedule, setting) for schedule in SCHEDULES for setting in SETTINGS | R
 FOLDED = ("zbv", "v-half", "v-min", "dualpipev")
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("schedule", "setting"), sorted(QUICK))
 def test_every_schedule(schedule: str, setting: str) -> None:
     check(strategy_for(schedule, (SETTINGS | RESHARDED)[setting]))
@@ -138,6 +139,7 @@ def test_hybrid_sharding(schedule: str, zero: int) -> None:
     check(strategy_for(schedule, {"zero": zero, "dp": 4, "shard_group": 2}))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("schedule", "setting"), [("1f1b", "zero 1"), ("zb-h2", "zero 0"), ("dualpipev", "zero 1")])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads"])
 def test_16_bits(schedule: str, setting: str, precision: str) -> None:
@@ -153,6 +155,7 @@ def test_two_copies_of_a_tied_embedding_stay_equal(schedule: str, setting: str) 
     assert torch.equal(weights["0:embedding.weight"], weights[f"{last}:head.weight"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("schedule", "setting"), [("zbv", "zero 0"), ("zbv", "zero 2"), ("dualpipev", "zero 1")])
 def test_a_folded_pipeline_has_one_tied_parameter(schedule: str, setting: str) -> None:
     results = check(strategy_for(schedule, SETTINGS[setting]), tied=True)

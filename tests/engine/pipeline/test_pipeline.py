@@ -152,6 +152,7 @@ def compare(name: str, found: Tensor, whole: dict[str, Tensor], scale: float | N
     assert deviation(name, found, HeldPart(tuple(found.shape)), whole[name], scale).value < 1e-5, name
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("schedule", RUN)
 def test_two_ranks(schedule: str) -> None:
     check(job_for("llama", 2, 4, schedule))
@@ -162,11 +163,13 @@ def test_three_steps(schedule: str) -> None:
     check(job_for("tiny", 2, 3, schedule), steps=3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "dualpipev"])
 def test_four_ranks(schedule: str) -> None:
     check(job_for("llama", 4, 4, schedule))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", (0, 8)), ("zb-2p", (7, 1)), ("zbv", (3, 1, 4, 0))])
 def test_stages_of_any_size(schedule: str, layers: tuple[int, ...]) -> None:
     """The ends may hold nothing but the embedding, or the loss."""
@@ -180,6 +183,7 @@ def test_packed_documents(schedule: str) -> None:
     check(job_for("llama", 2, 3, schedule), packed=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "v-min"])
 def test_tied_embeddings(schedule: str) -> None:
     """Copies on two ranks see the gradients of both, step by step the same bits; on one rank there is one parameter."""

@@ -132,6 +132,7 @@ def posing(name: str, rank: int) -> tuple[str, bool]:
     return type(loss).__name__, complete
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev"])
 def test_any_rank_may_be_posed_as(name: str) -> None:
     for rank in (0, 3):

@@ -72,6 +72,7 @@ def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
         assert torch.equal(found[1][name], gradient), name
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_loss_and_gradients_are_the_same_to_the_last_bit(model: Model) -> None:
     for precision in ("fp32", "bf16"):
@@ -192,6 +193,7 @@ def tensor_parallel(model: Model, strategy: dict[str, Any]) -> tuple[Any, float,
     return found, kept, layer_activation_bytes(job, moe=False), collectives.names
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tensor_parallel_layers_keep_as_planned_and_send_nothing_twice(sequence_parallel: bool) -> None:
     way = {"sequence_parallel": sequence_parallel}

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from effort import examples
 from interop.frameworks.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, can_run, export, lacking, target
 from shardwise.interop.frameworks.documents import recorded
 from shardwise.interop.frameworks.job_fields import effective_fields, shape_of
 from shardwise.spec import Job, SpecError
 
-NUMBER = 200
+NUMBER = examples(200)
 
 
 def there_and_back(job: Job, name: str, extra: dict[str, Any]) -> Job:

@@ -39,6 +39,7 @@ def command(arguments: dict[str, Any], script: str = "pretrain_gpt.py") -> str:
     return " ".join(["torchrun --nproc-per-node 8", script, *words])
 
 
+@pytest.mark.slow
 def test_every_case_is_a_job_or_refused_in_one_line_as_the_page_says() -> None:
     page = (ROOT / "docs" / "imports.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ((?:\w|-)+/[^|]+?) \| (.*) \|$", page, re.MULTILINE))
@@ -54,6 +55,7 @@ def test_every_case_is_a_job_or_refused_in_one_line_as_the_page_says() -> None:
     assert sum(one.job is not None for one in found) > 250  # an importer that refuses everything is none
 
 
+@pytest.mark.slow
 def test_a_file_of_the_functional_tests_says_what_its_command_line_says() -> None:
     cases = json.loads((ROOT / "tests/interop/frameworks/published/megatron.json").read_text(encoding="utf-8"))["cases"]
     read_ones = 0

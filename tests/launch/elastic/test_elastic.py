@@ -208,6 +208,7 @@ def test_a_run_does_without_a_device_and_uses_it_again(shards: str, tmp_path: Pa
     learned_the_same(ended, shards, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_always_fails_ends_however_many_devices_it_leaves_out(shards: str, tmp_path: Path) -> None:
     restarts = {"most": 0, "shrink": True, "retry": "1ms"}
     whole = small_job(shards, 2, run={**FEW, "restarts": restarts}, dp=2)
@@ -337,6 +338,7 @@ def test_what_cannot_be_cut_anew_is_refused(tmp_path: Path) -> None:
     assert "run.recut.steps: 100 of 100" in refused(*two, "--set", "run.recut.steps=100")
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts are not used up meanwhile: one attempt waits until the host is there again."""
     from launch.running import QUICK, program

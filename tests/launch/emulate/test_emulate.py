@@ -124,6 +124,7 @@ def test_all_arrives_over_a_link_that_loses_packets() -> None:
         assert seconds_to_send(network, 2**22) > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shaping", ["switch", "kernel"])
 def test_a_partition_stalls_and_healing_resumes(shaping: Shaping) -> None:
     require("emulate", lacks_commands() if shaping == "kernel" else None)
@@ -199,6 +200,7 @@ with emulated(Emulation.parse("2x1,1Gbit,1ms")) as network:
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)

@@ -255,6 +255,7 @@ def test_a_killed_agent_or_connection_ends_everything(two_hosts: SshHosts, tmp_p
     nobody_left(folder)
 
 
+@pytest.mark.slow
 def test_a_stop_is_passed_on(two_hosts: SshHosts, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     body = """
@@ -305,6 +306,7 @@ with start_on(TargetRequest(sys.argv[1], job("laptop:2", dp=2))) as target:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing(two_hosts: SshHosts, tmp_path: Path) -> None:
     command = [*program(tmp_path, "note()\nothers_wait()", SHARED), str(tmp_path)]
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(two_hosts.file), str(tmp_path), *command])

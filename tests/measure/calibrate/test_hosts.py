@@ -63,6 +63,7 @@ def _calibrate(place: WorkerPlace, arguments: list[str], there: dict[str, str], 
         return run("calibrate", *arguments)
 
 
+@pytest.mark.slow
 def test_two_hosts_of_one_rank(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     first, second = two_ranks(["--only", "links,storage", "--out", str(path)], (1, 1))

@@ -28,6 +28,7 @@ def job(wiring: Wiring, **strategy: int) -> Job:
     return Job.from_dict({"model": "tiny", "cluster": cluster, "strategy": strategy, "training": training})
 
 
+@pytest.mark.slow
 def test_the_measured_matrix_gives_the_order_of_the_declared_links(tmp_path: Path) -> None:
     require("emulate", why_not())
     declared = Wiring(hosts=HOSTS, links=(SLOW,))

@@ -43,6 +43,7 @@ def assert_adds_up(found: Comparison) -> None:
     assert sum(one.predicted for one in found.parts) == pytest.approx(found.predicted.step_seconds, rel=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "communicates"),
     [
@@ -105,6 +106,7 @@ def test_a_step_that_is_rolled_back_counts_once(shards: str, tmp_path: Path) -> 
     assert rolled == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [
@@ -143,6 +145,7 @@ def test_compiled_layers_are_recorded_too(shards: str, tmp_path: Path, strategy:
         assert len(recut(job, found.found).slowness) == 2
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path) -> None:
     job = profiled_job(shards, 2, layers=8, pp=2)
     found = compared(job, tmp_path / "run", slow_rank=0, times=4.0)
@@ -186,6 +189,7 @@ def test_a_slow_link_is_named(shards: str, tmp_path: Path) -> None:
     assert "between ranks 0 and 2" in run("compare", str(tmp_path / "run")).out
 
 
+@pytest.mark.slow
 def test_a_slow_link_between_virtual_nodes_is_named(shards: str, tmp_path: Path) -> None:
     """A pipeline over three nodes, two of which are far from each other."""
     require("emulate", why_not())

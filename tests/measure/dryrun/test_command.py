@@ -41,6 +41,7 @@ def test_a_mistake_ends_in_one_line(arguments: str, says: str, capsys: pytest.Ca
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_world_of_another_size_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{TINY} --zero 3 --world 64 --global-batch 64 --rank 63 --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
@@ -50,6 +51,7 @@ def test_a_world_of_another_size_as_data(capsys: pytest.CaptureFixture[str]) -> 
     assert found["flops"]["traced"]["attention"] == pytest.approx(found["flops"]["planned"]["attention"])
 
 
+@pytest.mark.slow
 def test_the_same_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{TINY} --zero 1".split()) == 0
     printed = capsys.readouterr().out
@@ -57,6 +59,7 @@ def test_the_same_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in printed
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = cluster_from("dgx-h100:1")
     small = replace(cluster, device=replace(cluster.device, memory=2.0 * 2**30))  # less than the driver's and ours

@@ -116,6 +116,7 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_bytes_of_every_dimension_are_as_planned(case: str) -> None:
     found = dry_run({**QUICK, **SLOW}[case])
@@ -248,6 +249,7 @@ EXTENDED = {
 EXTENDED_QUICK = ("layers",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [*EXTENDED_QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in EXTENDED if one not in EXTENDED_QUICK)],
@@ -266,6 +268,7 @@ def test_a_few_layers_of_a_real_model_give_the_figures_of_all() -> None:
 # -- routing ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_skewed_load_makes_more_rows_arrive() -> None:
     mixture = job(MIXTURE, {"dp": 8, "ep": 8}, 8)
     even, skewed = dry_run(mixture), dry_run(mixture, skew=3.0)

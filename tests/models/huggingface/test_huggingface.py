@@ -32,6 +32,7 @@ def loaded(folder: Path) -> Decoder:
     return decoder
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -> None:

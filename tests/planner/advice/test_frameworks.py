@@ -75,6 +75,7 @@ def assert_priced_as_exported(found: Plan, name: str) -> None:
     assert best.job.training.precision == again.job.training.precision
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_plan_for_a_framework_is_what_its_configuration_says(model: str, name: str) -> None:
@@ -107,6 +108,7 @@ def test_every_first_choice_is_what_its_configuration_says(model: str, cluster: 
         assert_priced_as_exported(found, name)
 
 
+@pytest.mark.slow
 def test_selective_recompute_for_megatron_is_what_its_modules_make_again() -> None:
     """Nothing of a dense model; with experts their activation, with latent attention norms and up-projections."""
     dense, mixtral = job_of("llama3-70b", "dgx-h100:8", 64), job_of("mixtral-8x7b", "dgx-h100:8", 64)
@@ -170,6 +172,7 @@ def assert_found(job: Job, name: str) -> None:
     assert {path: value for path, value in there.items() if value != here[path] and not path.startswith(ignored)} == {}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_an_export_can_say_is_found_if_it_is_asked_for(name: str) -> None:
     for job in islice(fitting_jobs(name, 60), 3):

@@ -23,6 +23,7 @@ def job(**training: object) -> Job:
     return job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048, **training)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("training", [{"precision": "int8"}, {"precision": "nvfp4"}, {"dropout": True}])
 def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=r"this engine has no|our attention kernels do not") as caught:
@@ -35,6 +36,7 @@ def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dic
         assert isinstance(plan(request), Plan)
 
 
+@pytest.mark.slow
 def test_a_plan_for_our_engine_hides_nothing_that_it_does_not_hide() -> None:
     asked = Request(job_of("mixtral-8x7b", "dgx-h100:2", 64, seq=2048), NARROW)
     for request, hides in ((asked, False), (replace(asked, any_priced=True), True)):

@@ -8,6 +8,7 @@ from shardwise.api import plan
 from shardwise.spec.errors import SpecError
 
 
+@pytest.mark.slow
 def test_as_many_devices_as_it_says_hold_it() -> None:
     """Offloaded states that the host has no memory for; narrowed to one family of layouts, which is quick."""
     narrow = {"model": "llama3-405b", "global_batch": 64, "seq": 8192, "tp": 8, "microbatch": 1, "schedule": "1f1b",

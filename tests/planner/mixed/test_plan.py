@@ -182,6 +182,7 @@ def test_a_slower_link_between_the_kinds_costs_time() -> None:
 # -- layers to kinds ----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "zbv"])
 def test_the_faster_kind_gets_more_layers(schedule: str, order: tuple[int, int]) -> None:
@@ -208,6 +209,7 @@ def test_a_kind_with_little_memory_gets_fewer_layers(order: tuple[int, int]) -> 
     assert step.step_seconds > roomy.step_seconds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [8, 64])
 def test_no_division_is_better(batch: int) -> None:
     """All 165 divisions of 10 layers and two ends over 4 stages, in both orders of the kinds."""
@@ -249,6 +251,7 @@ def test_the_plan_is_priced_ranked_and_fits() -> None:
     assert seconds[0] <= 1.005 * min(seconds)
 
 
+@pytest.mark.slow
 def test_nothing_in_the_space_is_better() -> None:
     """Every strategy and order of a small space, divided and simulated, against the one that the search took."""
     mixed = mixed_of("dgx-h100", "dgx-a100")
@@ -261,6 +264,7 @@ def test_nothing_in_the_space_is_better() -> None:
     assert found.best.seconds_per_token <= 1.01 * min(every)
 
 
+@pytest.mark.slow
 def test_mixing_is_compared_with_each_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = small_plan(mixed_of("dgx-h100", "dgx-a100"), alone=True)
     assert [one is not None for one in found.alone] == [True, True]
@@ -312,6 +316,7 @@ def test_what_cannot_be_planned_says_why(change: dict[str, Any], message: str) -
     assert message in str(caught.value)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [1, 3, 4])
 def test_a_batch_of_fewer_sequences_than_replicas(batch: int) -> None:
     """It has a plan, of layouts that it can be divided over."""

@@ -81,6 +81,7 @@ def test_a_group_is_of_one_kind(strategy: dict[str, Any], words: str) -> None:
         job("dgx-h100+dgx-a100", **strategy)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_unlike_degrees_where_they_are_faster() -> None:
     """4 and 8 devices: equal stages of 4 need three of them, the best has one stage of each kind or replicas."""
     kinds, constraints = mixed_of("workstation-4090", "dgx-h100"), parse_constraints("microbatch=1,recompute=none")
@@ -96,6 +97,7 @@ def test_a_plan_takes_unlike_degrees_where_they_are_faster() -> None:
         assert candidate(step.job).step_seconds == pytest.approx(step.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_planned_runs() -> None:
     """The plan for one slow and two quick processes, against one process."""
     kinds = mixed_of(slower("laptop:1", 2.0), "laptop:2")

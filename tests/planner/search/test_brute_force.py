@@ -55,11 +55,13 @@ def check(request: Request) -> None:
     assert found.best.seconds_per_token <= found.fastest.seconds_per_token * (1 + found.noise.share)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_plan_is_within_a_percent_of_the_best_of_all(name: str) -> None:
     check(REQUESTS[name])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("model", "cluster"), [("llama3.2-1b", "dgx-h100:1"), ("gpt-oss-20b", "dgx-h100:2")])
 def test_the_plan_beats_the_text_book(model: str, cluster: str) -> None:
     """Within constraints that leave what a text book would choose."""

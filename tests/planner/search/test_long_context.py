@@ -52,6 +52,7 @@ def test_data_parallelism_alone_is_refused_for_its_memory() -> None:
     assert "GiB" in answer.reason
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wish", [{"cp": "8"}, {"cp": "2..8", "tp": "1"}, {"tp": "8", "sequence_parallel": "true"},
                                   {"tp": "2..8", "recompute": "full", "cp": "1"}])  # fmt: skip
 def test_context_and_tensor_parallelism_are_both_priced(wish: dict[str, str]) -> None:

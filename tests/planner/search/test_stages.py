@@ -53,6 +53,7 @@ def test_a_large_vocabulary_leaves_the_last_stage_fewer_layers() -> None:
     assert peak_memory(after.job).total <= after.job.cluster.device.memory
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("zb-1p", "zb-2p")])
 @pytest.mark.parametrize("model", ["llama3.2-1b", "llama3-8b"])
 def test_never_slower_and_always_fits(model: str, schedule: str) -> None:
@@ -115,6 +116,7 @@ def test_the_pieces_add_up_to_the_stages() -> None:
         assert own.bytes == pytest.approx(memory.states, abs=head + 1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [8, 32])
 def test_no_division_is_much_better(batch: int) -> None:
     """Against all 273 divisions of 16 layers and two ends over 4 stages with at most 7 layers each."""

@@ -60,6 +60,7 @@ def test_a_layout_that_straddles_is_planned_if_asked_for() -> None:
     assert straddles(cluster, asked.best.job.strategy)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", [LLAMA, MOE])
 def test_tables_price_such_a_layout_like_one_job(model: Model) -> None:
     job = job_of(model, switched(6, 2, 2), 48, seq=1024)

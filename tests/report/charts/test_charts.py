@@ -174,6 +174,7 @@ def test_scaling_and_the_whole_run_are_those_of_json() -> None:
     assert ("days", f"{told['campaign']['days']:,.2f}") in run.table.rows
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn_as_it_is_told() -> None:
     asked: dict[str, Any] = {"model": "llama3-8b", "cluster": "dgx-h100:1", "global_batch": 64, "seq": 4096}
     found = plan(**asked, pareto="memory")

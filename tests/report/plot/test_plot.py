@@ -41,6 +41,7 @@ def test_no_line_is_longer_than_the_console(columns: int) -> None:
         assert title in shown.out
 
 
+@pytest.mark.slow
 def test_a_plan_in_pictures(tmp_path: object) -> None:
     asked = "plan --model llama3-8b --cluster dgx-h100:1 --global-batch 64 --seq 4096 --output - --plot"
     shown = run(*asked.split(), columns=80)

@@ -173,6 +173,7 @@ def test_a_long_run_says_after_its_first_steps_how_long_it_takes(
     assert seconds_in(left) == pytest.approx((steps - 3) * seconds, rel=0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("steps", [100, 20_000, 10_000_000])
 def test_a_long_run_says_before_it_starts_how_long_it_is_predicted_to_take(steps: int, tmp_path: Path) -> None:
     job = {"model": "tiny", "cluster": "laptop:2", "seq": 128, "global_batch": 8, "dp": 2}

@@ -222,6 +222,7 @@ def test_a_killed_run_in_a_store_equals_an_undisturbed_one_on_a_disk(
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.slow
 def test_the_verbs_read_and_write_a_store(server: ObjectServer, shards: str, tmp_path: Path) -> None:
     """inspect, verify and reshard, both ways; each kind of damage is named with its object."""
     on_ranks(2, saved_twice, small_job(shards), str(tmp_path / "checkpoints"))
@@ -295,6 +296,7 @@ def test_tokens_of_a_store_are_those_of_a_disk_and_damage_is_named(
 # -- what is refused, and what is tried again ----------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("uri", "fault", "words"),
     [
@@ -341,6 +343,7 @@ def test_retries_are_bounded_and_said(server: ObjectServer, caplog: pytest.LogCa
     assert place.read_range(0, 7) == b"content"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["silent", "trickle"])
 def test_no_call_to_a_store_waits_longer_than_its_limit(
     server: ObjectServer, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -390,6 +393,7 @@ def test_training_goes_on_while_a_store_does_not_answer(server: ObjectServer, sh
     assert kept.present() == kept.committed() == [8, 6] and not problems_of(kept.of_step(8))
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_not_begun_again(server: ObjectServer, shards: str, tmp_path: Path) -> None:
     """A run with checkpoints on the disk, and a job that looks for them in the store."""
     (tmp_path / "run").mkdir()

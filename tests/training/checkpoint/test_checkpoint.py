@@ -103,6 +103,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("model", "before", "after"), LAYOUTS, ids=lambda value: str(value)[:40])
 def test_saved_here_and_loaded_there(tmp_path: Path, model: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Two steps, a checkpoint, two more under another layout: as four in one process."""
@@ -118,6 +119,7 @@ def test_saved_here_and_loaded_there(tmp_path: Path, model: str, before: dict[st
         assert worst <= 1e-4 * max(np.abs(tensor).max(), 1e-6), key
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit"])
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     one = job("tiny-moe", devices=2, precision="bf16-fp32-grads", seq=8, optimizer=optimizer, dp=2, ep=2, zero=1)
@@ -128,6 +130,7 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> 
     assert all(np.array_equal(expected[key], found[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_moments_in_eight_bits_go_on_under_another_layout(tmp_path: Path) -> None:
     """Their blocks are others there: nearly the same weights."""
     one, two = job(devices=2, optimizer="adam8bit", dp=2, zero=3), job(optimizer="adam8bit")

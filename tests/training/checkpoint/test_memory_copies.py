@@ -146,6 +146,7 @@ def copied(job: Job, file: str, losses: int) -> dict[str, Any]:
     return {"boxes": boxes(engine), "step": None if state is None else state.position.step}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "zero": 3, "tp": 2}, {"pp": 2, "dp": 2, "zero": 1, "offload": {"optimizer": 1}}]
 )
@@ -199,6 +200,7 @@ def test_a_killed_rank_restarts_from_memory(shards: str, undisturbed: Path, tmp_
     assert not (ended.folder / "keepers.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "restarts_from", "arguments"),
     [

@@ -67,6 +67,7 @@ def as_huggingface(model: Model, tensors: dict[str, Tensor], folder: Path) -> Pa
 # -- between our own and Hugging Face's --------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", ["dense", "gpt", "mla"])
 def test_from_huggingface_to_ours_and_back(shape: str, tmp_path: Path) -> None:
     """GPT-2's fused and transposed maps, DeepSeek's turned rows and its routers' bias among them."""

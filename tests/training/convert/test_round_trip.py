@@ -60,6 +60,7 @@ def converted(source: Path, to: str, out: Path, *flags: str) -> Path:
     return out
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", ["mistral", *CASES])
 def test_the_config_of_every_family_is_the_same_in_every_key(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path / "theirs")
@@ -68,6 +69,7 @@ def test_the_config_of_every_family_is_the_same_in_every_key(case: str, tmp_path
     assert config(tmp_path / "again") == config(tmp_path / "theirs")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", GENERATED)
 @torch.no_grad()
 def test_a_text_is_generated_as_before_after_a_checkpoint_of_ours(case: str, tmp_path: Path) -> None:

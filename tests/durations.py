@@ -1,0 +1,63 @@
+"""How long quick tests take, kept in durations.json (`make durations` writes it, on two idle cores).
+
+A quick test that takes far longer than is kept of it, or far longer than a quick test may, fails. A busy machine makes
+all tests slower: what a test takes is divided by how much longer than kept this process's tests have taken so far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_name("durations.json")
+QUICK = 5.0  # seconds of a test for which nothing is kept
+TOLERANCE = 4  # a machine is busy in bursts
+EVIDENCE = 60.0  # kept seconds of tests that have run here, before which nothing is said of this machine
+_KEPT_FROM = 1.0  # shorter tests are not worth a line
+
+
+def allowed(kept: float | None) -> float:
+    """Seconds that a quick test may take on an idle machine."""
+    return TOLERANCE * max(QUICK, kept or 0.0)
+
+
+class Durations:
+    def __init__(self, *, write: bool) -> None:
+        self._kept: dict[str, float] = json.loads(FILE.read_text(encoding="utf-8"))
+        self._write = write
+        self._seen: dict[str, float] = {}
+        self._setup = 0.0
+        self._taken, self._expected = 0.0, 0.0  # by the tests that durations are kept of
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
+        report = yield
+        if report.when == "setup":
+            self._setup = report.duration
+        if report.when != "call" or not report.passed or item.get_closest_marker("slow"):
+            return report
+        seconds = self._setup + report.duration
+        kept = self._kept.get(item.nodeid)
+        busy = max(1.0, self._taken / self._expected) if self._expected >= EVIDENCE else None
+        if busy and seconds > busy * allowed(kept):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"took {seconds:.1f} s, {seconds / busy:.1f} s without what else runs here, where "
+                f"{allowed(kept):.0f} s are allowed: make it faster, mark it slow, or run `make durations`"
+            )
+        if kept:
+            self._taken, self._expected = self._taken + seconds, self._expected + kept
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._write and report.when != "teardown" and "slow" not in report.keywords:
+            self._seen[report.nodeid] = self._seen.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._write and not hasattr(session.config, "workerinput"):  # the workers report to one process
+            long = {name: round(taken, 1) for name, taken in sorted(self._seen.items()) if taken >= _KEPT_FROM}
+            FILE.write_text(json.dumps(long, indent=0) + "\n", encoding="utf-8")
