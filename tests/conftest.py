@@ -25,6 +25,8 @@ _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 if not any(Path(device).exists() for device in _GPUS) and "cuda" not in os.environ.get("SHARDWISE_REQUIRE", ""):
     collect_ignore_glob = ["*_gpu.py"]
 
+pytest_plugins = ["pytester"]
+
 gc.disable()  # what is imported and collected stays
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import shardwise
 from cli.running import run, run_json
+from shardwise.api.results import Figure
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -95,3 +97,23 @@ def test_a_plan_is_a_job() -> None:
     assert isinstance(found.job, Job) and found.job.strategy.tp in (1, 2)
     assert found.predicted_seconds == pytest.approx(shardwise.analyze(found.job).predicted_seconds)
     assert found.tables()["layouts"][0]["predicted_seconds"] == found.predicted_seconds
+
+
+SMALL: dict[str, Any] = {"model": "tiny", "cluster": "laptop:2", "seq": 32, "global_batch": 4}
+
+
+@pytest.mark.parametrize(
+    ("verb", "keywords", "seconds"),
+    [
+        (shardwise.analyze, {**SMALL, "dp": 2}, {"predicted_seconds", "floor_seconds", "mfu", "memory_bytes"}),
+        (shardwise.plan, SMALL, {"predicted_seconds", "mfu", "memory_bytes"}),
+    ],
+)
+def test_every_figure_is_there(verb: Any, keywords: dict[str, Any], seconds: set[str]) -> None:
+    result = verb(**keywords)
+    figures = {name: getattr(result, name) for name, one in inspect.getmembers(type(result)) if isinstance(one, Figure)}
+    assert seconds < set(figures)
+    for name in seconds:
+        assert isinstance(figures[name], float) and figures[name] > 0
+    assert figures["predicted_seconds_low"] < figures["predicted_seconds"] < figures["predicted_seconds_high"]
+    assert isinstance(figures["job"], shardwise.Job)

@@ -19,9 +19,10 @@ from shardwise.measure.verify import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import job_schedules
-from shardwise.spec.support import techniques_of, verdict
+from shardwise.spec.support import MATRIX, Finding, techniques_of, verdict
 from shardwise.spec.techniques import TECHNIQUES
 from spec.test_support import LATENT, USING, Fields, between, using
+from tables import table
 
 SCHEDULES = job_schedules()
 
@@ -202,3 +203,20 @@ def test_what_does_not_run_is_refused_before_a_process_starts(name: str, monkeyp
         with pytest.raises(SpecError) as raised:
             command(job)
         assert raised.value.remedy and "\n" not in str(raised.value)
+
+
+@table("row", MATRIX)
+def test_every_row_is_refused_with_its_reason(row: Finding) -> None:
+    job = using(*row.techniques)
+    with pytest.raises(SpecError) as raised:
+        Engine(job)
+    worst = verdict(job).findings[0]  # the row, or a worse one that its techniques bring with them
+    assert row in verdict(job).findings
+    assert worst.reason in str(raised.value) and worst.remedy in str(raised.value)
+
+
+@table("row", MATRIX[:1])
+def test_no_process_is_started_to_verify_what_is_refused(row: Finding) -> None:
+    job: Job = using(*row.techniques)
+    with pytest.raises(SpecError, match=row.remedy):
+        verify(job, pool=None)

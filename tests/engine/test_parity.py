@@ -115,7 +115,7 @@ def run(layout: Layout, steps: int = 3) -> None:
 
 
 def test_every_pair_of_techniques_runs() -> None:
-    """But one, which the matrix refuses; what it refuses is tried in `test_refusals`."""
+    """But one, which the matrix refuses; what it refuses is tried in `test_matrix_runs`."""
     refused = [dict(one.values) for one in every_pair() if (found := judged(one)) and found.status != "runs"]
     assert [(one["tensor"], one["experts"]) for one in refused] == [("plain", "ep-overlapped")]
 
