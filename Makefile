@@ -6,11 +6,11 @@ READY := $(VENV)/.ready
 # Tests wait for processes to start as much as they compute: one worker more than there are cores.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # With every core taken, a second thread of a process waits more than it computes.
-quick-tests all-tests: export OMP_NUM_THREADS = 1
+quick-tests all-tests durations: export OMP_NUM_THREADS = 1
 # They start some hundred processes, each of which would compile every module again if it may not keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-frameworks quick-tests all-tests lint style types format golden docs bench image release-check clean
+.PHONY: demo test test-all test-frameworks durations quick-tests all-tests lint style types format golden docs bench image release-check clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -22,8 +22,13 @@ test: $(READY) style
 test-all: $(READY) style
 	@$(MAKE) --no-print-directory -j 2 types all-tests
 
+QUICK_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20 -m "not slow and not frameworks"
 quick-tests: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20 -m "not slow and not frameworks"
+	$(QUICK_TESTS)
+
+# On an idle machine: what each quick test takes, by which later runs are judged.
+durations: $(READY)
+	$(QUICK_TESTS) --write-durations
 
 all-tests: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=searching -m "not frameworks"

@@ -32,6 +32,11 @@ class Module:
         """The package it is in; "" for the modules of the root, which only hand on."""
         return self.name.partition("/")[0] if "/" in self.name else ""
 
+    @property
+    def room(self) -> str:
+        """The folder it is in, such as ``cost/traffic``."""
+        return self.name.rpartition("/")[0]
+
 
 @cache
 def modules() -> tuple[Module, ...]:

@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +27,7 @@ from source_rules import (
     Module,
     arguments_dynamo_miscounts,
     class_names,
+    imported,
     imports_from_above,
     in_circles,
     knows_a_price,
@@ -65,6 +69,39 @@ def test_no_modules_import_each_other() -> None:
     assert in_circles([low, high]) == []
     back = Module("a/y.py", "def f():\n    from shardwise.a.x import z")
     assert in_circles([low, back]) == ["shardwise.a.x", "shardwise.a.y"]
+
+
+# What tests read lies beside them.
+DATA = {"cli/golden", "interop/frameworks/published", "launch/targets/schemas"}
+# Lost devices are virtual nodes; a picture in a terminal is one of the charts.
+ELSEWHERE = {"launch/elastic/test_elastic.py": "launch/emulate", "report/plot/test_plot.py": "report/charts"}
+
+
+def test_tests_lie_in_the_room_of_what_they_test() -> None:
+    folder = ROOT / "tests"
+    tests = [Module(path.relative_to(folder).as_posix(), path.read_text("utf-8")) for path in folder.rglob("*.py")]
+    assert {module.room for module in tests} <= {module.room for module in modules()} | DATA
+    found = {module.name: room for module in tests if "/test_" in module.name and (room := better_room(module))}
+    assert found == ELSEWHERE
+    flat = Module("engine/test_x.py", "from shardwise.engine.fp8.cast import a, b, c\nfrom shardwise.spec import d")
+    assert better_room(flat) == "engine/fp8" and better_room(replace(flat, name="engine/fp8/test_x.py")) is None
+
+
+def better_room(test: Module) -> str | None:
+    """The room of its package that a test imports three names or more from, where it lies elsewhere and not by right.
+
+    In a room of its own it may import as many from that; in the package's folder something from its modules.
+    """
+    rooms = {module.room for module in modules()}
+    every = {name for name in imported(test) if name.startswith(f"shardwise.{test.package}.")}
+    names = [name.split(".")[1:] for name in every if not any(other.startswith(f"{name}.") for other in every)]
+    counts = Counter(next(room for end in range(len(name), 0, -1) if (room := "/".join(name[:end])) in rooms)
+                     for name in names)  # fmt: skip
+    own = counts[test.room]
+    counts[test.package] = 0  # hands on what its rooms have
+    room, most = max(counts.items(), key=itemgetter(1))
+    by_right = own >= most if "/" in test.room else own > 0
+    return room if test.package and most >= 3 and not by_right else None
 
 
 def test_every_package_is_in_the_list() -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ class RayNodes:
 
     def __init__(self, folder: Path) -> None:
         own = os.getpid()
-        self.folder, self._net, self._bridge = folder, f"10.{128 + own % 64}.{own // 64 % 256}", f"rwb{own}"
+        self.folder, self._net, self._bridge = folder, f"10.{128 + own % 64}.{own // 64 % 256}", f"{folder.name}b"
         self.limits: dict[str, str] = {}  # Ray's variables for a cluster that a command starts itself
         self._names: list[str] = []
         self._starts: list[subprocess.Popen[bytes]] = []
@@ -48,7 +49,7 @@ class RayNodes:
     def add(self, processors: int) -> int:
         """A node; returns its number once it has joined."""
         number = len(self._names)
-        name, link, address = f"rw{os.getpid()}n{number}", f"rw{os.getpid()}v{number}", f"{self._net}.{number + 1}"
+        name, link, address = f"{self.folder.name}n{number}", f"{self.folder.name}v{number}", self.address_of(number)
         if number == 0:
             _ip(f"link add {self._bridge} type bridge", f"link set {self._bridge} up")
         _ip(
@@ -126,8 +127,8 @@ class RayNodes:
 def ray_nodes(*processors: int) -> Iterator[RayNodes]:
     """A cluster of nodes with so many processors."""
     require("ray", missing())
-    folder = Path("/tmp") / f"rw{os.getpid()}"  # sockets have short names
-    folder.mkdir()
+    # Sockets and links have short names; a new one, since processes of the last cluster may still be ending.
+    folder = Path(tempfile.mkdtemp(prefix="rw", dir="/tmp"))
     nodes = RayNodes(folder)
     try:
         for count in processors:
