@@ -22,8 +22,7 @@ from shardwise.cost.compute.flops import flops_per_token
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.run.data.build import build
-from shardwise.run.data.loader import Loader, rows_of
-from shardwise.run.data.order import Mixture, Stream
+from shardwise.run.data.order import Loader, Mixture, Stream, rows_of
 from shardwise.run.data.sources import standard_library
 from shardwise.run.data.token_files import PairWriter, open_pair
 from shardwise.spec.job import Job

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.accuracy.runs import PublishedRun
-from shardwise.accuracy.scored import published_runs
+from shardwise.accuracy.scores import published_runs
 from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
 from shardwise.spec import presets

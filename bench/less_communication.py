@@ -101,7 +101,7 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
 
     from shardwise.engine.engine import Engine
     from shardwise.engine.world import joined
-    from shardwise.run.data.loader import Loader
+    from shardwise.run.data.order import Loader
     from shardwise.run.data.run_data import mixtures_of
     from shardwise.training.loop import batch_of, evaluate
 

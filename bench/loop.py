@@ -26,12 +26,12 @@ from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.run.attempt import Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import CheckpointFolder
-from shardwise.run.data.loader import rows_of
+from shardwise.run.data.order import rows_of
 from shardwise.run.data.run_data import builtin_corpus, mixtures_of
 from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec.job import Job
+from shardwise.training.checkpointing import State
 from shardwise.training.loop import Loop, LoopParts, batch_of
-from shardwise.training.start import State
 
 WORLD = 2
 WARM_UP = 5

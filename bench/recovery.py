@@ -24,11 +24,9 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.keepers import Keepers, place_here
 from shardwise.run.checkpoint.folder import CheckpointFolder, checkpoint_folder
-from shardwise.run.storage.limits import Limit
-from shardwise.run.storage.stores import Blocks, ObjectFacts, register_store
-from shardwise.training.checkpoint.memory_copies import MemoryCopies, memory_folder
-from shardwise.training.checkpoint.save import Saver
-from shardwise.training.start import load_newest
+from shardwise.run.storage.stores import Blocks, Limit, ObjectFacts, register_store
+from shardwise.training.checkpoint.save import MemoryCopies, Saver, memory_folder
+from shardwise.training.checkpointing import load_newest
 
 LEAST_RATIO = 5.0
 STORE_BYTES_PER_SECOND = 100e6

@@ -34,9 +34,9 @@ from shardwise.run.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.run.data.run_data import builtin_corpus, mixtures_of
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
+from shardwise.training.checkpointing import State
 from shardwise.training.loop import Loop, LoopParts
-from shardwise.training.profile.profiler import Profiler
-from shardwise.training.start import State
+from shardwise.training.profiler import Profiler
 
 WORLD, TIMES = 2, 2.0
 FIRST, LAST = 5, 8  # profiled

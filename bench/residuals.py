@@ -18,10 +18,8 @@ from collections.abc import Iterable, Iterator
 
 from fit_devices import FITS, with_time
 from left_out import LeftOut
-from shardwise.accuracy.choices import layouts_of_jobs
 from shardwise.accuracy.runs import PublishedRun
-from shardwise.accuracy.scored import published_runs
-from shardwise.accuracy.scores import predicted_memory
+from shardwise.accuracy.scores import layouts_of_jobs, predicted_memory, published_runs
 from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.cost.step.prediction import predict
 from shardwise.uncertainty.residuals import FILE, Residuals, residuals, standing_of

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.accuracy.bubbles import score_bubbles
 from shardwise.accuracy.collectives import score_all_reduces
 from shardwise.accuracy.ranges import FIELDS
-from shardwise.accuracy.scored import ScoredRuns, score_runs
+from shardwise.accuracy.scores import ScoredRuns, score_runs
 from shardwise.accuracy.sources import SOURCES
 from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.uncertainty.known_errors import ENOUGH_ROWS, ENOUGH_SOURCES, KINDS, MOST_OF_A_SOURCE

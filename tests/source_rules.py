@@ -128,12 +128,12 @@ FOREIGN_TEXT = {
     "planner/advice/what_if.py": "options of the command line",
     "measure/calibrate": "names of clusters and processors",
     "measure/doctor": "the operating system's answers",
-    "measure/dryrun/counters.py": "names of PyTorch's operators",
+    "measure/dryrun/world.py": "names of PyTorch's operators",
     "measure/reference.py": "names of parameters",
     "measure/verify.py": "/proc/meminfo",
     "report/tables.py": "text that is folded to a width",
     "report/page.py": "text that is cut into lines",
-    "report/collectives_bench.py": "a figure without its zeros",
+    "report/bench.py": "a figure without its zeros",
     "report/validation.py": "a figure and its unit",
 }
 

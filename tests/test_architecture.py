@@ -73,8 +73,7 @@ def test_no_modules_import_each_other() -> None:
 
 # What tests read lies beside them.
 DATA = {"cli/golden", "interop/frameworks/published", "launch/targets/schemas"}
-# Lost devices are virtual nodes; a picture in a terminal is one of the charts.
-ELSEWHERE = {"launch/elastic/test_elastic.py": "launch/emulate", "report/plot/test_plot.py": "report/charts"}
+ELSEWHERE = {"launch/elastic/test_elastic.py": "launch/emulate"}  # lost devices are virtual nodes
 
 
 def test_tests_lie_in_the_room_of_what_they_test() -> None:

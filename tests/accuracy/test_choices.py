@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.accuracy.choices import choice_summary, choices, layouts_of_jobs, rank_correlation, same_job
 from shardwise.accuracy.runs import read_runs
+from shardwise.accuracy.scores import choice_summary, choices, layouts_of_jobs, rank_correlation, same_job
 
 TABLES = Path(__file__).parents[2] / "validation"
 RUNS = list(read_runs(TABLES / "training_runs.csv"))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.accuracy.runs import PublishedRun, read_runs, run_from_row
-from shardwise.accuracy.scored import published_runs
-from shardwise.accuracy.scores import Score, score, summarize
+from shardwise.accuracy.scores import Score, published_runs, score, summarize
 from shardwise.accuracy.table import TRAINING_RUNS
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict

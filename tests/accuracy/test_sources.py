@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.accuracy import vocabulary
-from shardwise.accuracy.recipe import Variant
 from shardwise.accuracy.runs import run_from_row
 from shardwise.accuracy.sources import SET_ASIDE, SOURCES, source_of
-from shardwise.accuracy.table import TableRow
+from shardwise.accuracy.table import TableRow, Variant
 from shardwise.spec.errors import SpecError
 from shardwise.spec.stack import stack_from
 

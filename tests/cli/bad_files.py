@@ -199,7 +199,7 @@ def weight_readers(folder: Path) -> list[Reader]:
 
     from shardwise.generation.files import read_prompts
     from shardwise.models.decoder import Decoder
-    from shardwise.run.data.tokenizer import ByteTokenizer
+    from shardwise.run.data.token_files import ByteTokenizer
     from shardwise.spec import Model
 
     shape = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 32, "vocab": 64, "activation": "swiglu", "norm": "rmsnorm"}

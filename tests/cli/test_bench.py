@@ -18,7 +18,7 @@ from shardwise.measure.collectives.request import (
     levels_of,
     sizes_between,
 )
-from shardwise.report.collectives_bench import collectives_picture
+from shardwise.report.bench import collectives_picture
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 

@@ -13,13 +13,13 @@ import pytest
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
-from shardwise.report.checkpoint import contents_page
+from shardwise.report.status import contents_page
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.run.checkpoint.manifest import Manifest, contents_of, read_manifest
 from shardwise.spec import Job
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import Saver
-from shardwise.training.start import start_from
+from shardwise.training.checkpointing import start_from
 from training.runs import boxes, whole
 
 

@@ -14,7 +14,7 @@ from browser import Browser, Page, require_browser
 from cli.running import error_line, run, run_json
 from measure.compare.slowed import profiled_job, run_profiled
 from shardwise.report.charts.chart import readable
-from shardwise.run.metrics.events import ENDED, STARTED, EventLog
+from shardwise.run.metrics.recorder import ENDED, STARTED, EventLog
 from shardwise.spec.job import Job
 from training.runs import write_shards
 

@@ -17,8 +17,8 @@ from cli.running import run
 from report.whole import WIDTHS, check_lines, check_whole, drawn
 from shardwise.report import console as printing
 from shardwise.report.page import Page
+from shardwise.report.progress import OneLine, fitted
 from shardwise.report.tables import FittedTable
-from shardwise.report.training_progress import OneLine, fitted
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.strategy import Strategy
 
@@ -142,7 +142,7 @@ def _recut() -> None:
 
 
 def _measured() -> None:
-    from shardwise.report.collectives_bench import measured_page
+    from shardwise.report.bench import measured_page
 
     one = SimpleNamespace(
         level="infiniband", kind="all_reduce", ranks=16, algorithm="hierarchical(ring,ring_pipelined)",
@@ -154,7 +154,7 @@ def _measured() -> None:
 
 
 def _inspected() -> None:
-    from shardwise.report.checkpoint import contents_page
+    from shardwise.report.status import contents_page
 
     tensor = {"kind": "weight", "name": "layers.11.attention.project_queries_keys_values.weight", "dtype": "bf16",
               "shape": (4096, 12288), "pieces": 16, "bytes": 100_663_296}  # fmt: skip

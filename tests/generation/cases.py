@@ -11,8 +11,7 @@ import torch
 from models.families import saved
 from models.shapes import tokens
 from shardwise.generation.decoding import Collected, NextToken, generated_tokens
-from shardwise.generation.load import loaded, opened_weights
-from shardwise.generation.ranks import PromptList, on_rank
+from shardwise.generation.ranks import PromptList, loaded, on_rank, opened_weights
 from shardwise.generation.request import GenerationRequest
 
 LENGTHS = (11, 4, 1)

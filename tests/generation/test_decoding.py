@@ -14,9 +14,8 @@ from engine.workers import on_ranks
 from generation.cases import NEW, PROMPTS, folder_of, model_of, theirs, tokens_of, tokens_on_rank
 from models.families import CASES
 from models.shapes import SHAPES, decoder_of, tokens
-from shardwise.generation import cache as caches
-from shardwise.generation.cache import cached
-from shardwise.generation.decoding import NextToken, next_tokens, random_numbers
+from shardwise.generation import decoding as caches
+from shardwise.generation.decoding import NextToken, cached, next_tokens, random_numbers
 from shardwise.generation.request import GenerationRequest, Sampling
 from shardwise.models import Decoder
 from shardwise.models.dot_product import dot_product_attention

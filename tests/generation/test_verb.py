@@ -20,10 +20,10 @@ from generation.cases import PROMPTS, tokens_of
 from models.families import saved
 from shardwise import generate
 from shardwise.generation.decoding import NextToken
+from shardwise.generation.files import GrowingText
 from shardwise.generation.request import GenerationRequest
-from shardwise.generation.text import GrowingText
 from shardwise.models import Decoder, initialise
-from shardwise.run.data.tokenizer import ByteTokenizer
+from shardwise.run.data.token_files import ByteTokenizer
 from shardwise.spec import Job
 from training.runs import job_of
 

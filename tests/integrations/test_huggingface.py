@@ -96,8 +96,7 @@ def test_what_has_no_price_is_said_and_measured_alone(
         network.config.pad_token_id = 0
     data = Examples(8)
     callback = ShardwiseCallback(cluster=CLUSTER)
-    from shardwise.integrations.layout import Ranks
-    from shardwise.integrations.price import FrameworkRun
+    from shardwise.integrations.layout import FrameworkRun, Ranks
     from shardwise.integrations.watch import RunWatch
 
     def run(folder: Path) -> FrameworkRun:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise import SpecError, validate
-from shardwise.integrations.price import WatchOptions
+from shardwise.integrations.layout import WatchOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 TEXT = PAGE.read_text(encoding="utf-8")

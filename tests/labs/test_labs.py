@@ -20,9 +20,7 @@ import pytest
 from cli.running import run
 from shardwise.cli.lab import report_on
 from shardwise.labs import parameter_server, ranks
-from shardwise.labs.findings import LabFinding, LabReport, Relation
-from shardwise.labs.page import lab_page
-from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
+from shardwise.labs.registry import LABS, Lab, LabFinding, LabReport, Relation, lab_named, lab_page, own_setup
 from test_docs import refresh
 
 ROOT = Path(__file__).parents[2]

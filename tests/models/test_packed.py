@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.models.dot_product import document_bounds
-from shardwise.run.data.loader import Rows
+from shardwise.run.data.order import Rows
 from shardwise.training.loop import batch_of
 
 

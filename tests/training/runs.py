@@ -22,9 +22,9 @@ from shardwise.run.metrics.lines import read_lines
 from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec import Job
 from shardwise.training.checkpoint.state import state_tensors
+from shardwise.training.checkpointing import State, load_newest
 from shardwise.training.loop import Loop, LoopParts
-from shardwise.training.profile.profiler import Profiler
-from shardwise.training.start import State, load_newest
+from shardwise.training.profiler import Profiler
 
 VOCAB = 512
 

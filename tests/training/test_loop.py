@@ -13,7 +13,7 @@ import pytest
 from engine.workers import on_ranks
 from shardwise.engine.optim.gradient_norm import REFUSED
 from shardwise.launch.pool import WorkerError
-from shardwise.run.data.loader import rows_of
+from shardwise.run.data.order import rows_of
 from shardwise.run.data.run_data import mixtures_of
 from shardwise.spec import Job
 from training.runs import digest, global_batches, job_of, lines, run, train_with_a_full_disk, whole, write_shards

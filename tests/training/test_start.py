@@ -22,7 +22,7 @@ WEIGHTS = "weight/"
 def started(job: Job, source: str) -> dict[str, Any]:
     """This rank's tensors after it has started from there."""
     from shardwise.engine.engine import Engine
-    from shardwise.training.start import start_from
+    from shardwise.training.checkpointing import start_from
 
     engine = Engine(job, seed=5)
     start_from(engine, Path(source))
@@ -86,7 +86,7 @@ def kept_names(job: Job) -> dict[str, Any]:
 def test_what_is_asked_for_before_a_run_is_what_its_ranks_read(
     model: str, optimizer: str, strategy: dict[str, Any]
 ) -> None:
-    from shardwise.training.checkpoint.expected import tensors_of
+    from shardwise.training.checkpoint.load import tensors_of
 
     training = {"global_batch": 4, "seq": 32, "precision": "fp32", "optimizer": optimizer}
     job = Job.from_dict({"model": model, "cluster": "laptop:2", "strategy": strategy, "training": training})

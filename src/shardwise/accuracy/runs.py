@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.accuracy import vocabulary
-from shardwise.accuracy.recipe import Source
 from shardwise.accuracy.sources import SET_ASIDE, source_of
-from shardwise.accuracy.table import TableRow, read_table
+from shardwise.accuracy.table import Source, TableRow, read_table
 from shardwise.accuracy.vocabulary import counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
 from shardwise.spec.errors import SpecError

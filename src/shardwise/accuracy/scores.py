@@ -1,16 +1,125 @@
-"""Reported against predicted: row by row, by device, and overall."""
+"""Reported against predicted: row by row, by device, overall; and whether the prediction chooses well."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.accuracy.ranges import Range
-from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank
+from shardwise.accuracy.ranges import Range, predicted_range
+from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank, run_from_row, run_rows
+from shardwise.accuracy.table import release, table_path
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import allocated_bytes, reserved_bytes
 from shardwise.cost.step.prediction import predict
+from shardwise.spec.errors import SpecError
 from shardwise.uncertainty.residuals import error_bar, left_out_errors
+
+# -- choices: published runs of one job in several layouts, as measured and predicted ----------------
+# Rows are comparable only within a source and a release of its software.
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """One job in several layouts.
+
+    ``regret`` is how much slower than the fastest as measured the one is that is predicted to be the fastest;
+    ``rank_correlation`` is Spearman's, None where all are predicted or measured to take as long.
+    """
+
+    source: str
+    model: str
+    device: str
+    devices: int
+    sequences: int
+    layouts: int
+    fastest: str
+    chosen: str
+    regret: float
+    rank_correlation: float | None
+
+
+def same_job(run: PublishedRun) -> Hashable:
+    """What two rows share that differ in the strategy alone.
+
+    The rows of another release ran other software; two slices joined by a data centre's network are another machine
+    than one.
+    """
+    job = run.job
+    software = (run.row.text("source"), release(run.row), job.stack.name)
+    machine = (job.cluster.device.name, job.cluster.devices, job.cluster.levels)
+    return (*machine, job.model, job.training, job.sequences, software)
+
+
+def layouts_of_jobs(runs: Iterable[PublishedRun]) -> list[list[PublishedRun]]:
+    """Runs with a time that differ in the strategy alone, together; of equal strategies the first."""
+    jobs: dict[Hashable, list[PublishedRun]] = {}
+    for run in runs:
+        own = jobs.setdefault(same_job(run), [])
+        is_known = any(run.job.strategy == earlier.job.strategy for earlier in own)
+        if run.reported_seconds and not run.set_aside and not is_known:
+            own.append(run)
+    return [own for own in jobs.values() if len(own) > 1]
+
+
+def choices(runs: Iterable[PublishedRun], predicted_seconds: Mapping[str, float]) -> list[LayoutChoice]:
+    """Every job with several layouts, the largest regret first."""
+    jobs = [_choice(own, [predicted_seconds[run.row_id] for run in own]) for own in layouts_of_jobs(runs)]
+    return sorted(jobs, key=lambda choice: -choice.regret)
+
+
+def _choice(runs: Sequence[PublishedRun], predicted: Sequence[float]) -> LayoutChoice:
+    measured = [run.reported_seconds or 0.0 for run in runs]
+    chosen, fastest = (min(range(len(runs)), key=list(times).__getitem__) for times in (predicted, measured))
+    first = runs[chosen]
+    return LayoutChoice(
+        source=first.source.name,
+        model=first.model_name,
+        device=first.device,
+        devices=first.job.cluster.devices,
+        sequences=first.job.sequences,
+        layouts=len(runs),
+        fastest=runs[fastest].row_id,
+        chosen=first.row_id,
+        regret=measured[chosen] / measured[fastest] - 1,
+        rank_correlation=rank_correlation(predicted, measured),
+    )
+
+
+@dataclass(frozen=True)
+class ChoiceSummary:
+    """Over all jobs: mean and worst regret, and the mean rank correlation of those that have one."""
+
+    jobs: int
+    mean_regret: float
+    worst_regret: float
+    mean_rank_correlation: float | None
+
+
+def choice_summary(choices: Sequence[LayoutChoice]) -> ChoiceSummary | None:
+    if not choices:
+        return None
+    regrets = [choice.regret for choice in choices]
+    correlations = [choice.rank_correlation for choice in choices if choice.rank_correlation is not None]
+    mean = sum(correlations) / len(correlations) if correlations else None
+    return ChoiceSummary(len(choices), sum(regrets) / len(regrets), max(regrets), mean)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's: the correlation of the ranks, of equal values their mean rank; None if all of either are equal."""
+    first_ranks, second_ranks = _ranks(first), _ranks(second)
+    middle = (len(first_ranks) + 1) / 2
+    together = sum((a - middle) * (b - middle) for a, b in zip(first_ranks, second_ranks, strict=True))
+    spread, other_spread = (sum((rank - middle) ** 2 for rank in ranks) for ranks in (first_ranks, second_ranks))
+    return together / (spread * other_spread) ** 0.5 if spread and other_spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values
+    ]
+
+
+# -- scores ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,3 +274,93 @@ def summary(scores: list[Score]) -> Summary:
         ranged_rows=len(ranged),
         in_range=sum(ranged) / len(ranged) if ranged else None,
     )
+
+
+# -- whole tables of published runs ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NotScored:
+    """A row that cannot be read or priced, and why."""
+
+    row_id: str
+    reason: str
+
+
+def published_runs(tables: Iterable[str]) -> tuple[list[PublishedRun], list[NotScored]]:
+    """The runs of tables, by name or path, that can be priced, and the rows that cannot; an error if none can."""
+    runs: list[PublishedRun] = []
+    refused: list[tuple[NotScored, SpecError]] = []
+    for row in (row for table in tables for row in run_rows(table_path(table))):
+        try:
+            run = run_from_row(row)
+            predict(run.job), peak_memory(run.job)
+            runs.append(run)
+        except SpecError as error:
+            refused.append((NotScored(row.text("row_id"), str(error)), error))
+    if not runs:
+        raise refused[0][1]
+    return runs, [row for row, _ in refused]
+
+
+@dataclass(frozen=True)
+class ScoredRuns:
+    """Every row, and the errors of every device; ``total`` of all rows that count.
+
+    ``coverage`` says by class how many reports lie in the error bar that `plan` gives such a job; ``choices`` how well
+    the prediction chooses among layouts of one job; ``not_scored`` are rows that cannot be read or priced.
+    """
+
+    rows: tuple[Score, ...]
+    by_device: Mapping[str, Summary]
+    total: Summary | None
+    coverage: tuple[Coverage, ...]
+    choices: tuple[LayoutChoice, ...]
+    choice: ChoiceSummary | None
+    not_scored: tuple[NotScored, ...]
+
+
+def score_runs(tables: Iterable[str]) -> ScoredRuns:
+    """The runs of tables, by name or path."""
+    return scored(*published_runs(tables))
+
+
+def scored(published: Sequence[PublishedRun], not_scored: Sequence[NotScored] = ()) -> ScoredRuns:
+    """Runs that can be priced."""
+    scores = [score(run, predicted_range(run)) for run in published]
+    counted = [row for row in scores if not row.set_aside]
+    chosen = choices(published, {row.row_id: row.predicted_seconds for row in scores})
+    return ScoredRuns(
+        rows=tuple(scores),
+        by_device=summarize(scores),
+        total=summary(counted) if counted else None,
+        coverage=tuple(coverage(scores)),
+        choices=tuple(chosen),
+        choice=choice_summary(chosen),
+        not_scored=tuple(not_scored),
+    )
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many of the reports of one class, of step time or of memory, lie in the error bar that such a job gets."""
+
+    what: str
+    of: str
+    rows: int
+    in_bar: float
+
+
+def coverage(scores: Iterable[Score]) -> list[Coverage]:
+    """Of every class of bars, in order of appearance, then of all; rows that are set aside do not count."""
+    inside_by_class: dict[tuple[str, str], list[bool]] = {}
+    for row in (row for row in scores if not row.set_aside):
+        for what, of, inside in (
+            ("step time", row.bar_of, row.in_bar),
+            ("memory", row.memory_bar_of, row.memory_in_bar),
+        ):
+            if inside is not None:
+                inside_by_class.setdefault((what, of), []).append(inside)
+                inside_by_class.setdefault((what, "all"), []).append(inside)
+    ordered = sorted(inside_by_class.items(), key=lambda item: (item[0][0] == "memory", item[0][1] == "all"))
+    return [Coverage(what, of, len(own), sum(own) / len(own)) for (what, of), own in ordered]

@@ -5,10 +5,8 @@ Chosen per source, never by the error it gives. `docs/accuracy.md` lists this ta
 
 from __future__ import annotations
 
-from shardwise.accuracy.bridge import MEGATRON_BRIDGE
-from shardwise.accuracy.megatron_tests import MEGATRON_TESTS
-from shardwise.accuracy.recipe import Source, Variant
-from shardwise.accuracy.table import TableRow
+from shardwise.accuracy.megatron import MEGATRON_BRIDGE, MEGATRON_TESTS
+from shardwise.accuracy.table import Source, TableRow, Variant
 
 # GPT-3's block as Megatron and MPT build it.
 _GPT3 = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,

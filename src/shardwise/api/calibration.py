@@ -16,7 +16,7 @@ from shardwise.launch.pool import told_in_one_line
 from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.console import picked
 from shardwise.report.page import Page
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cluster_from, cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, shown

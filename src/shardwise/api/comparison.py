@@ -32,7 +32,7 @@ class ComparisonResult(Result):
     """The file with both timelines."""
 
     predicted_seconds = Figure[float]("found.predicted.step_seconds")
-    measured_seconds = Figure[float]("found.found.step_seconds", "Of a profiled step; profiling makes steps longer.")
+    measured_seconds = Figure[float]("found.measured.step_seconds", "Of a profiled step; profiling makes steps longer.")
 
     @cached_property
     def page(self) -> Page:
@@ -65,8 +65,7 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
     """
     require_packages("compare", "torch")
     from shardwise.measure.compare import comparison
-    from shardwise.measure.compare.comparison import profiled_run
-    from shardwise.measure.compare.timeline import timeline
+    from shardwise.measure.compare.comparison import profiled_run, timeline
 
     profiled = profiled_run(path_text(run, "run"))
     result = comparison.compare(profiled)

@@ -28,10 +28,10 @@ from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, started_on, target_named
 from shardwise.report.page import Page
+from shardwise.report.progress import LONG_SECONDS
 from shardwise.report.status import training_data, training_page
-from shardwise.report.training_progress import LONG_SECONDS
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.run.metrics.lines import RunSummary
 from shardwise.run.storage.place import absolute
 from shardwise.spec.emulation import Emulation
@@ -173,7 +173,7 @@ class ReadyRun:
         step = finished_at(self.job, self.folder)
         if step is None:
             if here:
-                from shardwise.training.checkpoint.expected import require_resumable  # imports torch
+                from shardwise.training.checkpoint.load import require_resumable  # imports torch
 
                 require_resumable(self.job, self.folder.checkpoints)
             prepare(self.job, self.folder, self.checked, folder_of_model(self.named_model))
@@ -199,7 +199,7 @@ def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, d
 def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
     if job.run.recut is None:
         return None
-    from shardwise.measure.recut_in_run import RunRecuts  # imports torch
+    from shardwise.measure.recut import RunRecuts  # imports torch
 
     return RunRecuts(folder, job.run.recut)
 

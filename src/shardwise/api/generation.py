@@ -22,14 +22,14 @@ from shardwise.launch.targets.registry import TARGETS
 from shardwise.report.console import picked
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, slow_formats
 from shardwise.spec.units import parse
 
 if TYPE_CHECKING:
     from shardwise.generation.ranks import Done, RankWork
-    from shardwise.run.data.tokenizer import Tokenizer
+    from shardwise.run.data.token_files import Tokenizer
     from shardwise.training.convert.weights import Weights
 
 NEW_TOKENS, BATCH = 64, 8
@@ -130,8 +130,8 @@ def generate(
     _check_prompts(texts, tokens, data, out)
     require_packages("generate", "torch", "safetensors")
     from shardwise.engine.refuse import require_devices
-    from shardwise.generation.limits import layout_of
-    from shardwise.generation.load import opened_weights, stored_dtype
+    from shardwise.generation.ranks import opened_weights, stored_dtype
+    from shardwise.generation.request import layout_of
 
     if place is None:
         require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
@@ -177,10 +177,9 @@ class _Asked:
 def _of_prompts(
     asked: _Asked, texts: Sequence[str], tokens: Sequence[Sequence[int]], on_text: OnText | None
 ) -> GenerationResult:
-    from shardwise.generation.files import prompt_tokens
-    from shardwise.generation.limits import require_prompt
+    from shardwise.generation.files import GrowingText, prompt_tokens, text_of
     from shardwise.generation.ranks import PromptList
-    from shardwise.generation.text import GrowingText, text_of
+    from shardwise.generation.request import require_prompt
 
     reader, model = asked.tokenizer, asked.weights.model
     prompts: list[tuple[int, ...]] = []
@@ -304,7 +303,7 @@ def _tokenizer(
 
     Raises SpecError if there is none and it is ``needed``.
     """
-    from shardwise.run.data.tokenizer import BYTES, FILE, tokenizer_from
+    from shardwise.run.data.token_files import BYTES, FILE, tokenizer_from
 
     if named is not None:
         name = str(named) if str(named) == BYTES else str(Path(named).resolve())

@@ -22,15 +22,14 @@ from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.planner.candidate import candidate
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
+from shardwise.report.charts.job import MOST_PASSES
 from shardwise.report.charts.plan import same_strategy
 from shardwise.report.charts.run import measured_words
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
-from shardwise.report.charts.timeline import MOST_PASSES
-from shardwise.report.charts.verdict import JobVerdict, verdict_of
 from shardwise.report.html import report_html
 from shardwise.report.page import Line, Page
 from shardwise.report.status import state_words
-from shardwise.report.verdict import verdict_table
+from shardwise.report.verdict import JobVerdict, verdict_of, verdict_table
 from shardwise.run.checkpoint.folder import NEWEST, RunFolder, run_folder
 from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.spec.errors import SpecError

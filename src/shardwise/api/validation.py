@@ -14,8 +14,7 @@ from shardwise.accuracy import bubbles, collectives, runs
 from shardwise.accuracy.bubbles import ScoredBubble, score_bubbles
 from shardwise.accuracy.collectives import ScoredRow, score_all_reduces
 from shardwise.accuracy.runs import PublishedRun, measured_run
-from shardwise.accuracy.scored import NotScored, ScoredRuns, score_runs, scored
-from shardwise.accuracy.scores import ErrorSummary, summarize_errors
+from shardwise.accuracy.scores import ErrorSummary, NotScored, ScoredRuns, score_runs, scored, summarize_errors
 from shardwise.accuracy.table import FOLDER, SCORED, TRAINING_RUNS, columns_of, table_path
 from shardwise.api.quantities import path_text
 from shardwise.api.results import Result, Rows

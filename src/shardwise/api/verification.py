@@ -13,7 +13,7 @@ from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_page
-from shardwise.run.environment.reader import started
+from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job

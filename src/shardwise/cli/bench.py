@@ -28,7 +28,7 @@ from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -289,7 +289,7 @@ def _pool(parsed: Namespace, wiring: Wiring | None) -> Pool:
 
 
 def _report(parsed: Namespace, measured: Sequence[MeasuredCollective], between: Wiring | None) -> int:
-    from shardwise.report.collectives_bench import collectives_picture, measured_csv, measured_data, measured_page
+    from shardwise.report.bench import collectives_picture, measured_csv, measured_data, measured_page
 
     for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
         if path is not None:

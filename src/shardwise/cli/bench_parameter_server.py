@@ -15,7 +15,7 @@ from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.report.formats import versioned
 from shardwise.report.progress import status
-from shardwise.run.environment.reader import started
+from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
 
 def _compare(parsed: Namespace, workers: int, servers: int) -> int:
     from shardwise.measure.parameter_server import ServerRequest, compare_servers
-    from shardwise.report.parameter_server import losses_picture, servers_data, servers_page
+    from shardwise.report.bench import losses_picture, servers_data, servers_page
 
     slow = 0.0 if parsed.slow is None else amount(parsed.slow, "seconds", "--slow", "50ms")
     request = ServerRequest(

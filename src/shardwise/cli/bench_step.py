@@ -11,7 +11,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
 from shardwise.report.progress import status
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.errors import SpecError
 
 STEPS, WARMUP = 10, 5
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     require_torch("bench")
     from shardwise.engine.refuse import require_nvtx
     from shardwise.measure.step import measure_step, require_measurable
-    from shardwise.report.step_bench import step_data, step_page
+    from shardwise.report.bench import step_data, step_page
 
     here = started()
     target = target_of_verb(parsed.on, here)

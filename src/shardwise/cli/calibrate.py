@@ -19,7 +19,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.report.progress import status
-from shardwise.run.environment.reader import started
+from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError
 
 _EXAMPLE = """

@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _inspect(path: Place, parsed: argparse.Namespace) -> int:
-    from shardwise.report.checkpoint import contents_page
+    from shardwise.report.status import contents_page
     from shardwise.run.checkpoint.folder import newest_at
     from shardwise.run.checkpoint.manifest import contents_of
 

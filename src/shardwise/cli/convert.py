@@ -37,18 +37,17 @@ def run(arguments: list[str]) -> int:
         raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
     require_torch("convert", "safetensors")
     from shardwise.report.progress import bytes_progress
-    from shardwise.training.convert import write
-    from shardwise.training.convert.sources import open_weights
+    from shardwise.training.convert import sources
 
     try:
-        weights = open_weights(source, parsed.model).as_type(parsed.dtype)
+        weights = sources.open_weights(source, parsed.model).as_type(parsed.dtype)
         with bytes_progress("writing", weights.size, quiet=parsed.json) as progress:
             if parsed.to == "full":
-                made = write.write_file(weights, out, progress, family_names=parsed.names == "huggingface")
+                made = sources.write_file(weights, out, progress, family_names=parsed.names == "huggingface")
             elif parsed.to == "huggingface":
-                made = write.write_huggingface(weights, out, progress)
+                made = sources.write_huggingface(weights, out, progress)
             else:
-                made = write.write_as_checkpoint(weights, out, progress)
+                made = sources.write_as_checkpoint(weights, out, progress)
     except OSError as error:
         raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
     about = {"path": str(made), "model": weights.model.name, "tensors": len(weights.tensors), "bytes": weights.size}

@@ -37,7 +37,7 @@ from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console
 from shardwise.report.formats import versioned
 from shardwise.report.tables import wrapped
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.errors import SpecError, shown
 
 if TYPE_CHECKING:

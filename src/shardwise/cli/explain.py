@@ -147,7 +147,7 @@ def _one_message(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _zero(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.memory import explain_zero
+    from shardwise.report.explain.device import explain_zero
     from shardwise.spec.parameters import parameter_count
     from shardwise.spec.training import Training
 
@@ -162,13 +162,13 @@ def _zero(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _activations(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.memory import explain_activations
+    from shardwise.report.explain.device import explain_activations
 
     return explain_activations(job_from(parsed))
 
 
 def _flops(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.compute import explain_flops
+    from shardwise.report.explain.device import explain_flops
 
     tokens = amount(parsed.tokens, "count", "--tokens", "300B")
     device = presets.resolve("device", Device, parsed.device)
@@ -178,7 +178,7 @@ def _flops(name: str, parsed: argparse.Namespace) -> Explanation:
 def _mfu(name: str, parsed: argparse.Namespace) -> Explanation:
     from shardwise.cost.analysis import analyze
     from shardwise.cost.compute.flops import recomputed_flops_per_token
-    from shardwise.report.explain.compute import explain_mfu
+    from shardwise.report.explain.device import explain_mfu
 
     seconds = amount(parsed.step_seconds, "seconds", "--step-seconds", "12s")
     job = job_from(parsed)
@@ -189,14 +189,14 @@ def _mfu(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _bubble(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.compute import explain_bubble
+    from shardwise.report.explain.device import explain_bubble
 
     numbers = [whole_number(getattr(parsed, flag), f"--{flag}") for flag in ("pp", "microbatches", "interleave")]
     return explain_bubble(*numbers, drawn=parsed.schedule)
 
 
 def _scaling(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.compute import explain_scaling
+    from shardwise.report.explain.device import explain_scaling
 
     times = [amount(getattr(parsed, flag), "seconds", f"--{flag}", "10s") for flag in ("t1", "strong", "weak")]
     return explain_scaling(whole_number(parsed.n, "--n"), *times)
@@ -210,7 +210,7 @@ def _dimension(name: str, parsed: argparse.Namespace) -> Explanation:
 
 
 def _parameter_server(name: str, parsed: argparse.Namespace) -> Explanation:
-    from shardwise.report.explain.parameter_server import explain_parameter_server
+    from shardwise.report.explain.dimension import explain_parameter_server
 
     job = job_from(parsed)
     servers = None if parsed.servers is None else whole_number(parsed.servers, "--servers")

@@ -12,7 +12,7 @@ from shardwise.cli.inputs import path_from, print_notes, require_torch
 from shardwise.cli.parser import Parser
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
-from shardwise.run.environment.reader import started
+from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError, shown
 
 _DOES = """Continues prompts with the weights of a run, a checkpoint (saved in any layout), a Hugging Face folder, or

@@ -10,9 +10,7 @@ from shardwise.api.quantities import require_writable, write_text
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.labs.findings import LabReport
-from shardwise.labs.page import lab_data, lab_page, labs_data, labs_page
-from shardwise.labs.registry import LABS, Lab, lab_named, own_setup
+from shardwise.labs.registry import LABS, Lab, LabReport, lab_data, lab_named, lab_page, labs_data, labs_page, own_setup
 from shardwise.launch.pool import told_in_one_line
 from shardwise.report.formats import versioned
 from shardwise.report.progress import status

@@ -108,7 +108,7 @@ def _on_node(arguments: list[str]) -> int | None:
     """The exit status of the ranks of this node, if this is its only process; None otherwise."""
     from shardwise.launch.node import VERBS as RANK_VERBS
     from shardwise.launch.node import run_on_node
-    from shardwise.run.environment.reader import started_node
+    from shardwise.run.environment import started_node
 
     node = started_node() if arguments[0] in RANK_VERBS and not {"-h", "--help"} & set(arguments) else None
     return None if node is None else run_on_node(node, arguments)

@@ -23,7 +23,7 @@ from shardwise.launch.targets.registry import (
     target_named,
 )
 from shardwise.run.attempt import rank_file
-from shardwise.run.environment.reader import Started
+from shardwise.run.environment import Started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_text

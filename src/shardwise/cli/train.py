@@ -35,7 +35,7 @@ from shardwise.launch.run import Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, hosts_named, target_named
 from shardwise.report.status import points_page
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.environment.reader import Started, started
+from shardwise.run.environment import Started, started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
 from shardwise.spec.job import Job
@@ -43,7 +43,7 @@ from shardwise.spec.run import Restarts
 from shardwise.spec.units import parse
 
 if TYPE_CHECKING:
-    from shardwise.report.training_progress import TrainingProgress
+    from shardwise.report.progress import TrainingProgress
 
 _EXAMPLE = """
 shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
@@ -252,7 +252,7 @@ def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
 
 
 def _progress(folder: RunFolder, job: Job, *, quiet: bool) -> TrainingProgress:
-    from shardwise.report.training_progress import TrainingProgress
+    from shardwise.report.progress import TrainingProgress
 
     return TrainingProgress(folder.metrics, job.run.steps, quiet=quiet)
 

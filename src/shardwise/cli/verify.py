@@ -9,7 +9,7 @@ from shardwise.cli.on_target import RUN_DEVICES, add_target_argument, run_on_tar
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.verify import verification_progress
-from shardwise.run.environment.reader import started
+from shardwise.run.environment import started
 
 _EXAMPLE = """
 shardwise verify --model tiny --cluster laptop:4 --tp 2 --pp 2 --global-batch 8 --seq 64

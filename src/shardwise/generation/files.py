@@ -13,22 +13,69 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shardwise.generation.decoding import NextToken
-from shardwise.generation.limits import require_prompt
 from shardwise.generation.ranks import Clock, Emit, run_batch
-from shardwise.generation.request import Generated, GenerationRequest
-from shardwise.generation.text import text_of
+from shardwise.generation.request import Generated, GenerationRequest, require_prompt
 from shardwise.run.checkpoint.checkpoint_folder import sync_folder
-from shardwise.run.data.tokenizer import Tokenizer, tokenizer_from
+from shardwise.run.data.token_files import Tokenizer, tokenizer_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import IN_BULK, bounded_lines, parse_json, read_json
 from shardwise.spec.model import Model
+
+# -- text that grows by a token at a time ------------------------------------------------------------
+
+_UNFINISHED = "\ufffd"  # what a tokenizer shows for the first bytes of a character
+
+
+class GrowingText:
+    """``add`` returns what a token adds to the text after ``prompt``: nothing while a character is incomplete.
+
+    A token may be decoded differently after others, such as with a space, so the tokens before it are decoded with it.
+    Without a tokenizer the text is the tokens' numbers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt)
+        self._from = 0  # the first token that is decoded again
+        self._shown = self._prompt = len(prompt)  # the first that is not shown yet
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        if self._tokenizer is None:
+            return str(token) if len(self._tokens) == self._prompt + 1 else f" {token}"
+        before, now = self._decoded(self._shown), self._decoded(len(self._tokens))
+        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+            return ""
+        self._from, self._shown = self._shown, len(self._tokens)
+        return now[len(before) :]
+
+    def rest(self) -> str:
+        """What was held back until the end."""
+        if self._tokenizer is None:
+            return ""
+        return self._decoded(len(self._tokens))[len(self._decoded(self._shown)) :]
+
+    def _decoded(self, stop: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(self._tokens[self._from : stop])
+
+
+def text_of(generated: Generated, tokenizer: Tokenizer | None) -> str | None:
+    """The text generated after a prompt; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    growing = GrowingText(tokenizer, generated.prompt)
+    return "".join((*(growing.add(token) for token in generated.tokens), growing.rest()))
+
+
+# -- files of prompts --------------------------------------------------------------------------------
 
 _ABOUT, _LINES = "about.json", "lines.jsonl"
 PROMPT, PROMPT_TOKENS, GENERATED = "prompt", "prompt_tokens", "generated"
@@ -40,10 +87,8 @@ _WRITE = f'write {{"{PROMPT}": "..."}} or {{"{PROMPT_TOKENS}": [1, 2, 3]}}'
 class PromptRecord:
     """A line of the file of prompts."""
 
-    fields: Mapping[str, Any]
-    """All fields of the line, which are returned with the text."""
-    tokens: tuple[int, ...]
-    """The prompt."""
+    fields: Mapping[str, Any]  # all fields of the line, which are returned with the text
+    tokens: tuple[int, ...]  # the prompt
 
     def line(self, generated: Generated, tokenizer: Tokenizer | None) -> bytes:
         text = text_of(generated, tokenizer)
@@ -123,8 +168,7 @@ class PromptFile:
     data: str
     out: str
     tokenizer: str | None
-    about: Mapping[str, Any]
-    """What a later run must have in common to continue this one."""
+    about: Mapping[str, Any]  # what a later run must have in common to continue this one
 
     def run(
         self, model: NextToken, request: GenerationRequest, clock: Clock, emit: Emit, leads: bool

@@ -26,7 +26,7 @@ from shardwise.generation.request import Generated, GenerationRequest, Generatio
 from shardwise.generation.served import RankGone, ServedModel
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
 from shardwise.launch.targets.installed import installed, require_same
-from shardwise.run.data.tokenizer import tokenizer_from
+from shardwise.run.data.token_files import tokenizer_from
 from shardwise.spec.errors import DoesNotFit, SpecError, shown
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import counted
@@ -47,12 +47,9 @@ class RayPrompts:
     out: str
     tokenizer: str | None
     about: Mapping[str, Any]
-    address: str | None
-    """Of the cluster."""
-    wait_seconds: float
-    """How long the cluster may take to make room."""
-    workers: int | None
-    """Models; None for one on every GPU."""
+    address: str | None  # of the cluster
+    wait_seconds: float  # how long the cluster may take to make room
+    workers: int | None  # models; None for one on every GPU
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
@@ -159,8 +156,7 @@ class _Wanted:
 
     workers: int
     device: str
-    tp: int = 1
-    """Devices of a model, all on one node."""
+    tp: int = 1  # devices of a model, all on one node
 
     @property
     def cpu_actors(self) -> int:
@@ -253,7 +249,7 @@ class OneRank:
     """A whole model in this process, as `ServedModel` has it on several ranks."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        from shardwise.generation.load import loaded, opened_weights
+        from shardwise.generation.ranks import loaded, opened_weights
 
         began = time.perf_counter()
         self._request = request

@@ -105,8 +105,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     from shardwise.engine.world import joined
-    from shardwise.generation.load import loaded, opened_weights
-    from shardwise.generation.ranks import EXCHANGE_SECONDS, Clock, run_batch
+    from shardwise.generation.ranks import EXCHANGE_SECONDS, Clock, loaded, opened_weights, run_batch
 
     rank, request, meeting = connection.recv()
     if request.device == "cpu":

@@ -13,8 +13,11 @@ from shardwise.integrations.layout import (
     FSDP,
     MESH,
     SIZES,
+    FrameworkRun,
+    OnMisfit,
     Ranks,
     RunLayout,
+    WatchOptions,
     deepspeed_layout,
     fsdp_precision,
     fsdp_settings,
@@ -22,7 +25,6 @@ from shardwise.integrations.layout import (
     require_split,
 )
 from shardwise.integrations.module import NotPriced
-from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
@@ -127,7 +129,8 @@ def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulati
     ``rows`` are those of a rank's batch, for loaders that do not say.
     """
     kind = str(getattr(state.distributed_type, "value", state.distributed_type))
-    mesh, split = _mesh(getattr(state, "parallelism_config", None)), loaded_split(module)
+    parallelism, split = getattr(state, "parallelism_config", None), loaded_split(module)
+    mesh = {name: int(getattr(parallelism, name, None) or 1) for name in SIZES}
     if split is not None:
         mesh |= {"tp_size": split.tp}
     rows = rows_of_a_rank(loader, state.num_processes // (mesh["tp_size"] * mesh["cp_size"] * mesh["sp_size"])) or rows
@@ -151,7 +154,9 @@ def layout_of(state: Any, module: Any, loader: Any, rows: int | None, accumulati
         if kind != "FSDP":  # tensor parallelism alone: nothing is sharded over the ranks that are left
             settings |= {"distributed_type": "FSDP", FSDP + "version": 2}
         settings |= {MESH + name: mesh[name] for name in SIZES if name != "sp_size"}
-        settings |= _rotation(state.parallelism_config, mesh["cp_size"])
+        method = getattr(getattr(parallelism, "cp_handler", None), "cp_comm_strategy", None)
+        if mesh["cp_size"] > 1 and method:
+            settings[MESH + "cp_comm_strategy"] = str(method)
     whole = kind == "FSDP" and not sums_each_batch()
     notes = () if kind == "FSDP" or not asks_for_fsdp() else (_NOT_SHARDED,)
     return RunLayout("accelerate", settings, rows, accumulation, stack, notes, keeps_whole_gradients=whole)
@@ -181,15 +186,6 @@ def is_compiled(state: Any) -> bool:
     """Whether `prepare` compiles the network; the trainer keeps the uncompiled one."""
     backend = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
     return str(getattr(backend, "value", backend) or "NO").upper() != "NO"
-
-
-def _mesh(config: Any) -> dict[str, int]:
-    return {name: int(getattr(config, name, None) or 1) for name in SIZES}
-
-
-def _rotation(config: Any, size: int) -> dict[str, Any]:
-    method = getattr(getattr(config, "cp_handler", None), "cp_comm_strategy", None)
-    return {MESH + "cp_comm_strategy": str(method)} if size > 1 and method else {}
 
 
 def rows_of_a_rank(loader: Any, data_ranks: int) -> int | None:

@@ -7,9 +7,8 @@ from os import PathLike
 from typing import Any, Self
 
 from shardwise.integrations.accelerate import layout_of
-from shardwise.integrations.layout import Ranks, RunLayout
+from shardwise.integrations.layout import FrameworkRun, OnMisfit, Ranks, RunLayout, WatchOptions
 from shardwise.integrations.module import NotPriced
-from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.installation import require_packages
 

@@ -10,9 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.integrations.layout import FSDP, MESH, Ranks, RunLayout, deepspeed_layout, loaded_split, require_split
+from shardwise.integrations.layout import (
+    FSDP,
+    MESH,
+    FrameworkRun,
+    OnMisfit,
+    Ranks,
+    RunLayout,
+    WatchOptions,
+    deepspeed_layout,
+    loaded_split,
+    require_split,
+)
 from shardwise.integrations.module import NotPriced
-from shardwise.integrations.price import FrameworkRun, OnMisfit, WatchOptions
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.installation import is_installed, require_packages
 

@@ -37,15 +37,12 @@ class ModuleFacts:
     """What a module determines of a job."""
 
     model: Model
-    weights: str
-    """Format: float32, bfloat16 or float16."""
+    weights: str  # format: float32, bfloat16 or float16
     recomputed: bool
-    attention: str
-    """As in a job: flash or unfused."""
+    attention: str  # as in a job: flash or unfused
     dropout: bool
     compiled: bool
-    returns_keys: bool
-    """Returns the keys and values of all layers together with the loss."""
+    returns_keys: bool  # returns the keys and values of all layers together with the loss
     notes: tuple[str, ...] = ()
 
 
@@ -203,8 +200,7 @@ class Sequences:
     """The length of an example, as it is priced."""
 
     seq: int
-    said_by: str = field(compare=False)
-    """Where the length comes from, in words."""
+    said_by: str = field(compare=False)  # where the length comes from, in words
 
 
 def sequences_of(given: int | None, loader: Any, *settings: Any) -> Sequences:

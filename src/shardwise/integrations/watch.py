@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from shardwise.cost.compute.flops import flops_per_token
+from shardwise.integrations.layout import FrameworkRun, PricedRun, WatchOptions, priced_or_why_not
 from shardwise.integrations.module import language_model
-from shardwise.integrations.price import FrameworkRun, PricedRun, WatchOptions, priced_or_why_not
 from shardwise.launch.job_file import write_job
-from shardwise.report.charts.verdict import verdict_of
 from shardwise.report.console import table
 from shardwise.report.page import Page
+from shardwise.report.verdict import verdict_of
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.metrics.events import STARTED, EventLog
 from shardwise.run.metrics.lines import WARM_UP, MetricLines
-from shardwise.run.metrics.recorder import read_prediction
+from shardwise.run.metrics.recorder import STARTED, EventLog, read_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
 from shardwise.training.loop import Timestamp
@@ -330,16 +329,12 @@ class _TokenCount:
             self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, network: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if (
-            not torch.is_grad_enabled()
-        ):  # an evaluation; `training` is no sign: from_pretrained loads models in eval mode
+        # An evaluation; `training` is no sign: from_pretrained loads models in eval mode.
+        if not torch.is_grad_enabled():
             return
-        named = keywords.get("input_ids")
-        tokens = (
-            named
-            if named is not None
-            else next((argument for argument in arguments if isinstance(argument, Tensor)), None)
-        )
+        tokens = keywords.get("input_ids")
+        if tokens is None:
+            tokens = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
         if isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.ndim == 2:
             self._tokens += tokens.numel()
 

@@ -20,7 +20,6 @@ from shardwise.collectives import CollectiveKind, Schedule, Topology, build_sche
 from shardwise.collectives.pricing import volume_of
 from shardwise.engine.labels import Called
 from shardwise.engine.world import joined
-from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.ranks import (
     CountingCommunicator,
     EngineRun,
@@ -31,7 +30,7 @@ from shardwise.labs.ranks import (
     run_engine,
     slow_nodes,
 )
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.network import network
 from shardwise.layout.ranks import node_of

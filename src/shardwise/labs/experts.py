@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.engine.engine import Engine
-from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.ranks import EngineRun, RankResult, lab_job, run_engine
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.measure.dryrun.run import compared_bytes, planned_flops
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece
@@ -65,8 +64,7 @@ def route(engine: Engine, pattern: Sequence[int]) -> None:
 class Routed:
     """One pattern on all ranks."""
 
-    skew: int
-    """Load of the busiest rank over the mean."""
+    skew: int  # load of the busiest rank over the mean
     ranks: Sequence[RankResult]
 
     @property

@@ -18,9 +18,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.cost.traffic.parameter_server import server_price
 from shardwise.engine.data.parameter_server import ServerRecord
-from shardwise.labs.findings import LabFinding, LabReport
 from shardwise.labs.ranks import DENSE
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.launch.ray.cluster import ray_cluster
 from shardwise.layout.servers import ServerPlan
 from shardwise.measure.parameter_server import (
@@ -131,7 +130,8 @@ def run(setup: LabSetup) -> LabReport:
             runs = [_on_ray(setup, request) for request in requests]
         where = "Ray actors on a local Ray"
     else:
-        runs = [_without_ray(setup, request) for request in requests]
+        served = [compare_servers(request, setup.on_progress, setup.pool).synchronous for request in requests]
+        runs = [ServedRun(request.plan, request.steps, way) for request, way in zip(requests, served)]
         where = "processes of torch.distributed (Ray is not installed: pip install 'shardwise[ray]')"
     findings = [finding for each in runs for finding in _findings(each, reduced)]
     pieces = (Line(_DRAWING, fixed=True), Line(f"Servers and workers are {where}.\n"), *_tables(runs, reduced))
@@ -143,11 +143,6 @@ def _job() -> Job:
     training = {"global_batch": 4, "seq": 32, "precision": "fp32", "optimizer": "sgd", "optimization": optimization}
     strategy = {"dp": WORKERS, "zero": 0, "microbatch": 2}
     return Job.from_dict({"model": DENSE, "cluster": f"laptop:{WORKERS}", "strategy": strategy, "training": training})
-
-
-def _without_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:
-    comparison = compare_servers(request, setup.on_progress, setup.pool)
-    return ServedRun(request.plan, request.steps, comparison.synchronous)
 
 
 def _on_ray(setup: LabSetup, request: ServerRequest) -> ServedRun:

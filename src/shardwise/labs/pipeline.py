@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.engine.labels import PassKind
 from shardwise.engine.pipeline.runner import schedule_of
-from shardwise.labs.findings import LabFinding, LabReport
 from shardwise.labs.ranks import EngineRun, Pace, TimedRange, lab_job, run_engine
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.pipeline import (
     Action,
     ActionKind,

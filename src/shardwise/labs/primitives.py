@@ -15,9 +15,8 @@ from torch import Tensor
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost
 from shardwise.collectives.verifier import State, goals, starts
 from shardwise.engine.collectives.program import IN_PLACE
-from shardwise.labs.findings import LabFinding, LabReport
 from shardwise.labs.ranks import CountingCommunicator
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.launch.pool import WorkerPlace
 from shardwise.layout.network import network
 from shardwise.report.page import Line, Piece

@@ -28,10 +28,9 @@ from shardwise.labs.registry import PRELOAD
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.ranks import node_of
-from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog, Sent
 from shardwise.measure.dryrun.result import TracedCollective
 from shardwise.measure.dryrun.trace import dimension_of_collectives
-from shardwise.measure.dryrun.world import replaced
+from shardwise.measure.dryrun.world import CollectiveLog, FlopLog, Sent, replaced
 from shardwise.measure.reference import sample_batch, sample_weight
 from shardwise.models.layer import Layer
 from shardwise.spec.clusters import cluster_from
@@ -101,15 +100,11 @@ class EngineRun:
     """Some steps of a job on the engine."""
 
     job: Job
-    steps: int = 2
-    """Timed."""
-    counts: bool = True
-    """Runs another step, which is counted and not timed."""
+    steps: int = 2  # timed
+    counts: bool = True  # runs another step, which is counted and not timed
     pace: Pace = field(default_factory=Pace)
-    prepare: Callable[[Engine], None] | None = None
-    """Changes a rank's engine before the first step; it is pickled."""
-    prefetch: int = PREFETCH
-    """Units that ZeRO-3 gathers ahead."""
+    prepare: Callable[[Engine], None] | None = None  # changes a rank's engine before the first step; it is pickled
+    prefetch: int = PREFETCH  # units that ZeRO-3 gathers ahead
     seed: int = 0
 
 
@@ -119,17 +114,14 @@ class RankResult:
 
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
-    ranges: tuple[tuple[TimedRange, ...], ...]
-    """Of each step."""
+    ranges: tuple[tuple[TimedRange, ...], ...]  # of each step
     peak_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes of its own weights, gradients and optimizer states before the update."""
-    sent: Mapping[TracedCollective, int] = field(default_factory=dict)
-    """Bytes, as the cost model counts them."""
+    sent: Mapping[TracedCollective, int] = field(default_factory=dict)  # bytes, as the cost model counts them
     calls: Mapping[TracedCollective, int] = field(default_factory=dict)
     flops: Mapping[str, float] = field(default_factory=dict)
-    loads: tuple[tuple[float, ...], ...] = ()
-    """Of experts, by layer."""
+    loads: tuple[tuple[float, ...], ...] = ()  # of experts, by layer
 
 
 def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:

@@ -1,18 +1,107 @@
-"""The labs: what each asks, what it is given, and how it is run. Imports torch only when one runs."""
+"""The labs: what each asks, how it is run, what it found, and the page of that. Imports torch only when one runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 from shardwise.launch.pool import Pool
+from shardwise.report.console import table, table_of
+from shardwise.report.page import Line, Piece, paged
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.units import counted, readable_bytes, readable_seconds, readable_share
 
-if TYPE_CHECKING:
-    from shardwise.labs.findings import LabReport
+# -- theory beside measurement, and whether they agree -----------------------------------------------
+
+Unit = Literal["", "bytes", "seconds", "share"]
+WRONG = 10.0  # factor by which a planted theory is wrong
+
+
+class Relation(Enum):
+    """How a measurement must relate to the theory; the sign is for tables."""
+
+    EQUAL = "="
+    AT_LEAST = "≥"
+    AT_MOST = "≤"
+
+
+@dataclass(frozen=True)
+class LabFinding:
+    """A number that theory predicts, and what was measured."""
+
+    what: str
+    expected: float
+    measured: float
+    tolerance: float  # relative to the expected number; 0 is exact
+    why: str  # where the theory comes from
+    relation: Relation = Relation.EQUAL
+    unit: Unit = ""
+    timed: bool = False  # it depends on the machine's speed
+
+    @property
+    def holds(self) -> bool:
+        """False if either is NaN."""
+        room = self.tolerance * abs(self.expected)
+        above, below = self.measured >= self.expected - room, self.measured <= self.expected + room
+        if self.relation is Relation.AT_LEAST:
+            return above
+        return below if self.relation is Relation.AT_MOST else above and below
+
+    def planted(self) -> LabFinding:
+        """The same under a theory that is wrong by a factor of ten, which every lab must notice."""
+        at_most = self.relation is Relation.AT_MOST
+        return replace(self, expected=self.expected / WRONG if at_most else WRONG * self.expected + 1)
+
+    def shown(self, number: float) -> str:
+        match self.unit:
+            case "bytes":
+                return readable_bytes(number) if number >= 1e5 else f"{number:,.0f} B"
+            case "seconds":
+                return readable_seconds(number)
+            case "share":
+                return readable_share(number)
+            case _:
+                return f"{number:,.0f}" if number == int(number) else f"{number:.4g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "expected": self.expected,
+            "measured": self.measured,
+            "tolerance": self.tolerance,
+            "relation": self.relation.name.lower().replace("_", " "),
+            "unit": self.unit,
+            "timed": self.timed,
+            "why": self.why,
+            "holds": self.holds,
+        }
+
+
+@dataclass(frozen=True)
+class LabReport:
+    """What a lab shows and finds."""
+
+    pieces: tuple[Piece, ...]  # what teaches: drawings and tables
+    findings: tuple[LabFinding, ...]
+    files: dict[str, str] = field(default_factory=dict)  # pictures and traces, by name
+
+    @property
+    def contradictions(self) -> tuple[LabFinding, ...]:
+        return tuple(finding for finding in self.findings if not finding.holds)
+
+    def planted(self, number: int | None = None) -> LabReport:
+        """With a wrong theory for every finding, or for one of them."""
+        wrong = (
+            finding.planted() if number in (None, place) else finding for place, finding in enumerate(self.findings)
+        )
+        return replace(self, findings=tuple(wrong))
+
+
+# -- the labs ----------------------------------------------------------------------------------------
 
 # What workers import, loaded once so that each starts quickly.
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.labs.ranks")
@@ -22,10 +111,8 @@ PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "s
 class LabSetup:
     """What a lab is given."""
 
-    pool: Pool
-    """Runs functions on processes."""
-    short: bool = False
-    """Measures less of the same, for tests."""
+    pool: Pool  # runs functions on processes
+    short: bool = False  # measures less of the same, for tests
     on_progress: Callable[[str], None] = lambda text: None
 
 
@@ -35,8 +122,7 @@ class Lab:
 
     name: str
     title: str
-    asks: str
-    """What one learns."""
+    asks: str  # what one learns
     processes: int
 
     def run(self, setup: LabSetup) -> LabReport:
@@ -70,3 +156,55 @@ def own_setup(*, short: bool, on_progress: Callable[[str], None]) -> Iterator[La
     """A setup with processes of its own."""
     with Pool(PRELOAD) as pool:
         yield LabSetup(pool, short, on_progress)
+
+
+# -- pages, and the same as plain data ---------------------------------------------------------------
+
+
+@paged
+def lab_page(lab: Lab, report: LabReport) -> Iterator[Piece | str]:
+    """Drawings, then theory beside measurement: first what was counted, then what was timed."""
+    yield Line(f"{lab.title}: {lab.asks}\n", "bold")
+    yield from report.pieces
+    for title, timed in (("Theory beside what was counted", False), ("Theory beside what was timed", True)):
+        chosen = [finding for finding in report.findings if finding.timed is timed]
+        if chosen:
+            yield _judged(title, chosen)
+            yield from (f"  {reason}" for reason in dict.fromkeys(finding.why for finding in chosen))
+            yield ""
+    wrong, findings = len(report.contradictions), counted(len(report.findings), "finding")
+    yield Line(f"{wrong} of {findings} contradict the theory." if wrong else f"All {findings} hold.", "bold")
+
+
+def _judged(title: str, findings: Sequence[LabFinding]) -> Piece:
+    rows = [
+        (
+            finding.what,
+            f"{finding.relation.value} {finding.shown(finding.expected)}",
+            finding.shown(finding.measured),
+            readable_share(finding.tolerance, 0 if finding.tolerance in (0, 1) or finding.tolerance > 0.009 else 3),
+            "holds" if finding.holds else "CONTRADICTED",
+        )
+        for finding in findings
+    ]
+    return table(title, ("", "theory", "measured", "allowed", "verdict"), rows, optional=("allowed",))
+
+
+def lab_data(lab: Lab, report: LabReport) -> dict[str, Any]:
+    return {
+        "lab": lab.name,
+        "holds": not report.contradictions,
+        "findings": [finding.to_dict() for finding in report.findings],
+        "files": sorted(report.files),
+    }
+
+
+@paged
+def labs_page() -> Iterator[Piece | str]:
+    columns = {"lab": lambda lab: lab.name, "what one learns": lambda lab: f"{lab.title}: {lab.asks}"}
+    yield table_of("Labs: theory beside measurement, on this machine", LABS, columns, numbers_from=2)
+    yield "`shardwise lab NAME` runs one in under two minutes; `docs/labs` has a page for each."
+
+
+def labs_data() -> list[dict[str, Any]]:
+    return [{"lab": lab.name, "title": lab.title, "asks": lab.asks, "processes": lab.processes} for lab in LABS]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.cost.analysis import analyze
 from shardwise.engine.context.sequence import cut_sequence
-from shardwise.labs.findings import LabFinding, LabReport
 from shardwise.labs.ranks import EngineRun, RankResult, lab_job, run_engine
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.measure.dryrun.run import compared_bytes, planned_flops
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece
@@ -57,15 +56,12 @@ def run(setup: LabSetup) -> LabReport:
     runs = []
     for seq in SHORT_LENGTHS if setup.short else LENGTHS:
         setup.on_progress(f"ring attention over {seq:,} tokens")
-        job, alone = (_job(ranks, seq) for ranks in (RANKS, 1))
+        strategies = ({"dp": 1, "cp": ranks, "context_method": "ring"} for ranks in (RANKS, 1))
+        job, alone = (lab_job(strategy, batch=1, seq=seq, **MODEL) for strategy in strategies)
         (single,) = run_engine(setup.pool, EngineRun(alone, steps=1))
         runs.append(RingRun(job, run_engine(setup.pool, EngineRun(job, steps=1)), single))
     findings = [finding for each in runs for finding in _findings(each)]
     return LabReport(tuple(_pieces(runs)), (*findings, *_growth(runs)))
-
-
-def _job(ranks: int, seq: int) -> Job:
-    return lab_job({"dp": 1, "cp": ranks, "context_method": "ring"}, batch=1, seq=seq, **MODEL)
 
 
 def _findings(ring: RingRun) -> Iterator[LabFinding]:

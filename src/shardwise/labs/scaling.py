@@ -11,16 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind, build_schedule, simulated_seconds
-from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, run_engine, slow_nodes
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.launch.pool import Pool
 from shardwise.layout.network import network
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_seconds, readable_share
 
@@ -38,12 +36,9 @@ class ScaledRun:
 
     ranks: int
     layers_seconds: float
-    measured_seconds: float
-    """The whole step."""
-    beside_seconds: float
-    """What a step takes beside its layers."""
-    summed_seconds: float
-    """Price of summing the gradients."""
+    measured_seconds: float  # the whole step
+    beside_seconds: float  # what a step takes beside its layers
+    summed_seconds: float  # price of summing the gradients
     loss: float
 
     @property
@@ -66,7 +61,8 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
     for ranks in SIZES:
         setup.on_progress(f"{kind} scaling, {ranks} of {max(SIZES)} processes")
         sequences = BATCH if kind == "strong" else BATCH * ranks
-        cluster = _cluster(ranks) if slow and ranks > 1 else None
+        network_of = Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY)
+        cluster = described(network_of) if slow and ranks > 1 else None
         whole = _steps(setup, pool, ranks, sequences, cluster, PACE)
         beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # one sequence each: layers take little of it
         layers = MODEL["layers"] * (PACE.layer_forward + PACE.layer_backward) * sequences / ranks
@@ -83,19 +79,12 @@ def _steps(
     return run_engine(pool, EngineRun(job, steps=2 if setup.short else 5, counts=False, pace=pace))
 
 
-def _cluster(ranks: int) -> Cluster:
-    return described(Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY))
-
-
 def _sum_seconds(cluster: Cluster) -> float:
     """An all-reduce of all gradients by a ring, as the engine is told to do it."""
-    topology, size = network(cluster), 4.0 * parameter_count(_model())
+    model = lab_job({"dp": 1}, batch=1, seq=16, **MODEL).model
+    topology, size = network(cluster), 4.0 * parameter_count(model)
     schedule = build_schedule(CollectiveKind.ALL_REDUCE, topology, "ring", size)
     return simulated_seconds(schedule, topology, size)
-
-
-def _model() -> Model:
-    return lab_job({"dp": 1}, batch=1, seq=16, **MODEL).model
 
 
 def _least_step(ranks: Sequence[RankResult]) -> float:

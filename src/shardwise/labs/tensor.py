@@ -17,12 +17,11 @@ from torch import Tensor
 
 from shardwise.engine.world import joined
 from shardwise.labs import by_hand
-from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.ranks import EngineRun, RankResult, kind_of, lab_engine, lab_job, run_engine
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.launch.pool import WorkerPlace
-from shardwise.measure.dryrun.counters import CollectiveLog
 from shardwise.measure.dryrun.run import compared_bytes
+from shardwise.measure.dryrun.world import CollectiveLog
 from shardwise.measure.reference import sample_weight
 from shardwise.report.console import table
 from shardwise.report.page import Line, Piece
@@ -52,8 +51,7 @@ class ComputedMlp:
     output: Tensor
     of_hidden: Tensor
     of_weights: Mapping[str, Tensor]
-    sent: Mapping[str, int]
-    """Bytes by kind of collective."""
+    sent: Mapping[str, int]  # bytes by kind of collective
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,11 @@ def _compare(place: WorkerPlace, job: Job, sequence: bool) -> ComparedMlp:
             tensor.chunk(RANKS, 1)[place.rank].contiguous() if sequence else tensor for tensor in (whole, of_output)
         )
         prefix = next(held.name for held in engine.parameters if ".mlp.up." in held.name).removesuffix("up.weight")
-        weights = {
-            matrix: _part(
-                sample_weight(f"{prefix}{matrix}.weight", _shape(job, matrix), 0, job.model), matrix, place.rank
-            )
-            for matrix in ("gate", "up", "down")
-        }
+        weights = {}
+        for matrix, split in (("gate", 0), ("up", 0), ("down", 1)):
+            shape = (job.model.ffn, job.model.hidden)[:: -1 if split else 1]
+            full = sample_weight(f"{prefix}{matrix}.weight", shape, 0, job.model)
+            weights[matrix] = full.chunk(RANKS, split)[place.rank].clone().requires_grad_()
         ours = _counted(mlp, hidden, gradient, {matrix: getattr(mlp, matrix).weight for matrix in weights})
         hand = _counted(lambda part: _mlp_by_hand(part, weights, sequence), hidden, gradient, weights)
     return ComparedMlp(
@@ -125,15 +122,6 @@ def _mlp_by_hand(hidden: Tensor, weights: Mapping[str, Tensor], sequence: bool) 
     gate, up = by_hand.ColumnMatmul.apply(hidden, columns, sequence).chunk(2, -1)  # type: ignore[no-untyped-call]
     result: Tensor = by_hand.RowMatmul.apply(F.silu(gate) * up, weights["down"], sequence)  # type: ignore[no-untyped-call]
     return result
-
-
-def _shape(job: Job, name: str) -> tuple[int, int]:
-    hidden, ffn = job.model.hidden, job.model.ffn
-    return (hidden, ffn) if name == "down" else (ffn, hidden)
-
-
-def _part(whole: Tensor, name: str, rank: int) -> Tensor:
-    return whole.chunk(RANKS, 1 if name == "down" else 0)[rank].clone().requires_grad_()
 
 
 def _counted(call: Any, hidden: Tensor, of_output: Tensor, weights: Mapping[str, Tensor]) -> ComputedMlp:

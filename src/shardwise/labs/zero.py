@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import DeviceMemory
-from shardwise.labs.findings import LabFinding, LabReport, Relation
 from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, run_engine, slow_nodes
-from shardwise.labs.registry import LabSetup
+from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.measure.dryrun.run import compared_bytes
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece

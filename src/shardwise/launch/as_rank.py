@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.outcome import DONE, MISTAKE, STOPPED, Attempt, Failure, Outcome
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.environment.host import host_name
-from shardwise.run.environment.reader import Started
+from shardwise.run.environment import Started, host_name
 from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -122,6 +121,6 @@ def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
 
 
 def _store(here: Started) -> Store:
-    from shardwise.training.meeting import store_of
+    from shardwise.training.agreement import store_of
 
     return store_of(here)

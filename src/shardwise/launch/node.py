@@ -12,7 +12,7 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang
 from shardwise.launch.tail import printed_as_it_grows
 from shardwise.run.attempt import rank_file
-from shardwise.run.environment.reader import StartedNode
+from shardwise.run.environment import StartedNode
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import parse
 

@@ -21,9 +21,8 @@ from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.run.checkpoint.folder import RunFolder, require_start
 from shardwise.run.data.run_data import check_data
-from shardwise.run.environment.reader import Started
-from shardwise.run.storage.place import place_of
-from shardwise.run.storage.probe import require_stores
+from shardwise.run.environment import Started
+from shardwise.run.storage.place import place_of, require_stores
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import TRAINING, require_packages, slow_precision_notes
@@ -77,7 +76,7 @@ def preflight(job: Job, *, here: bool = True, started: Started | None = None, el
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
-            from shardwise.training.checkpoint.expected import require_weights  # imports torch
+            from shardwise.training.checkpoint.load import require_weights  # imports torch
 
             start = place_of(job.run.start_from, job.run.timeouts.checkpoint)
             require_start(job.model, start)

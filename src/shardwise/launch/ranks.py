@@ -18,8 +18,7 @@ from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
 from shardwise.layout.ranks import local_rank, node_of
 from shardwise.run.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
-from shardwise.run.environment.interfaces import loopback_interface
-from shardwise.run.environment.reader import OWN_LAUNCHER
+from shardwise.run.environment import OWN_LAUNCHER, loopback_interface
 
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")

@@ -20,10 +20,8 @@ from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data
 from shardwise.launch.targets.registry import StartsRanks
 from shardwise.launch.torchrun import WORKER
-from shardwise.run.checkpoint.folder import RunFolder, companions_at
-from shardwise.run.checkpoint.held import HeldFolders
-from shardwise.run.metrics.events import EventLog, ends_recorded
-from shardwise.run.metrics.recorder import require_writable
+from shardwise.run.checkpoint.folder import HeldFolders, RunFolder, companions_at
+from shardwise.run.metrics.recorder import EventLog, ends_recorded, require_writable
 from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.run.environment.reader import PORT
+from shardwise.run.environment import PORT
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

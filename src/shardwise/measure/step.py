@@ -20,15 +20,15 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
 from shardwise.measure.verify import available_bytes
-from shardwise.run.environment.reader import Started
+from shardwise.run.environment import Started
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.run import StepWindow
 from shardwise.spec.units import readable_bytes
+from shardwise.training.agreement import store_of
 from shardwise.training.loop import Timestamp
-from shardwise.training.meeting import store_of
 from shardwise.training.memory import peak_during
-from shardwise.training.profile.nvtx import NvtxSteps
+from shardwise.training.profiler import NvtxSteps
 
 # By the name that the driver gives a device: the preset that has it.
 PRESETS = {

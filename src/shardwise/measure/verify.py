@@ -17,19 +17,20 @@ from torch import Tensor
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.parameters import HeldParameter
+from shardwise.engine.parameters import HeldParameter, divided_as, local
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
-from shardwise.measure.in_fp8 import FP8_BOUNDS, compare_narrow, on_one_process, write_narrow
 from shardwise.measure.reference import (
     TOLERANCE,
     Deviation,
     Reference,
     deviation,
     gradient_scales,
+    hold_routes,
+    largest_of_layers,
     reference_key,
     reference_name,
     relative,
@@ -38,11 +39,143 @@ from shardwise.measure.reference import (
     share,
     weight_scales,
 )
-from shardwise.run.environment.reader import Started
+from shardwise.measure.smaller import cluster_of
+from shardwise.models.initialise import is_stack_of_experts
+from shardwise.run.environment import Started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
+from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
+
+# -- in FP8: a layout may be about as far from fp32 as one process in FP8 is -------------------------
+# Both FP8 runs send every token to the experts that it has in the reference.
+
+Tick = Callable[[], None]  # after each step
+# How far training in FP8 may be from fp32. A matmul of e4m3 numbers is 3.8% off, with a gradient in e5m2 6%, relative
+# to the norm of its result; several in a row add up, errors in other directions cancel out in the loss.
+FP8_BOUNDS = {"loss": 0.005, "gradient": 0.2, "gradient_norm": 0.05}
+# If one process in FP8 is further off, a layout may be twice as far off as that; but at most `MOST` times the bound,
+# beyond which nothing of a gradient is left.
+AS_ALONE, MOST = 2.0, 4.0
+BF16_ROUNDING = 2.0**-8  # half of a unit in the last place: between matmuls all is in bf16
+
+
+def on_one_process(job: Job) -> Job:
+    """The same training without a layout: shows what the precision alone changes."""
+    training = replace(job.training, compile=False)
+    strategy = Strategy(microbatch=job.strategy.microbatch)
+    return replace(job, cluster=cluster_of(job.cluster, 1), strategy=strategy, training=training)
+
+
+@dataclass
+class _Narrow:
+    """What one rank of an FP8 run finds at each step."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    gradient_errors: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def _run_narrow(job: Job, steps: int, seed: int, reference: Reference, device: str, tick: Tick) -> _Narrow:
+    """Trains with the reference's experts for every token."""
+    narrow, engine = _Narrow(), sample_engine(job, seed, device)
+    for step in range(steps):
+        for stage in engine.stages.values():
+            hold_routes(stage, reference.routes[step], engine.device)
+        narrow.losses.append(float(engine.forward_backward(share(engine, step, seed))))
+        narrow.gradient_errors.append(_gradient_errors(engine, reference.gradients[step]))
+        narrow.gradient_norms.append(float(engine.update()))
+        tick()
+    return narrow
+
+
+def write_narrow(
+    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+) -> None:
+    torch.set_num_threads(1)
+    reference = Reference(**torch.load(path, mmap=True, weights_only=False))
+    with joined(0, 1, f"{narrow_path}.meeting", device=device):
+        torch.save(asdict(_run_narrow(job, steps, seed, reference, device, tick)), narrow_path)
+
+
+def compare_narrow(
+    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+) -> dict[str, Deviation]:
+    """How far training in FP8 is from the reference; gradients of each parameter, or of each expert, by their norm.
+
+    Relative to the reference, on a scale that is widened if one process in FP8 is further off than half of a bound.
+    """
+    torch.set_num_threads(1)
+    reference = Reference(**torch.load(path, mmap=True, weights_only=False))
+    alone = _Narrow(**torch.load(narrow_path, weights_only=False))
+    with joined(place.rank, place.world, place.rendezvous_file, device=device):
+        mine = _run_narrow(job, steps, seed, reference, device, tick if place.rank == 0 else lambda: None)
+    deviations: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
+    for step, expected in enumerate(reference.gradients):
+        at = f"step {step + 1}"
+        for kind, name in (("loss", "losses"), ("gradient_norm", "gradient_norms")):
+            right = float(getattr(reference, name)[step])
+            here, there = (torch.tensor([abs(getattr(run, name)[step] - right)]) for run in (mine, alone))
+            deviations[kind].append(_beside_alone(kind, at, here, there, torch.tensor([abs(right)])))
+        sizes = _gradient_sizes(expected)
+        for name, here in mine.gradient_errors[step].items():
+            known = reference_name(name, expected)
+            worst = _beside_alone("gradient", f"{name}, {at}", here, alone.gradient_errors[step][known], sizes[known])
+            deviations["gradient"].append(worst)
+    return {kind: Deviation.worst(several) for kind, several in deviations.items()}
+
+
+def _beside_alone(kind: str, where: str, errors: Tensor, by_alone: Tensor, sizes: Tensor) -> Deviation:
+    """The worst of ``errors``, each relative to its entry of ``sizes``, or to more if one process is far off as well.
+
+    The result is within `FP8_BOUNDS` if the relative error is, or if the error is at most `AS_ALONE` times that of one
+    process.
+    """
+    allowed = (by_alone * (AS_ALONE / FP8_BOUNDS[kind])).minimum(sizes * MOST)
+    scales = torch.maximum(sizes, allowed)
+    relative_errors = torch.where(errors == 0, 0.0, errors / scales).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    worst = int(relative_errors.argmax())
+    return Deviation(float(relative_errors[worst]), where if len(errors) == 1 else f"expert {worst} of {where}")
+
+
+def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each parameter, the norm of the difference between this rank's part of its gradient and the reference's.
+
+    For stacked experts, the norm of each: one of many would be lost in the norm of all. Zero for other ranks' experts.
+    """
+    errors_of = {}
+    for held in engine.parameters:
+        whole = expected[reference_name(held.name, expected)]
+        tensor = engine.gradient(held)
+        if tensor is None:
+            errors_of[held.name] = torch.full_like(_norms(held.name, whole), float("inf"))
+            continue
+        right = divided_as(tensor, held.part.of(whole)).float()
+        errors_of[held.name] = _norms(held.name, local(tensor).float().cpu() - right)
+        if is_stack_of_experts(held.name):
+            numbers = torch.arange(len(whole)).view(-1, *[1] * (whole.dim() - 1)).expand(whole.shape)
+            here = divided_as(tensor, held.part.of(numbers)).flatten(1)[:, :1].flatten()
+            errors = torch.zeros(len(whole))
+            errors_of[held.name] = errors.index_copy(0, here, errors_of[held.name][: len(here)])
+    return errors_of
+
+
+def _gradient_sizes(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of each gradient, or more if its layer's rounding exceeds that, as in `gradient_scales`."""
+    norms = {name: _norms(name, gradient) for name, gradient in gradients.items()}
+    of_layers = largest_of_layers(norms)
+    return {name: norm.clamp_min(BF16_ROUNDING * of_layers[name]) for name, norm in norms.items()}
+
+
+def _norms(name: str, tensor: Tensor) -> Tensor:
+    """The norm of a tensor; of stacked experts, that of each."""
+    rows = tensor.flatten(1) if is_stack_of_experts(name) else tensor.reshape(1, -1)
+    norms: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
+    return norms
+
+
+# -- in fp32 -----------------------------------------------------------------------------------------
 
 Result = TypeVar("Result")
 
@@ -115,13 +248,9 @@ def verify_as_rank(
         raise SpecError("cluster", problem, "start as many as the job has")
     require_devices(device, here.ranks_per_host)
     with started_ranks(here) as ranks, OwnedFolder("verify") as own:
-        folders = ranks.run(_own_folder, str(own))
+        folders = ranks.run(lambda rank: str(own))
         folder = Path(folders[here.rank - here.local_rank])
         return comparison.by(StartedProcesses(ranks), folder, folder)
-
-
-def _own_folder(rank: Rank, folder: str) -> str:
-    return folder
 
 
 @dataclass(frozen=True)
@@ -145,18 +274,13 @@ class StartedProcesses:
     ranks: StartedRanks
 
     def alone(self, function: Callable[..., Result], *arguments: Any) -> list[Result | None]:
-        return self.ranks.run(_on_first, function, arguments)
+        def on_first(rank: Rank) -> Result | None:
+            return function(WorkerPlace(0, 1, ""), *arguments) if rank.first_of_host else None
+
+        return self.ranks.run(on_first)
 
     def together(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self.ranks.run(_on_all, function, arguments)
-
-
-def _on_first(rank: Rank, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result | None:
-    return function(WorkerPlace(0, 1, ""), *arguments) if rank.first_of_host else None
-
-
-def _on_all(rank: Rank, function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-    return function(WorkerPlace(rank.number, rank.world, rank.store), *arguments)
+        return self.ranks.run(lambda rank: function(WorkerPlace(rank.number, rank.world, rank.store), *arguments))
 
 
 def _in_fp32(job: Job) -> Job:

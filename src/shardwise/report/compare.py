@@ -15,62 +15,53 @@ from shardwise.spec.units import readable_bytes, readable_difference, readable_s
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison
     from shardwise.measure.compare.step_parts import RankTimes
-    from shardwise.measure.compare.stragglers import SlowLink
 
 _MOST_RANKS = 16
 _SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
 
 def comparison_data(comparison: Comparison) -> dict[str, Any]:
+    slow = comparison.slow_link
+    own = {} if slow is None else picked(slow.link, "nodes", "dimension", "what", "bytes", "seconds")
     return {
-        "steps": comparison.found.numbers,
-        "step_seconds": {
-            "predicted": comparison.predicted.step_seconds,
-            "profiled": comparison.found.step_seconds,
-            "usual": comparison.usual_seconds,
-        },
+        "steps": comparison.measured.numbers,
+        "step_seconds": picked(
+            comparison, predicted="predicted.step_seconds", profiled="measured.step_seconds", usual="usual_seconds"
+        ),
         "parts": {
             part.name: picked(part, "predicted", "measured", "hidden_predicted", "hidden_measured")
             for part in comparison.parts
         },
         "memory": {
-            part.name: {"predicted_bytes": part.predicted, "measured_bytes": part.measured}
+            part.name: picked(part, predicted_bytes="predicted", measured_bytes="measured")
             for part in comparison.memory
         },
         "differences": [
-            {"part": part.name, "seconds": part.difference, "cause": part.cause} for part in comparison.differences
+            picked(part, part="name", seconds="difference", cause="cause") for part in comparison.differences
         ],
         "ranks": [
             {
                 **picked(rank, "rank", "node"),
                 "compute_seconds": rank.parts.get("compute", 0.0),
-                "waits_seconds": rank.waits,
-                "layer_seconds": rank.layer_seconds,
+                **picked(rank, waits_seconds="waits", layer_seconds="layer_seconds"),
             }
-            for rank in comparison.found.ranks
+            for rank in comparison.measured.ranks
         ],
         "sent": {
             ", ".join(traffic.dimensions): {
-                "collectives": traffic.collectives,
-                "planned_bytes": traffic.planned,
-                "recorded_bytes": traffic.recorded,
+                **picked(traffic, "collectives", planned_bytes="planned", recorded_bytes="recorded"),
                 "unrecorded": list(traffic.unrecorded),
             }
             for traffic in comparison.sent
         },
         "slow_rank": comparison.slow_rank,
-        "slow_link": comparison.slow_link and _link_data(comparison.slow_link),
+        "slow_link": slow and {"ranks": slow.link.members, **own, **picked(slow, "times", "than")},
     }
-
-
-def _link_data(slow: SlowLink) -> dict[str, Any]:
-    own = picked(slow.link, "nodes", "dimension", "what", "bytes", "seconds")
-    return {"ranks": slow.link.members, **own, **picked(slow, "times", "than")}
 
 
 @paged
 def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piece | str]:
-    busiest = comparison.found.busiest
+    busiest = comparison.measured.busiest
     title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
     rows = [
         (
@@ -81,12 +72,12 @@ def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piec
         )
         for part in comparison.parts
     ]
-    whole = (comparison.predicted.step_seconds, comparison.found.step_seconds)
+    whole = (comparison.predicted.step_seconds, comparison.measured.step_seconds)
     rows.append(("step", *map(readable_seconds, whole), readable_difference(whole[1] - whole[0]), "", ""))
     columns = ("part", "predicted", "measured", "difference", "hidden, predicted", "hidden, measured")
     yield table(title, columns, rows, optional=("hidden, measured", "hidden, predicted"))
     if comparison.usual_seconds:
-        first, last = comparison.found.numbers[0], comparison.found.numbers[-1]
+        first, last = comparison.measured.numbers[0], comparison.measured.numbers[-1]
         usual = readable_seconds(comparison.usual_seconds)
         yield f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median)."
     if comparison.memory:
@@ -116,7 +107,7 @@ def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piec
                 f"Sent as messages, which the backend does not record: {', '.join(traffic.unrecorded)} "
                 f"({', '.join(traffic.dimensions)})."
             )
-    if len(comparison.found.ranks) > 1:
+    if len(comparison.measured.ranks) > 1:
         yield _ranks(comparison)
     if comparison.differences:
         cells = [
@@ -131,7 +122,7 @@ def comparison_page(comparison: Comparison, trace: Path | None) -> Iterator[Piec
 
 
 def _ranks(comparison: Comparison) -> FittedTable:
-    ranks = sorted(comparison.found.ranks, key=lambda rank: rank.waits)[:_MOST_RANKS]
+    ranks = sorted(comparison.measured.ranks, key=lambda rank: rank.waits)[:_MOST_RANKS]
     columns: dict[str, Callable[[RankTimes], str]] = {
         "rank": lambda rank: str(rank.rank),
         "compute": lambda rank: readable_seconds(rank.parts.get("compute", 0.0)),
@@ -149,7 +140,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     lines = []
     if comparison.slow_rank is not None and comparison.slowness is not None:
         rank, times = comparison.slow_rank, comparison.slowness[comparison.slow_rank]
-        node = comparison.found.records[rank].node
+        node = comparison.measured.records[rank].node
         lines.append(f"Slow rank: {rank} (node {node}) takes {times:.2f} times as long for a layer as the median rank.")
     if comparison.slow_link is not None:
         slow = comparison.slow_link

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -65,6 +66,12 @@ def bar(share: float, width: int = 40) -> Cell:
     return Bar(share, width)
 
 
-def picked(source: object, *names: str) -> dict[str, Any]:
-    """The attributes of an object that are named, as plain data."""
-    return {name: getattr(source, name) for name in names}
+def picked(source: object, *names: str, **renamed: str) -> dict[str, Any]:
+    """Attributes of an object as plain data: ``names``, then ``key="path.of.another"``."""
+    return {key: _plain(attrgetter(path)(source)) for key, path in {**dict(zip(names, names)), **renamed}.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, range)):
+        return list(value)
+    return value.to_dict() if hasattr(value, "to_dict") else value

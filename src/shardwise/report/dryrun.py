@@ -98,19 +98,14 @@ def _verdict(trace: DryRun) -> Iterator[str]:
 def dry_run_data(trace: DryRun) -> dict[str, Any]:
     """What `dryrun` prints; bytes of one step, on one rank."""
     return {
-        "job": trace.job.to_dict(),
-        "rank": trace.rank,
-        "world": trace.job.strategy.world,
+        **picked(trace, "job", "rank", world="job.strategy.world"),
         "coordinates": dict(trace.coordinates),
         **picked(trace, "traced", "seconds"),
         "ok": not trace.defects,
         "fits": trace.fits,
         "memory": {
-            "peak_bytes": trace.peak_bytes,
-            "place": trace.peak_place,
-            "parts": trace.peak,
-            "planned_bytes": trace.planned_peak_bytes,
-            "planned_parts": trace.planned_peak,
+            **picked(trace, "peak_bytes", place="peak_place", parts="peak"),
+            **picked(trace, planned_bytes="planned_peak_bytes", planned_parts="planned_peak"),
             "largest": [vars(holder) for holder in trace.holders[: 4 * _MOST_HOLDERS]],
         },
         "collectives": [{**vars(calls.line), "count": calls.count, "bytes": calls.bytes} for calls in trace.calls],

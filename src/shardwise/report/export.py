@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.interop.frameworks import Exported
 from shardwise.planner.advice.exported import PricedExport
 from shardwise.planner.candidate import Candidate
+from shardwise.report.console import picked
 
 
 def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
@@ -23,8 +24,6 @@ def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
 
 
 def _figures(candidate: Candidate | None) -> dict[str, float] | None:
-    return (
-        None
-        if candidate is None
-        else {"predicted_seconds": candidate.step_seconds, "memory_bytes": candidate.memory.total}
-    )
+    if candidate is None:
+        return None
+    return picked(candidate, predicted_seconds="step_seconds", memory_bytes="memory.total")

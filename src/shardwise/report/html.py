@@ -10,7 +10,7 @@ from string import Template
 
 from shardwise.report.charts.chart import BarChart, Chart, ChartTable
 from shardwise.report.charts.sections import ChartSection
-from shardwise.report.charts.verdict import JobVerdict
+from shardwise.report.verdict import JobVerdict
 
 _LONG_TABLE = 12  # rows
 _LONG_WORDS = 30  # characters

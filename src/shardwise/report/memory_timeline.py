@@ -77,13 +77,9 @@ def memory_over_time_data(memory: MemoryOverTime) -> dict[str, Any]:
         "ranks": [
             {
                 "pipeline_rank": rank.pipeline_rank,
-                "peak": {
-                    "seconds": rank.peak.start_seconds,
-                    "during": rank.peak.during,
-                    **rank.peak.held.to_dict(),
-                },
+                "peak": {**picked(rank.peak, seconds="start_seconds", during="during"), **rank.peak.held.to_dict()},
                 "spans": [
-                    {**picked(span, "start_seconds", "end_seconds", "during"), "total_bytes": span.held.total}
+                    picked(span, "start_seconds", "end_seconds", "during", total_bytes="held.total")
                     for span in rank.spans
                 ],
             }

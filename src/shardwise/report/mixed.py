@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.mixed.plan import MixedPlan
 from shardwise.planner.mixed.step import KindPart, MixedStep
@@ -93,44 +92,30 @@ def _alone(plan: MixedPlan) -> Iterator[str | FittedTable]:
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
     """Everything `plan` prints for several kinds of nodes."""
     return {
-        **picked(plan, "status", "was_stopped"),
-        "job": plan.best.job.to_dict(),
-        "cluster": plan.request.mixed.to_dict(),
-        "strategies": plan.tried,
+        **picked(plan, "status", "was_stopped", job="best.job", cluster="request.mixed", strategies="tried"),
         "candidates": [_step_data(step) for step in plan.candidates],
-        "alone": [None if best is None else _alone_data(best) for best in plan.alone],
+        "alone": [
+            None if best is None else picked(best, strategy="job.strategy", **_SPEED, memory="memory")
+            for best in plan.alone
+        ],
         "gain": plan.gain,
     }
 
 
+_SPEED = {"predicted_seconds": "step_seconds", "tokens_per_second": "tokens_per_second", "mfu": "mfu"}
+
+
 def _step_data(step: MixedStep) -> dict[str, Any]:
     return {
-        "strategy": step.arrangement.strategy.to_dict(),
+        **picked(step, strategy="arrangement.strategy"),
         "words": strategy_words(step.arrangement.strategy),
-        "order": list(step.arrangement.kinds),
-        "cluster": step.arrangement.ordered.to_dict(),
-        **_speed_data(step),
+        **picked(step, order="arrangement.kinds", cluster="arrangement.ordered", **_SPEED),
         "kinds": [
             {
                 "cluster": sized_name(part.cluster),
-                "strategy": part.strategy.to_dict(),
-                "pipeline_ranks": list(part.ranks),
-                "layers": list(part.layers),
-                "memory": part.memory.to_dict(),
+                **picked(part, "strategy", pipeline_ranks="ranks", layers="layers", memory="memory"),
                 **picked(part, "batch_share", "idle_share"),
             }
             for part in step.parts
         ],
     }
-
-
-def _alone_data(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "strategy": candidate.job.strategy.to_dict(),
-        **_speed_data(candidate),
-        "memory": candidate.memory.to_dict(),
-    }
-
-
-def _speed_data(step: MixedStep | Candidate) -> dict[str, float]:
-    return {"predicted_seconds": step.step_seconds, "tokens_per_second": step.tokens_per_second, "mfu": step.mfu}

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from shardwise.report import console as printing
-from shardwise.report.plot.drawing import Drawing
+from shardwise.report.plot import Drawing
 from shardwise.report.tables import FittedTable, hanging
 
 Form = Literal["text", "markdown", "csv"]
@@ -25,8 +25,7 @@ class Line:
 
     text: str
     style: str = ""
-    fixed: bool = False
-    """Never folded: a drawing, or text to copy."""
+    fixed: bool = False  # never folded: a drawing, or text to copy
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.text.split("\n"):

@@ -28,10 +28,8 @@ _JOINT = re.compile(r"(?<=\S[-/_=,·×])(?=[^\W\d])")
 class Bar:
     """A share drawn as a bar of eighth blocks."""
 
-    share: float
-    """Drawn as if it were 1 where it is more."""
-    width: int = 40
-    """Characters of a share of 1."""
+    share: float  # drawn as if it were 1 where it is more
+    width: int = 40  # characters of a share of 1
 
     def drawn(self, scale: float = 1.0) -> str:
         eighths = round(max(0.0, min(1.0, self.share)) * self.width * scale * 8)
@@ -57,8 +55,7 @@ class FittedTable:
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    optional: tuple[str, ...] = ()
-    """Columns that a narrow console drops, in this order."""
+    optional: tuple[str, ...] = ()  # columns that a narrow console drops, in this order
     narrower: FittedTable | None = None
     """Replaces the table where it does not fit even then; without one, rows become records."""
 

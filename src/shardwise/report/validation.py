@@ -11,9 +11,7 @@ from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.accuracy.choices import LayoutChoice
-    from shardwise.accuracy.scored import Coverage, ScoredRuns
-    from shardwise.accuracy.scores import ErrorSummary, Score, Summary
+    from shardwise.accuracy.scores import Coverage, ErrorSummary, LayoutChoice, Score, ScoredRuns, Summary
 
 # -- training runs -----------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def verification_page(asked: Job, verification: Verification) -> Iterator[Piece 
 
 
 def _narrow(asked: Job, verification: Verification) -> Piece:
-    from shardwise.measure.in_fp8 import FP8_BOUNDS
+    from shardwise.measure.verify import FP8_BOUNDS
 
     title = f"the same layout in {asked.training.precision}, against one process in fp32"
     rows = [

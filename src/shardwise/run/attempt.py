@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from shardwise.run.environment.reader import OWN_LAUNCHER, Started, started
+from shardwise.run.environment import OWN_LAUNCHER, Started, started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_json
 
@@ -47,12 +47,9 @@ class RankProgress:
 
     phase: Phase
     step: int
-    since: float
-    """When the phase began."""
-    limit_seconds: float
-    """How long the rank asked to be given for this phase; 0 is the default."""
-    beat: float
-    """Its last heartbeat."""
+    since: float  # when the phase began
+    limit_seconds: float  # how long the rank asked to be given for this phase; 0 is the default
+    beat: float  # its last heartbeat
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,10 @@ class FailureRecord:
     at: float
     phase: Phase
     step: int
-    kind: str
-    """Name of the exception's class."""
+    kind: str  # name of the exception's class
     message: str
     traceback: str
-    mistake: bool
-    """The user can fix it; a restart cannot."""
+    mistake: bool  # the user can fix it; a restart cannot
 
 
 def rank_file(
@@ -127,17 +122,12 @@ class WorldPlace:
     rank: int
     world: int
     local_rank: int
-    rendezvous: Path | None = None
-    """File through which the ranks of one machine meet, new for each attempt."""
-    address: str | None = None
-    """With ``port``, where ranks of several machines meet."""
+    rendezvous: Path | None = None  # file through which the ranks of one machine meet, new for each attempt
+    address: str | None = None  # with ``port``, where ranks of several machines meet
     port: int | None = None
-    folder: Path | None = None
-    """Where this attempt's records go; None if another program started the workers."""
-    launcher: int | None = None
-    """Process that reads the records; None if another program started the workers."""
-    attempt: str = "1"
-    """Identifies this attempt of the run; equal on all ranks."""
+    folder: Path | None = None  # where this attempt's records go; None if another program started the workers
+    launcher: int | None = None  # process that reads the records; None if another program started the workers
+    attempt: str = "1"  # identifies this attempt of the run; equal on all ranks
     ranks_here: int = 1
     by_mpi: bool = False
 

@@ -23,8 +23,7 @@ class NamedRange:
     name: str
     start: float
     end: float
-    lane: int = HOST
-    """Thread or GPU stream; ranges of a lane are nested or disjoint."""
+    lane: int = HOST  # thread or GPU stream; ranges of a lane are nested or disjoint
 
     @property
     def seconds(self) -> float:
@@ -37,8 +36,7 @@ class Flight:
 
     name: str
     members: tuple[int, ...]
-    bytes: int
-    """This rank's input."""
+    bytes: int  # this rank's input
     start: float
 
 
@@ -49,14 +47,11 @@ class RankRecord:
     rank: int
     node: int
     device: str
-    clock_error: float
-    """Seconds by which its clock may differ from rank 0's."""
+    clock_error: float  # seconds by which its clock may differ from rank 0's
     groups: Mapping[str, tuple[int, ...]]
     """Ranks that it communicates with, by the name of the group (`engine.mesh.Mesh`)."""
-    stages: Mapping[int, tuple[int, ...]]
-    """Layers of every stage that it holds."""
-    memory: Mapping[str, int]
-    """Bytes of its states."""
+    stages: Mapping[int, tuple[int, ...]]  # layers of every stage that it holds
+    memory: Mapping[str, int]  # bytes of its states
     ranges: tuple[NamedRange, ...]
     flights: tuple[Flight, ...] = ()
 

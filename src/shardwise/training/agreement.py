@@ -1,16 +1,55 @@
-"""How ranks agree to act at the same step when only some know why: a signal came, or it is time for a checkpoint."""
+"""How ranks meet, and how they agree to act at the same step when only some know why."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shardwise.engine.world import store_at
+from shardwise.run.environment import Started, interface_towards, loopback_interface
+from shardwise.spec.errors import SpecError
+
+if TYPE_CHECKING:
+    from shardwise.engine.torch_private import Store
+
+# -- the store through which ranks that another launcher started find each other ---------------------
+
+WAIT_SECONDS = 300.0  # for the slowest rank to be started
+
+
+def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
+    """Raises SpecError if the ranks cannot meet in time."""
+    assert here.address is not None and here.port is not None, "ranks of our own launcher meet in a file"
+    bind_gloo(here.address, several_hosts=here.hosts > 1)
+    try:
+        return store_at(here.address, here.port, here.rank, here.world, seconds)
+    except RuntimeError as error:  # as torch raises
+        first = next(iter(str(error).splitlines()), "no answer")
+        problem = f"rank {here.rank} of {here.world} at {here.address}:{here.port}: {first}"
+        raise SpecError(
+            "rendezvous", problem, "set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+        ) from None
+
+
+def bind_gloo(address: str, *, several_hosts: bool) -> None:
+    """Makes gloo use the interface that reaches rank 0; by default it uses that of the host's name, often another one.
+
+    Loopback is no choice if other hosts must reach this one.
+    """
+    name = interface_towards(address)
+    if name and not (several_hosts and name == loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+# -- agreement: a signal came, or it is time for a checkpoint ----------------------------------------
 
 PERIOD_SECONDS = 0.2  # between two agreements: soon enough for a waiting user, rare enough to cost nothing
 MOST_STEPS = 256
@@ -36,14 +75,10 @@ class StopSignal:
 class RankRequests:
     """What a rank asks for; all ranks get the maximum of each field."""
 
-    stop: int = 0
-    """A signal asked this process to end."""
-    save: int = 0
-    """It is time for a checkpoint (rank 0)."""
-    saving: int = 0
-    """A checkpoint is still being written here."""
-    steps: int = 0
-    """Steps until the next agreement (rank 0)."""
+    stop: int = 0  # a signal asked this process to end
+    save: int = 0  # it is time for a checkpoint (rank 0)
+    saving: int = 0  # a checkpoint is still being written here
+    steps: int = 0  # steps until the next agreement (rank 0)
 
 
 class Agreement:

@@ -19,21 +19,17 @@ from shardwise.engine.profiler_ranges import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.run.attempt import Reporter
 from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
-from shardwise.run.checkpoint.folder import CheckpointFolder
-from shardwise.run.checkpoint.held import HeldFolders
-from shardwise.run.data.loader import Loader, Rows
-from shardwise.run.data.order import Mixture
+from shardwise.run.checkpoint.folder import CheckpointFolder, HeldFolders
+from shardwise.run.data.order import Loader, Mixture, Rows
 from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.agreement import Agreement, RankRequests, StopSignal
-from shardwise.training.checkpoint.memory_copies import MemoryCopies
-from shardwise.training.checkpointing import CheckpointManager
+from shardwise.training.checkpoint.save import MemoryCopies
+from shardwise.training.checkpointing import CheckpointManager, Position, State, load_newest
 from shardwise.training.health import Health, MemoryPressure, StepVerdict
 from shardwise.training.memory import device_memory, peak_during, resident_bytes
-from shardwise.training.profile.nvtx import NvtxSteps
-from shardwise.training.profile.profiler import Profiler
-from shardwise.training.start import Position, State, load_newest, state_numbers
+from shardwise.training.profiler import NvtxSteps, Profiler
 
 COLLECTED_STEPS = (
     200  # between two garbage collections, at the same step on all ranks, so that no rank waits for another's
@@ -91,8 +87,7 @@ class MemoryFolder:
     """Where copies in the memory of nodes go."""
 
     folder: RemoteCheckpointFolder
-    on_commit: Callable[[int], None] = lambda step: None
-    """Called with the step of each copy, in a thread of rank 0."""
+    on_commit: Callable[[int], None] = lambda step: None  # called with the step of each copy, in a thread of rank 0
 
 
 @dataclass(frozen=True)
@@ -105,13 +100,11 @@ class LoopParts:
     validation: Mixture | None
     folder: CheckpointFolder
     reporter: Reporter
-    recorder: Recorder | None = None
-    """On rank 0."""
+    recorder: Recorder | None = None  # on rank 0
     profiler: Profiler | NvtxSteps | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     memory: MemoryFolder | None = None
-    held: HeldFolders = field(default_factory=HeldFolders)
-    """The folders that it writes into."""
+    held: HeldFolders = field(default_factory=HeldFolders)  # the folders that it writes into
 
 
 class Loop:
@@ -239,7 +232,7 @@ class Loop:
             self.copies.finish()
         self.parts.reporter.phase("checkpoint", self.position.step)
         left_out = self.position.left_out | {batch}
-        state = load_newest(self.trainer, self.parts.folder, memory=self._memory_folder)
+        state = load_newest(self.trainer, self.parts.folder, memory=self.copies.folder if self.copies else None)
         assert state is not None, "a run that may roll back begins with a checkpoint"
         self.position = state.position.without(left_out)
         self.health.rolled_back(state.losses)
@@ -339,10 +332,6 @@ class Loop:
         seconds = self.run_spec.timeouts.checkpoint
         return MemoryCopies(self.trainer, memory.folder, every, seconds, memory.on_commit)
 
-    @property
-    def _memory_folder(self) -> CheckpointFolder | None:
-        return None if self.copies is None else self.copies.folder
-
     def _copy(self) -> None:
         """Copies the state into the memory of two nodes."""
         assert self.copies is not None
@@ -352,7 +341,8 @@ class Loop:
         self._record_event({"memory_copy": self.position.step, "memory_copy_seconds": self.copies.stall_seconds})
 
     def _numbers(self) -> dict[str, Any]:
-        return state_numbers(State(self.position, tuple(self.health.losses)), self.job)
+        """Plain data to keep in a checkpoint."""
+        return {"data": self.position.to_numbers(self.job.sequences), "losses": list(self.health.losses)}
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
         failed = {"checkpoint_failed": problem, "checkpoint_failed_step": step}  # later steps have been done since

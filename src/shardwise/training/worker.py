@@ -22,25 +22,20 @@ from shardwise.engine.refuse import require_backend
 from shardwise.engine.world import joined, store_at
 from shardwise.layout.ranks import node_of
 from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
-from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.checkpoint.held import HeldFolders
+from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
 from shardwise.run.data.run_data import mixtures_of
-from shardwise.run.metrics.events import STARTED, EventLog
-from shardwise.run.metrics.recorder import Recorder
+from shardwise.run.metrics.recorder import STARTED, EventLog, Recorder
 from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
-from shardwise.training.agreement import StopSignal
-from shardwise.training.checkpoint.memory_copies import memory_folder
+from shardwise.training.agreement import StopSignal, bind_gloo
+from shardwise.training.checkpoint.save import memory_folder
+from shardwise.training.checkpointing import State, load_newest, start_from
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
-from shardwise.training.meeting import bind_gloo
-from shardwise.training.profile.flight_recorder import PROFILED, USUAL, flights_watched, record_collectives
-from shardwise.training.profile.nvtx import NvtxSteps
-from shardwise.training.profile.profiler import Profiler
-from shardwise.training.start import State, load_newest, start_from
+from shardwise.training.profiler import PROFILED, USUAL, NvtxSteps, Profiler, flights_watched, record_collectives
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -182,9 +177,8 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     device = job.run_device
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
-    if (
-        device == "cpu" and "OMP_NUM_THREADS" not in os.environ
-    ):  # ranks that use all cores each would slow each other down
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Ranks that use all cores each would slow each other down.
         cores = len(os.sched_getaffinity(0))
         bound = cores < (os.cpu_count() or 1)  # its launcher has bound it to cores of its own
         torch.set_num_threads(max(1, cores if bound and place.folder is None else cores // place.ranks_here))

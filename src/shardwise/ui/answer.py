@@ -17,13 +17,11 @@ from shardwise.planner.advice.exported import priced_export
 from shardwise.planner.advice.remedy import nearest_fit
 from shardwise.planner.describe import strategy_words
 from shardwise.report.charts.chart import BarChart
-from shardwise.report.charts.memory import memory_chart
-from shardwise.report.charts.step import communication_chart, levels_chart, step_chart
-from shardwise.report.charts.timeline import timeline_chart
-from shardwise.report.charts.verdict import fit_words, subject_words, verdict_of
+from shardwise.report.charts.devices import memory_chart
+from shardwise.report.charts.job import communication_chart, levels_chart, step_chart, timeline_chart
 from shardwise.report.console import picked
 from shardwise.report.export import export_data
-from shardwise.report.verdict import advice_row, floor_row, verdict_rows
+from shardwise.report.verdict import advice_row, fit_words, floor_row, subject_words, verdict_of, verdict_rows
 from shardwise.spec.clusters import device_words
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job

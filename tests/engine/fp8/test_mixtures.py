@@ -12,8 +12,7 @@ from engine.test_planted_mistakes import Mistaken
 from engine.workers import pool
 from shardwise.engine.parameters import local
 from shardwise.engine.trainer import Trainer
-from shardwise.measure.in_fp8 import FP8_BOUNDS
-from shardwise.measure.verify import Verification, verify
+from shardwise.measure.verify import FP8_BOUNDS, Verification, verify
 from shardwise.models.initialise import is_stack_of_experts
 from shardwise.spec import Job
 

@@ -31,8 +31,8 @@ from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
 from shardwise.run.attempt import write_beat, write_progress
 from shardwise.run.checkpoint.folder import RunFolder, lock_held
-from shardwise.run.metrics.events import EventLog
 from shardwise.run.metrics.lines import read_lines
+from shardwise.run.metrics.recorder import EventLog
 from training.faults import small_job
 from training.runs import write_shards
 

@@ -24,10 +24,10 @@ from shardwise.measure.calibrate.gpu_samples import (
     CopyFigure,
     GpuFigure,
     GpuSamples,
+    Mix,
     ProductFigure,
 )
 from shardwise.measure.calibrate.steps import CASES, CaseSample, StepCase, case_job
-from shardwise.measure.calibrate.sustained import Mix
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import LAYER_PARTS, PASSES, SCALINGS, Efficiency, EngineKernels

@@ -20,7 +20,7 @@ from shardwise.cli.main import main
 from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.calibrate.ranks import hosts_of
 from shardwise.measure.calibrate.run import slow_ranks
-from shardwise.run.environment.reader import Started
+from shardwise.run.environment import Started
 from shardwise.spec import SpecError
 from shardwise.spec.clusters import cluster_from
 

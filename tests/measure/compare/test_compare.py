@@ -14,7 +14,7 @@ from measure.compare.slowed import FIRST, LAST, prepared, profiled_job, run_acro
 from required import require
 from shardwise.launch.emulate.network import why_not
 from shardwise.measure.compare.comparison import Comparison, compare, profiled_run
-from shardwise.measure.compare.exchanges import sent_bytes
+from shardwise.measure.compare.recorded import sent_bytes
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
 from shardwise.spec.run import Checkpoints, Evaluation, NonFinite
@@ -35,11 +35,11 @@ def compared(job: Job, folder: Path, **slowed: Any) -> Comparison:
 
 
 def assert_adds_up(found: Comparison) -> None:
-    assert found.found.numbers == tuple(range(FIRST, LAST + 1))
-    for rank in found.found.ranks:
+    assert found.measured.numbers == tuple(range(FIRST, LAST + 1))
+    for rank in found.measured.ranks:
         assert sum(rank.parts.values()) == pytest.approx(rank.step_seconds, rel=1e-6)
         assert min(rank.parts.values()) >= 0
-    assert sum(one.measured for one in found.parts) == pytest.approx(found.found.step_seconds, rel=1e-6)
+    assert sum(one.measured for one in found.parts) == pytest.approx(found.measured.step_seconds, rel=1e-6)
     assert sum(one.predicted for one in found.parts) == pytest.approx(found.predicted.step_seconds, rel=1e-6)
 
 
@@ -62,10 +62,10 @@ def test_the_parts_of_a_step_add_up(
     parts = {one.name for one in found.parts if one.measured > 0}
     assert parts & {"tp", "cp", "pp", "dp"} == communicates
     assert {"compute", "data", "optimizer", "host"} <= parts
-    rank = found.found.ranks[0]
+    rank = found.measured.ranks[0]
     assert sorted(rank.layers) == [0, 1, 2, 3]
     # What every rank began together is seen as one collective: all of them took part in each.
-    together = [one for one in found.found.exchanges if one.dimension in communicates]
+    together = [one for one in found.measured.exchanges if one.dimension in communicates]
     assert together
     assert {one.members for one in together} == {(0, 1)}
     assert all(one.seconds >= 0 and one.bytes > 0 for one in together)
@@ -83,7 +83,7 @@ def test_the_parts_of_a_step_add_up(
 
 def exchanged(found: Comparison) -> list[Any]:
     """What the ranks sent in each dimension, by the backend's record and by the engine's names."""
-    run = found.found
+    run = found.measured
     recorded = [sent_bytes(found.job, one, steps) for one, steps in zip(run.records, run.steps)]
     return [recorded, [(one.label.title, one.what, one.step, one.members, one.bytes) for one in run.exchanges]]
 
@@ -122,7 +122,7 @@ def test_unlike_replicas_and_stages(shards: str, tmp_path: Path, ranks: int, str
     found = compared(job, tmp_path / "run")
     assert found.mismatch is None
     for rank in range(ranks):
-        for one in sent_bytes(job, found.found.records[rank], found.found.steps[rank]):
+        for one in sent_bytes(job, found.measured.records[rank], found.measured.steps[rank]):
             if one.dimensions in (("dp",), ("tp",)):
                 assert one.recorded == pytest.approx(one.planned, rel=0.01), (rank, one)
     said = run("compare", str(tmp_path / "run"))
@@ -139,10 +139,10 @@ def test_compiled_layers_are_recorded_too(shards: str, tmp_path: Path, strategy:
     job = profiled_job(shards, 2, **strategy)
     found = compared(replace(job, training=replace(job.training, compile=True)), tmp_path / "run")
     held = [[0, 1], [2, 3]] if job.strategy.pp == 2 else [[0, 1, 2, 3]] * 2
-    assert [sorted(rank.layers) for rank in found.found.ranks] == held
-    assert all(seconds > 0 for rank in found.found.ranks for seconds in rank.layers.values())
+    assert [sorted(rank.layers) for rank in found.measured.ranks] == held
+    assert all(seconds > 0 for rank in found.measured.ranks for seconds in rank.layers.values())
     if job.strategy.pp == 2:
-        assert len(recut(job, found.found).slowness) == 2
+        assert len(recut(job, found.measured).slowness) == 2
 
 
 @pytest.mark.slow
@@ -150,10 +150,10 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
     job = profiled_job(shards, 2, layers=8, pp=2)
     found = compared(job, tmp_path / "run", slow_rank=0, times=4.0)
     assert found.slow_rank == 0
-    assert found.found.busiest.rank == 0
+    assert found.measured.busiest.rank == 0
     causes = {one.name: one.cause for one in found.differences}
     assert causes.get("bubble", "the others wait for rank 0") == "the others wait for rank 0"
-    again = recut(job, found.found)
+    again = recut(job, found.measured)
     (before, _), (after, _) = again.layers
     assert (before, after < before) == (4, True)
     assert again.gain > 1

@@ -12,10 +12,7 @@ from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
-from shardwise.measure.compare.exchanges import mismatch, sent_bytes
-from shardwise.measure.compare.segments import steps_of
-from shardwise.measure.compare.step_parts import Measured, measured
-from shardwise.measure.compare.stragglers import (
+from shardwise.measure.compare.comparison import (
     MeasuredLink,
     links_of,
     rank_slowness,
@@ -23,6 +20,8 @@ from shardwise.measure.compare.stragglers import (
     slow_link,
     straggler,
 )
+from shardwise.measure.compare.recorded import mismatch, sent_bytes, steps_of
+from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.recut import recut
 from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
 from shardwise.spec.errors import SpecError

@@ -19,7 +19,7 @@ from shardwise.interop.fabric.infiniband import InfinibandPort
 from shardwise.interop.fabric.nvidia import read_topology
 from shardwise.measure.collectives.pairs import PairFigures, rounds_of_pairs, slow_pairs
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
-from shardwise.measure.doctor.pairs import (
+from shardwise.measure.doctor.ranks import (
     SeenFiles,
     clocks_finding,
     pairs_findings,

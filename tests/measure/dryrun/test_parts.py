@@ -14,12 +14,11 @@ from shardwise.collectives import CollectiveKind
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.layout.ranks import coordinates
-from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
-from shardwise.measure.dryrun.extend import TracedShape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import RECEIVE, Compared, TracedCollective, check_rank, fullest_rank, resized
 from shardwise.measure.dryrun.run import traced_bytes
-from shardwise.measure.dryrun.world import fake_tensors, posing_as
+from shardwise.measure.dryrun.trace import TracedShape, alike, at_one_moment, extension
+from shardwise.measure.dryrun.world import CollectiveLog, FlopLog, fake_tensors, posing_as
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

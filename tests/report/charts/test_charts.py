@@ -20,12 +20,17 @@ from shardwise.cost.step.operator_points import operator_points
 from shardwise.cost.step.prediction import predict
 from shardwise.layout.views import ranks_to_price
 from shardwise.report.charts.chart import BarChart, Chart, readable
-from shardwise.report.charts.memory import memory_chart, memory_over_time_chart
-from shardwise.report.charts.mesh import mesh_chart
+from shardwise.report.charts.devices import memory_chart, memory_over_time_chart, mesh_chart
+from shardwise.report.charts.job import (
+    campaign_chart,
+    communication_chart,
+    levels_chart,
+    roofline_chart,
+    scaling_chart,
+    step_chart,
+    timeline_chart,
+)
 from shardwise.report.charts.plan import pareto_chart, ranking_chart
-from shardwise.report.charts.step import communication_chart, levels_chart, roofline_chart, step_chart
-from shardwise.report.charts.timeline import timeline_chart
-from shardwise.report.charts.whole_run import campaign_chart, scaling_chart
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
 from shardwise.spec.job import Job
 from tables import table

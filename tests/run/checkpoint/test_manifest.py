@@ -13,8 +13,7 @@ import pytest
 
 from cli.running import run
 from run.checkpoint.sealed import seal
-from shardwise.run.checkpoint.boxes import Box
-from shardwise.run.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest
+from shardwise.run.checkpoint.manifest import Box, FullTensor, Manifest, SavedPiece, Shard, read_manifest
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 

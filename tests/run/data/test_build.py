@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from shardwise.run.data.build import build
-from shardwise.run.data.loader import Loader, rows_of
-from shardwise.run.data.order import Mixture, Stream
+from shardwise.run.data.order import Loader, Mixture, Stream, rows_of
 from shardwise.run.data.sources import standard_library
 from shardwise.run.data.token_files import open_pair
 from shardwise.spec.errors import SpecError

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.run.data import loader as loading
+from shardwise.run.data import order as loading
 from shardwise.run.data import run_data
-from shardwise.run.data.loader import Loader, Rows, rows_of
-from shardwise.run.data.order import Mixture
+from shardwise.run.data.order import Loader, Mixture, Rows, rows_of
 from shardwise.run.data.run_data import mixtures_of
 from shardwise.spec.errors import SpecError
 from training.runs import job_of, write_shards

@@ -14,7 +14,7 @@ import pytest
 from cli.running import error_line, run
 from shardwise.api.execution import ready_run
 from shardwise.api.given import job_arguments
-from shardwise.report import training_progress
+from shardwise.report import progress as shown_progress
 from shardwise.run.metrics.lines import (
     Follower,
     MetricLines,
@@ -130,8 +130,8 @@ def test_who_follows_a_file_sees_every_record_and_after_a_cut_the_last_ones_agai
 def test_the_progress_shows_the_newest_step_also_after_a_restart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_progress, "LINE_SECONDS", 0.0)
-    progress = training_progress.TrainingProgress(tmp_path / "metrics.jsonl", 20)
+    monkeypatch.setattr(shown_progress, "LINE_SECONDS", 0.0)
+    progress = shown_progress.TrainingProgress(tmp_path / "metrics.jsonl", 20)
 
     def told_after(first: int, last: int, **more: Any) -> str:
         for step in range(first, last + 1):
@@ -158,7 +158,7 @@ def test_a_long_run_says_after_its_first_steps_how_long_it_takes(
     steps: int, seconds: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, and only if a minute or more is left."""
-    progress = training_progress.TrainingProgress(tmp_path / "metrics.jsonl", steps)
+    progress = shown_progress.TrainingProgress(tmp_path / "metrics.jsonl", steps)
     lines, said = MetricLines(tmp_path, 0), ""
     for step in range(1, 8):
         lines.write({"step": step, "loss": 1.0, "seconds": seconds, "predicted_seconds": 0.025})

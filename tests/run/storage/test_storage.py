@@ -25,7 +25,7 @@ from shardwise.run.checkpoint.folder import checkpoint_folder
 from shardwise.run.checkpoint.manifest import Manifest, read_manifest
 from shardwise.run.data.order import Stream
 from shardwise.run.data.token_files import RemoteArray, open_pair
-from shardwise.run.storage import fsspec_store, limits
+from shardwise.run.storage import fsspec_store, stores
 from shardwise.run.storage.place import BlockCache, BlockReader, RemotePlace, place_of
 from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
@@ -163,7 +163,7 @@ def trained(job: Any, folder: str, environment: dict[str, str]) -> dict[str, Any
     """Loads the newest checkpoint of a folder in the layout of a job; these processes are older than the server."""
     os.environ.update(environment)
     from shardwise.engine.engine import Engine
-    from shardwise.training.start import load_newest
+    from shardwise.training.checkpointing import load_newest
 
     engine = Engine(job, seed=9)
     state = load_newest(engine, checkpoint_folder(folder))
@@ -351,8 +351,8 @@ def test_no_call_to_a_store_waits_longer_than_its_limit(
     """It takes what is sent and never answers, or answers a byte a second: every call says so and ends; what a store
     does not give is not called damaged.
     """
-    monkeypatch.setattr(limits, "SILENT_SECONDS", 0.2)
-    place = remote(server.uri(f"{how}/step-00000001")).within(limits.Limit(0.5))
+    monkeypatch.setattr(stores, "SILENT_SECONDS", 0.2)
+    place = remote(server.uri(f"{how}/step-00000001")).within(stores.Limit(0.5))
     store, shard = place.store, str(place / "shard")
     part = memoryview(bytes(fsspec_store.PART_BYTES + 1))  # so that it is sent in parts
     calls: dict[str, Callable[[], Any]] = {
@@ -371,7 +371,7 @@ def test_no_call_to_a_store_waits_longer_than_its_limit(
             with pytest.raises(StoreError, match="no answer within"):
                 call()
             assert any("no answer for" in record.message for record in caplog.records), name
-    again = place.with_name("again").within(limits.USUAL)
+    again = place.with_name("again").within(stores.USUAL)
     again.write_bytes(b"content")
     assert again.read_range(0, 7) == b"content", "it is well again"
 

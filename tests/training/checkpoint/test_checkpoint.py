@@ -18,14 +18,13 @@ from run.checkpoint.sealed import resealed
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
-from shardwise.run.checkpoint.boxes import ContiguousRun, placed, taken
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
-from shardwise.run.checkpoint.manifest import read_manifest
+from shardwise.run.checkpoint.manifest import ContiguousRun, placed, read_manifest, taken
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.load import load, newest_intact, problems_of
 from shardwise.training.checkpoint.save import Saver
-from shardwise.training.start import Position
+from shardwise.training.checkpointing import Position
 from training.runs import boxes, whole
 
 

@@ -127,7 +127,7 @@ def copied(job: Job, file: str, losses: int) -> dict[str, Any]:
 
     from shardwise.engine.engine import Engine
     from shardwise.layout.ranks import node_of
-    from shardwise.training.checkpoint.memory_copies import MemoryCopies, memory_folder
+    from shardwise.training.checkpoint.save import MemoryCopies, memory_folder
 
     engine, half = Engine(job, seed=3), max(1, dist.get_world_size() // 2)
     folder = memory_folder(Path(file), node_of(dist.get_rank(), half))
@@ -140,7 +140,7 @@ def copied(job: Job, file: str, losses: int) -> dict[str, Any]:
         copies.finish()
         dist.barrier()
         return {"boxes": boxes(engine), "steps": folder.present()}
-    from shardwise.training.start import load_newest
+    from shardwise.training.checkpointing import load_newest
 
     state = load_newest(engine, folder)
     return {"boxes": boxes(engine), "step": None if state is None else state.position.step}

@@ -25,10 +25,9 @@ from shardwise.spec import Job
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.full_tensors import LazyTensor
-from shardwise.training.convert.sources import open_weights
+from shardwise.training.checkpointing import start_from
+from shardwise.training.convert.sources import open_weights, write_file
 from shardwise.training.convert.weights import complete
-from shardwise.training.convert.write import write_file
-from shardwise.training.start import start_from
 from training.convert.foreign_folders import write_deepspeed, write_megatron
 from training.runs import boxes, whole
 

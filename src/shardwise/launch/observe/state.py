@@ -20,12 +20,9 @@ from shardwise.launch.outcome import STOPPED_WITHOUT_CHECKPOINT, STOPS
 from shardwise.layout.ranks import coordinate
 from shardwise.run.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.flight.analysis import Lateness, OutOfStep, lateness, out_of_step
-from shardwise.run.flight.record import read_flights
-from shardwise.run.metrics.events import ENDED, FAILED, STARTED, RunEvent, read_events
-from shardwise.run.metrics.lines import Follower
-from shardwise.run.metrics.recent import RecentSteps
-from shardwise.run.metrics.recorder import read_prediction
+from shardwise.run.flight import Lateness, OutOfStep, lateness, out_of_step, read_flights
+from shardwise.run.metrics.lines import Follower, RecentSteps
+from shardwise.run.metrics.recorder import ENDED, FAILED, STARTED, RunEvent, read_events, read_prediction
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job

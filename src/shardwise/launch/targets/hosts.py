@@ -25,8 +25,8 @@ from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.installed import installed, require_same
 from shardwise.run.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
-from shardwise.run.environment.host import HOST
-from shardwise.run.flight.record import write_flight
+from shardwise.run.environment import HOST
+from shardwise.run.flight import write_flight
 from shardwise.spec.errors import SpecError
 
 SSH = "SHARDWISE_SSH"  # the program, and options for all hosts, as in GIT_SSH_COMMAND

@@ -24,7 +24,7 @@ from shardwise.launch.targets.manifest import (
     written_manifest,
 )
 from shardwise.launch.targets.registry import TargetRequest, Written
-from shardwise.run.environment.reader import PORT
+from shardwise.run.environment import PORT
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
 from shardwise.spec.installation import SHARED_BYTES

@@ -15,9 +15,8 @@ from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds, uns
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.fit import Fit, Residual, fit
-from shardwise.measure.calibrate.gpu_samples import AttentionFigure, CopyFigure, GpuSamples, ProductFigure
+from shardwise.measure.calibrate.gpu_samples import AttentionFigure, CopyFigure, GpuSamples, Mix, ProductFigure
 from shardwise.measure.calibrate.steps import CaseSample, case_job
-from shardwise.measure.calibrate.sustained import Mix
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import MODES, PASSES, SCALINGS, Efficiency, EngineKernels
 from shardwise.spec.hardware import Device

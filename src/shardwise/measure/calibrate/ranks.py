@@ -16,10 +16,9 @@ import torch.distributed as dist
 from shardwise.engine.world import silence_blas_fallback
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.ranks import local_rank
-from shardwise.run.environment.host import host_name
-from shardwise.run.environment.reader import Started
+from shardwise.run.environment import Started, host_name
 from shardwise.spec.errors import SpecError
-from shardwise.training.meeting import store_of
+from shardwise.training.agreement import store_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store

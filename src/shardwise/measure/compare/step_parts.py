@@ -16,8 +16,7 @@ from shardwise.layout.groups import expert_runs, group_runs
 from shardwise.layout.network import network, spanned
 from shardwise.layout.ranks import coordinate, node_of
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
-from shardwise.measure.compare.exchanges import Exchange, exchanges_of
-from shardwise.measure.compare.segments import Step, device_steps, steps_of
+from shardwise.measure.compare.recorded import Exchange, Step, device_steps, exchanges_of, steps_of
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.run.profile import NamedRange, RankRecord
 from shardwise.spec.errors import SpecError

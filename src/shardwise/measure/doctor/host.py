@@ -14,8 +14,7 @@ from pathlib import Path
 
 from shardwise.measure.doctor.findings import Checked as Checked
 from shardwise.measure.doctor.findings import Examination as Examination
-from shardwise.run.environment.interfaces import loopback_interface
-from shardwise.run.environment.reader import PORT
+from shardwise.run.environment import PORT, loopback_interface
 from shardwise.spec.installation import SHARED_BYTES
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 

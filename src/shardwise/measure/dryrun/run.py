@@ -17,7 +17,6 @@ from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role, sent_forw
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
-from shardwise.measure.dryrun.extend import Extension, Key, TracedShape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.memory import StepPlace
 from shardwise.measure.dryrun.result import (
     PARTS,
@@ -31,7 +30,17 @@ from shardwise.measure.dryrun.result import (
     fullest_rank,
     require_equal_stages,
 )
-from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
+from shardwise.measure.dryrun.trace import (
+    Extension,
+    Key,
+    Trace,
+    TracedShape,
+    alike,
+    at_one_moment,
+    extension,
+    trace,
+    whole_shape,
+)
 from shardwise.pipeline import ActionKind, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

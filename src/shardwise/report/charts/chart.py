@@ -86,13 +86,10 @@ class ChartAxis:
 class Chart:
     """What all charts have."""
 
-    name: str
-    """Unique on its page."""
+    name: str  # unique on its page
     title: str
-    caption: str
-    """What to look for."""
-    table: ChartTable
-    """The same in numbers."""
+    caption: str  # what to look for
+    table: ChartTable  # the same in numbers
 
     KIND: ClassVar[str]
 
@@ -119,11 +116,9 @@ class BarSeries:
     """The bars of one colour."""
 
     name: str
-    values: tuple[float, ...]
-    """One per category."""
+    values: tuple[float, ...]  # one per category
     tone: Tone
-    details: tuple[tuple[str, ...], ...] = ()
-    """Lines that explain each value."""
+    details: tuple[tuple[str, ...], ...] = ()  # lines that explain each value
 
 
 @dataclass(frozen=True)
@@ -151,12 +146,10 @@ class LineSeries:
     """Points of one colour, which a line may join."""
 
     name: str
-    points: tuple[tuple[float, float], ...]
-    """(x, y) of each."""
+    points: tuple[tuple[float, float], ...]  # (x, y) of each
     tone: Tone
     style: LineStyle = "line"
-    labels: tuple[str, ...] = ()
-    """A name for each point."""
+    labels: tuple[str, ...] = ()  # a name for each point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +160,7 @@ class LineChart(Chart):
     x: ChartAxis
     y: ChartAxis
     series: tuple[LineSeries, ...]
-    is_stacked: bool = False
-    """Areas on top of each other; each keeps its value until the next point."""
+    is_stacked: bool = False  # areas on top of each other; each keeps its value until the next point
     limits: tuple[ChartLimit, ...] = ()
 
 
@@ -188,8 +180,7 @@ class SpanChart(Chart):
     axis: ChartAxis
     rows: tuple[str, ...]
     kinds: tuple[SpanKind, ...]
-    spans: tuple[tuple[int, float, float, int, str], ...]
-    """(row, start, end, kind, label); row and kind are indices."""
+    spans: tuple[tuple[int, float, float, int, str], ...]  # (row, start, end, kind, label); row and kind are indices
     end: float
 
 
@@ -198,8 +189,7 @@ class MeshCell:
     """A device of a node."""
 
     label: str
-    detail: str
-    """Shown when pointed at."""
+    detail: str  # shown when pointed at
     tone: Tone
 
 

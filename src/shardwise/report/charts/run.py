@@ -128,17 +128,18 @@ def memory_prediction_chart(summary: RunSummary) -> BarChart | None:
 
 def comparison_chart(comparison: Comparison) -> BarChart:
     """Every part of a profiled step beside its prediction."""
-    first, last = comparison.found.numbers[0], comparison.found.numbers[-1]
+    first, last = comparison.measured.numbers[0], comparison.measured.numbers[-1]
     parts = {
         MEASURED_WORDS.get(part.name, part.name): (part.predicted, part.measured)
         for part in comparison.parts
         if part.predicted or part.measured
     }
-    whole = comparison.predicted.step_seconds, comparison.found.step_seconds
+    whole = comparison.predicted.step_seconds, comparison.measured.step_seconds
+    busiest = comparison.measured.busiest.rank
     return _both(
         "comparison",
         "Every part of the step: predicted and measured",
-        f"Of rank {comparison.found.busiest.rank}, which waits least, in steps {first} to {last}, which were profiled.",
+        f"Of rank {busiest}, which waits least, in steps {first} to {last}, which were profiled.",
         "seconds",
         {**parts, "step": whole},
     )

@@ -12,8 +12,17 @@ from shardwise.planner.candidate import Candidate
 from shardwise.planner.plan import Plan
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
-from shardwise.report.charts.memory import memory_chart, memory_over_time_chart
-from shardwise.report.charts.mesh import mesh_chart
+from shardwise.report.charts.devices import memory_chart, memory_over_time_chart, mesh_chart
+from shardwise.report.charts.job import (
+    campaign_chart,
+    communication_chart,
+    levels_chart,
+    roofline_chart,
+    scaling_chart,
+    step_chart,
+    timeline_chart,
+    topologies_chart,
+)
 from shardwise.report.charts.plan import memory_of_layouts_chart, pareto_chart, ranking_chart
 from shardwise.report.charts.run import (
     Records,
@@ -24,12 +33,9 @@ from shardwise.report.charts.run import (
     step_prediction_chart,
     throughput_chart,
 )
-from shardwise.report.charts.step import communication_chart, levels_chart, roofline_chart, step_chart
-from shardwise.report.charts.timeline import timeline_chart
-from shardwise.report.charts.verdict import verdict_sentence
-from shardwise.report.charts.whole_run import campaign_chart, scaling_chart, topologies_chart
 from shardwise.report.page import Line, Piece, paged
-from shardwise.report.plot.drawing import Drawing
+from shardwise.report.plot import Drawing
+from shardwise.report.verdict import verdict_sentence
 from shardwise.spec.job import Job
 
 if TYPE_CHECKING:
@@ -43,8 +49,7 @@ class ChartSection:
 
     title: str
     charts: tuple[Chart, ...]
-    notes: tuple[str, ...] = ()
-    """What is not drawn, and why."""
+    notes: tuple[str, ...] = ()  # what is not drawn, and why
 
 
 def section(title: str, charts: Iterable[Chart | None], notes: Iterable[str] = ()) -> ChartSection:
@@ -86,12 +91,9 @@ class PlanPictures:
     """A plan for the job's model, cluster and batch, or why there is none."""
 
     plan: Plan | None = None
-    front: Sequence[Candidate] = ()
-    """Pareto front of time and memory."""
-    own: Candidate | None = None
-    """The job itself, if it is not the plan."""
-    why_not: str = ""
-    """Why there is no plan."""
+    front: Sequence[Candidate] = ()  # Pareto front of time and memory
+    own: Candidate | None = None  # the job itself, if it is not the plan
+    why_not: str = ""  # why there is no plan
 
     def charts(self, job: Job) -> list[Chart]:
         if self.plan is None:
@@ -105,10 +107,8 @@ class RunPictures:
 
     records: Records
     summary: RunSummary
-    comparison: Comparison | None = None
-    """The profiled steps beside their prediction."""
-    why_not: str = ""
-    """Why there is no comparison."""
+    comparison: Comparison | None = None  # the profiled steps beside their prediction
+    why_not: str = ""  # why there is no comparison
 
 
 def run_sections(run: RunPictures, job: Job) -> list[ChartSection]:

@@ -31,10 +31,8 @@ class Quantity:
     """A number of an explanation: text for people, a plain number for machines."""
 
     value: float
-    unit: str = "number"
-    """Key of the number in the JSON."""
-    shown: str = ""
-    """Replaces the usual text of a number of this unit."""
+    unit: str = "number"  # key of the number in the JSON
+    shown: str = ""  # replaces the usual text of a number of this unit
 
     @property
     def text(self) -> str:
@@ -80,12 +78,9 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "C": chos
 class Formula:
     """A formula that is printed and computed from the same text."""
 
-    name: str
-    """What it computes."""
-    text: str
-    """Symbols, numbers, + − · / and the functions min, max and C(n, k)."""
-    symbol: str = ""
-    """Stands for its value in the formulas after it."""
+    name: str  # what it computes
+    text: str  # symbols, numbers, + − · / and the functions min, max and C(n, k)
+    symbol: str = ""  # stands for its value in the formulas after it
 
     def __str__(self) -> str:
         return f"{self.title} = {self.text}"
@@ -116,13 +111,10 @@ class GridTable:
     """A small table inside an explanation."""
 
     title: str
-    columns: Mapping[str, str]
-    """Headings, each with the key of its column in the JSON, which names the unit."""
+    columns: Mapping[str, str]  # headings, each with the key of its column in the JSON, which names the unit
     rows: tuple[tuple[Value, ...], ...]
-    words: int = 1
-    """How many of the first columns hold text."""
-    optional: tuple[str, ...] = ()
-    """Columns that a narrow console drops, in this order."""
+    words: int = 1  # how many of the first columns hold text
+    optional: tuple[str, ...] = ()  # columns that a narrow console drops, in this order
 
     def data(self) -> dict[str, Any]:
         """Rows as mappings, without bars and empty cells."""
@@ -144,8 +136,7 @@ class Explanation:
     title: str
     formula: tuple[str, ...]
     source: tuple[str, ...]
-    numbers: tuple[tuple[str, str, Quantity], ...] = ()
-    """Symbol, meaning and value of each."""
+    numbers: tuple[tuple[str, str, Quantity], ...] = ()  # symbol, meaning and value of each
     result: tuple[tuple[str, Quantity], ...] = ()
     tables: tuple[GridTable, ...] = ()
     remarks: tuple[str, ...] = ()

@@ -23,9 +23,8 @@ from pathlib import Path
 
 from shardwise.interop.companions import KEPT_IN, companions, keep_companions
 from shardwise.run.checkpoint.manifest import NAME
-from shardwise.run.storage.limits import Limit
 from shardwise.run.storage.place import Place, RemotePlace
-from shardwise.run.storage.stores import ObjectFacts, refused
+from shardwise.run.storage.stores import Limit, ObjectFacts, refused
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import parse_json
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.run.data.sources import Document, ReadingRules, read_records, require_readable
-from shardwise.run.data.token_files import PairWriter, Tokens, token_dtype
-from shardwise.run.data.tokenizer import BYTES, Tokenizer, tokenizer_from
+from shardwise.run.data.token_files import BYTES, PairWriter, Tokenizer, Tokens, token_dtype, tokenizer_from
 from shardwise.spec.errors import SpecError
 
 PORTION = 64  # documents handed to a process at a time
@@ -33,15 +32,11 @@ class Built:
     prefix: Path
     documents: int
     tokens: int
-    counted: int
-    """Tokens that the loss counts."""
+    counted: int  # tokens that the loss counts
     vocab: int
-    skipped: int = 0
-    """Records that could not be read."""
-    first_skipped: str = ""
-    """What was wrong with the first of them."""
-    repaired: int = 0
-    """Records in which something that is not a character was replaced."""
+    skipped: int = 0  # records that could not be read
+    first_skipped: str = ""  # what was wrong with the first of them
+    repaired: int = 0  # records in which something that is not a character was replaced
 
 
 class _Kept:

@@ -65,8 +65,7 @@ class Member:
     """A file in a tar."""
 
     name: str
-    content: bytes | None
-    """None if it is larger than allowed."""
+    content: bytes | None  # None if it is larger than allowed
 
 
 def members_of(file: BinaryIO, suffixes: tuple[str, ...], most: int) -> Iterator[Member]:
@@ -136,12 +135,9 @@ _INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
 class ReadingRules:
     """How files are read."""
 
-    field: str = "text"
-    """Where a record of JSON or Parquet has its text."""
-    most_bytes: int = 32 * 2**20
-    """Of a record."""
-    raw: bool = True
-    """Keeps bytes that are not UTF-8, for the byte tokenizer; otherwise they are replaced."""
+    field: str = "text"  # where a record of JSON or Parquet has its text
+    most_bytes: int = 32 * 2**20  # of a record
+    raw: bool = True  # keeps bytes that are not UTF-8, for the byte tokenizer; otherwise they are replaced
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,7 @@ class SourceRecord:
 
     document: Document = ()
     problem: SpecError | None = None
-    repaired: bool = False
-    """Something in it was not a character, and was replaced."""
+    repaired: bool = False  # something in it was not a character, and was replaced
 
 
 def read_records(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:

@@ -200,8 +200,7 @@ class RunSummary:
     steps: int
     first_loss: float | None
     last_loss: float | None
-    recent_loss: float | None
-    """Median of the last `RECENT_LOSSES` steps."""
+    recent_loss: float | None  # median of the last `RECENT_LOSSES` steps
     first_validation: float | None
     last_validation: float | None
     step_seconds: float | None
@@ -211,8 +210,7 @@ class RunSummary:
     tokens_per_second: float | None
     mfu: float | None
     data_wait_share: float | None
-    missing_steps: str = ""
-    """Steps without a line in metrics.jsonl, such as "11 to 14"."""
+    missing_steps: str = ""  # steps without a line in metrics.jsonl, such as "11 to 14"
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
@@ -255,3 +253,58 @@ def _median_of(records: list[Mapping[str, Any]], name: str) -> float | None:
 
 def _last(records: list[Mapping[str, Any]], name: str) -> float | None:
     return next((record[name] for record in reversed(records) if record.get(name) is not None), None)
+
+
+# -- the newest figures: for the progress bar, `status` and Prometheus -------------------------------
+
+RECENT = 20  # steps whose median is the pace
+
+
+class RecentSteps:
+    """Figures from records of metrics.jsonl, given to `add` in turn; None until a record has one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.tokens_per_second: float | None = None
+        self.mfu: float | None = None
+        self.predicted_seconds: float | None = None
+        self.predicted_memory_bytes: float | None = None
+        self.memory_bytes: float | None = None
+        self.memory_bytes_of_ranks: tuple[float, ...] = ()
+        self.interval = 1  # steps between two records
+        self.useful_seconds = 0.0  # of steps that were not bad
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._last_seconds: float | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.step = record["step"]
+        if record.get("validation_loss") is not None:
+            self.validation_loss = record["validation_loss"]
+        seconds = record.get("seconds")
+        if seconds is None:
+            return
+        self.loss = record.get("loss")
+        for name in ("tokens_per_second", "mfu", "predicted_seconds", "predicted_memory_bytes", "memory_bytes"):
+            if record.get(name) is not None:
+                setattr(self, name, record[name])
+        of_ranks = record.get("memory_bytes_of_ranks")
+        if of_ranks is None:  # otherwise counting slowed the step down
+            self._recent.append(seconds)
+        elif isinstance(of_ranks, list):
+            self.memory_bytes_of_ranks = tuple(of_ranks)
+        self._last_seconds = seconds
+        self.interval = int(record.get("interval") or 1)
+        if not record.get("bad"):
+            self.useful_seconds += seconds * self.interval
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the newest steps."""
+        return statistics.median(self._recent) if self._recent else self._last_seconds
+
+    def left_seconds(self, steps: int) -> float | None:
+        """Time until ``steps`` are done, at the pace of the newest."""
+        seconds = self.step_seconds
+        return None if seconds is None else max(0, steps - self.step) * seconds

@@ -1,25 +1,99 @@
-"""What rank 0 records: a line per step, with the prediction, to every sink that the run asks for."""
+"""What a run records: events of its starts and ends, and a line per step."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
 import os
-import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
+from io import FileIO
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from shardwise.cost.compute.flops import flops_per_token
-from shardwise.run.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges
+from shardwise.run.metrics.lines import (
+    MOST_LINE_BYTES,
+    NAME,
+    MetricLines,
+    missing_steps,
+    open_lines,
+    read_lines,
+    spelled_ranges,
+)
 from shardwise.spec.errors import SpecError
-from shardwise.spec.files import read_json
+from shardwise.spec.files import bounded_lines, parse_json, read_json
 from shardwise.spec.job import Job
+
+# -- events, as lines of JSON ------------------------------------------------------------------------
+# The launcher writes them, or rank 0 if another program started the ranks. A run without an end was killed, or is still
+# running.
+
+STARTED, FAILED, ENDED = "started", "failed", "ended"
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """A start, a failure or the end of a run."""
+
+    at: float  # seconds since the epoch
+    kind: str
+    attempt: int  # counted from 0 within one command
+    text: str = ""
+    folder: str | None = None  # where the ranks of the attempt report
+    host: str = ""  # that wrote it
+    status: int | None = None  # exit status, of an end
+    stopped: bool = False  # by request
+
+
+class EventLog:
+    """Appends to events.jsonl, even after its folder is moved; a full disk loses an event, never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+
+    def write(self, kind: str, attempt: int, text: str = "", **more: Any) -> None:
+        line = json.dumps(
+            {"at": time.time(), "kind": kind, "attempt": attempt, "text": text, "host": gethostname(), **more}
+        )
+        with suppress(OSError):
+            self._file = self._file or self._path.open("ab", buffering=0)
+            self._file.write(f"{line}\n".encode())
+
+    def ended(self, attempt: int, status: int, *, stopped: bool = False, why: str = "") -> None:
+        self.write(ENDED, attempt, why, status=status, stopped=stopped)
+
+
+@contextmanager
+def ends_recorded(log: EventLog, attempt: int) -> Iterator[None]:
+    """Records the run's end if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        log.ended(attempt, getattr(error, "status", 1), why=str(error))
+        raise
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """The complete events, oldest first."""
+    events = []
+    with suppress(OSError), path.open("rb") as file:
+        for line in bounded_lines(file, MOST_LINE_BYTES):
+            with suppress(ValueError, TypeError):
+                event = RunEvent(**parse_json(line or b""))
+                if isinstance(event.at, (int, float)) and isinstance(event.attempt, int):
+                    events.append(event)
+    return events
+
+
+# -- what rank 0 records: a line per step, with the prediction, to every sink that the run asks for ---
 
 PREDICTION = "prediction.json"
 TENSORBOARD = "tensorboard"
@@ -125,7 +199,7 @@ class _WeightsAndBiases:
 _START = 1  # SessionLog.START: readers forget what they have of this step and later ones
 
 
-@contextlib.contextmanager
+@contextmanager
 def _guarded(folder: Path) -> Iterator[None]:
     try:
         yield
@@ -149,7 +223,7 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(time.time())}.{gethostname()}.{os.getpid()}"
         with _guarded(folder):
             self._file = (folder / name).open("ab", buffering=0)
         self._write(_bytes(3, b"brain.Event:2"))
@@ -169,7 +243,7 @@ class EventFile:
         event = struct.pack("<Bd", 1 << 3 | 1, time.time()) + message
         length = struct.pack("<Q", len(event))
         record = length + _checksum(length) + event + _checksum(event)
-        with contextlib.suppress(OSError):  # a full disk loses the record, never the run
+        with suppress(OSError):  # a full disk loses the record, never the run
             written = self._file.write(record)
             if written < len(record):  # readers would stop at half a record
                 self._file.truncate(self._file.tell() - written)

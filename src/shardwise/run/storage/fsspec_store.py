@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, Self, TypeVar
 
-from shardwise.run.storage.limits import USUAL, Limit, NoAnswer, PendingAnswer, in_time
-from shardwise.run.storage.stores import Blocks, ObjectFacts, StoreError
+from shardwise.run.storage.stores import USUAL, Blocks, Limit, NoAnswer, ObjectFacts, PendingAnswer, StoreError, in_time
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.installation import is_installed, require_packages
 from shardwise.spec.units import readable_duration

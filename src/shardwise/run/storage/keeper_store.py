@@ -17,8 +17,17 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-from shardwise.run.storage.limits import USUAL, Limit, NoAnswer, PendingAnswer, in_time
-from shardwise.run.storage.stores import Blocks, ObjectFacts, StoreError, fresh_bytes
+from shardwise.run.storage.stores import (
+    USUAL,
+    Blocks,
+    Limit,
+    NoAnswer,
+    ObjectFacts,
+    PendingAnswer,
+    StoreError,
+    fresh_bytes,
+    in_time,
+)
 
 _Answer = TypeVar("_Answer")
 KEEPER = "keeper"  # the scheme

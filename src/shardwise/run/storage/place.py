@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,20 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from shardwise.run.storage.limits import LIMIT_SECONDS, USUAL, Limit
-from shardwise.run.storage.stores import Content, ObjectFacts, ObjectStore, fresh_bytes, registered_store
+from shardwise.run.storage.fsspec_store import FsspecStore
+from shardwise.run.storage.stores import (
+    LIMIT_SECONDS,
+    USUAL,
+    Content,
+    Limit,
+    ObjectFacts,
+    ObjectStore,
+    fresh_bytes,
+    refused,
+    registered_store,
+)
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.run import Run
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
@@ -34,10 +46,8 @@ AHEAD = 4  # requests in flight when an object is read from beginning to end
 class RemotePlace:
     """An object, or the prefix of several."""
 
-    uri: str
-    """Without a slash at its end."""
-    limit: Limit = field(default=USUAL, compare=False)
-    """For every call to its store."""
+    uri: str  # without a slash at its end
+    limit: Limit = field(default=USUAL, compare=False)  # for every call to its store
 
     def within(self, limit: Limit) -> RemotePlace:
         return replace(self, limit=limit)
@@ -254,3 +264,60 @@ class BlockReader:
             if self.sums is None or block_sum(block) == self.sums[number]:
                 return block
         raise SpecError(str(self.place), f"is damaged near byte {first:,}", "copy or build it again")
+
+
+# -- checks before a run starts: whether its stores can be reached, and written to -------------------
+
+_PROBE_RETRIES = 1
+PROBE_SECONDS = 60.0  # for a small object, while somebody waits for the run to start
+_IN_ONE_PROCESS = ("memory",)
+
+
+def require_stores(run: Run) -> None:
+    """Raises SpecError if a run cannot read from, or keep checkpoints in, a store that it names."""
+    limit_seconds = min(PROBE_SECONDS, run.timeouts.checkpoint)
+    for kind, names in (("shards", run.data.shards), ("validation", run.data.validation)):
+        for number, name in enumerate(names):
+            _require_readable(f"run.data.{kind}[{number}]", place_of(name, limit_seconds))
+    if run.start_from is not None:
+        _require_readable("run.start_from", place_of(run.start_from, limit_seconds))
+    if run.checkpoints.folder is not None:
+        place = place_of(run.checkpoints.folder, limit_seconds)
+        if isinstance(place, RemotePlace):
+            require_writable_store(place, "run.checkpoints.folder")
+
+
+def _require_readable(field: str, place: Place) -> None:
+    if isinstance(place, RemotePlace):
+        require_shared(place, field)
+        try:
+            FsspecStore(place.uri, _PROBE_RETRIES, place.limit).listed(place.uri)
+        except OSError as error:
+            raise refused(field, place.uri, "cannot be read", error) from None
+
+
+def require_writable_store(place: RemotePlace, field: str) -> None:
+    """Writes, reads and deletes a small object below ``place``; raises SpecError with what does not work."""
+    require_shared(place, field)
+    probe, content = str(place / f".probe-{secrets.token_hex(4)}"), secrets.token_bytes(32)
+    store = FsspecStore(str(place), _PROBE_RETRIES, place.limit)
+    doing = "written to"
+    try:
+        store.put(probe, content)
+        doing = "read"
+        returned = store.read(probe, 0, len(content))
+        doing = "deleted from"
+        store.delete([probe])
+    except OSError as error:
+        raise refused(field, str(place), f"cannot be {doing}", error) from None
+    if returned != content:
+        problem = f"{place} gives back other bytes than were written"
+        raise SpecError(field, problem, "this store cannot keep checkpoints: choose another")
+
+
+def require_shared(place: RemotePlace, field: str) -> None:
+    """Raises SpecError for a store that only one process sees."""
+    scheme = str(place).partition("://")[0]
+    if scheme in _IN_ONE_PROCESS:
+        problem = f"{place} is in the memory of one process, and every rank is one of its own"
+        raise SpecError(field, problem, "name a path, or a store that all ranks reach")

@@ -23,8 +23,8 @@ from torch import Tensor
 from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.run.checkpoint.manifest import Manifest, Shard
-from shardwise.run.storage.limits import CLEANUP, CLEANUP_SECONDS
 from shardwise.run.storage.place import Place, RemotePlace
+from shardwise.run.storage.stores import CLEANUP, CLEANUP_SECONDS
 from shardwise.training.checkpoint.shards import Entry, blocks_of, shard_content, shard_name, write_shard
 
 _logger = logging.getLogger("shardwise.training")

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.interop.companions import has_companions
-from shardwise.run.checkpoint.boxes import Box
 from shardwise.run.checkpoint.folder import CheckpointFolder, kept_companions
-from shardwise.run.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, weight_keys
+from shardwise.run.checkpoint.manifest import Box, FullTensor, Manifest, SavedPiece, Shard, weight_keys
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes

@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.run.checkpoint.boxes import Box
-from shardwise.run.checkpoint.manifest import Shard
+from shardwise.run.checkpoint.manifest import Box, Shard
 from shardwise.run.storage.place import BlockCache, BlockReader, Place, RemotePlace
 from shardwise.run.storage.stores import Content, StoreError
 from shardwise.spec.errors import SpecError

@@ -16,7 +16,7 @@ from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
-from shardwise.run.checkpoint.boxes import ContiguousRun, PlacedBox, placed, taken
+from shardwise.run.checkpoint.manifest import ContiguousRun, PlacedBox, placed, taken
 
 WEIGHT, BUFFER = "weight", "buffer"
 OUTER = ("outer_weight", "outer_momentum")
@@ -27,19 +27,13 @@ OWN_STEPS = "steps/optimizer"
 class StateTensor:
     """A tensor of the training state, as far as this rank holds it."""
 
-    key: str
-    """Name of the full tensor."""
-    shape: tuple[int, ...]
-    """Of the full tensor."""
-    places: tuple[PlacedBox, ...]
-    """The boxes of it that are here."""
+    key: str  # name of the full tensor
+    shape: tuple[int, ...]  # of the full tensor
+    places: tuple[PlacedBox, ...]  # the boxes of it that are here
     dtype: torch.dtype
-    read: Callable[[], Tensor]
-    """The local tensor, or a copy of an offloaded one."""
-    write: Callable[[Tensor], None]
-    """Puts it back."""
-    optional: bool = False
-    """Starts from zero if a checkpoint of another layout or method has none of that shape."""
+    read: Callable[[], Tensor]  # the local tensor, or a copy of an offloaded one
+    write: Callable[[Tensor], None]  # puts it back
+    optional: bool = False  # starts from zero if a checkpoint of another layout or method has none of that shape
     worker: int = 0
     """Its owner, where data-parallel workers have weights of their own; the first worker's represent all."""
 
@@ -152,12 +146,6 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     if trainer.late is not None:
         values["late_sums"] = len(trainer.late.in_flight)
     return values
-
-
-def prepare_to_load(trainer: Trainer[Any], values: dict[str, Any]) -> None:
-    """Resizes states whose number varies, before the tensors of a checkpoint are read."""
-    if trainer.late is not None:
-        trainer.late.expect(int(values.get("late_sums", 0)))
 
 
 @torch.no_grad()

@@ -1,32 +1,59 @@
-"""What a path holds: one of our checkpoints, a Hugging Face folder, files of torch, DeepSpeed or Megatron-LM."""
+"""Weights at a path, whichever tool wrote them: what it holds, and how they are written for another tool."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from shardwise.interop.companions import folder_of_model, has_companions
+from shardwise.interop.companions import folder_of_model, has_companions, keep_companions, require_companions
 from shardwise.interop.jobs import model_from
 from shardwise.models.huggingface.folder import DTYPES, open_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
+from shardwise.models.huggingface.tensors import Naming
+from shardwise.models.huggingface.writer import stored_tensors, write_folder
+from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, sync_folder
 from shardwise.run.checkpoint.folder import folder_at, kept_companions, newest_at
 from shardwise.run.checkpoint.manifest import NAME as MANIFEST
-from shardwise.run.checkpoint.manifest import weight_keys
+from shardwise.run.checkpoint.manifest import Manifest, weight_keys
 from shardwise.run.storage.place import Place
+from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
+from shardwise.training.checkpoint.full_tensors import (
+    LazyTensor,
+    full_tensors,
+    read_in_turn,
+    require_space,
+    write_checkpoint,
+)
 from shardwise.training.checkpoint.load import require_intact
+from shardwise.training.checkpoint.shards import Entry, write_shard
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
-from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
-from shardwise.training.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
+from shardwise.training.convert.state_dict import (
+    Description,
+    described,
+    files_of_folder,
+    is_distributed,
+    model_tensors,
+    named_weights,
+    torch_files,
+)
 from shardwise.training.convert.weights import Weights, complete
+
+# -- what a path holds -------------------------------------------------------------------------------
 
 MODEL_KEY = "shardwise.model"  # the metadata entry that describes the model of a file that we write
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -129,3 +156,86 @@ def _model_of(text: str, source: Path) -> Model:
     except ValueError as error:  # SpecError is one
         problem = f"does not say which model it is ({shown(str(error))})"
         raise SpecError(str(source), problem, "name it: --model") from None
+
+
+# -- writing: files and folders appear once complete -------------------------------------------------
+
+Progress = Callable[[int], None]
+SHARD_BYTES = 5 * 10**9
+
+
+def write_file(weights: Weights, path: Path, progress: Progress, *, family_names: bool = False) -> Path:
+    """One safetensors file under our names, or under those of a Hugging Face family."""
+    metadata = {"format": "pt"}
+    if not family_names:
+        metadata[MODEL_KEY] = json.dumps(presets.shorten(weights.model))
+    with _new(path, weights.size) as part:
+        if family_names:
+            naming = Naming.of_model(weights.model, weights.companions)
+            # Done on meta tensors first, for the names, types and shapes in the header.
+            empty = (
+                (n, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+                for n, tensor in weights.tensors.items()
+            )
+            entries = [Entry(n, tensor.dtype, tuple(tensor.shape)) for n, tensor in stored_tensors(naming, empty)]
+            tensors = (tensor.contiguous() for _, tensor in stored_tensors(naming, _in_turn(weights, progress)))
+            write_shard(part, entries, tensors, metadata)
+        else:
+            entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()]
+            write_shard(part, entries, read_in_turn(list(weights.tensors.values()), progress), metadata)
+    return path
+
+
+def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
+    """A folder that the transformers library loads: config.json, safetensors, their index, and what came with them."""
+    with _new(path, weights.size) as part:
+        write_folder(part, weights.model, _in_turn(weights, progress), SHARD_BYTES, weights.companions)
+        for file in part.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        sync_folder(part)
+    return path
+
+
+def write_as_checkpoint(weights: Weights, path: Path, progress: Progress) -> Path:
+    """A weights-only checkpoint in the folder ``path``: `run.start_from` takes it in any layout."""
+    keyed = {
+        f"{'buffer' if name in weights.buffers else 'weight'}/{name}": tensor
+        for name, tensor in weights.tensors.items()
+    }
+    about = Manifest(weights.step, {"model": presets.shorten(weights.model)}, {}, {})
+    shards = max(1, min(len(keyed), -(-weights.size // SHARD_BYTES)))
+    if weights.companions is not None:
+        require_companions(weights.companions, path)
+    made = write_checkpoint(CheckpointFolder(path), about, keyed, shards, progress)
+    if weights.companions is not None:
+        keep_companions(weights.companions, path)
+    return path / made.name
+
+
+def _in_turn(weights: Weights, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    return zip(weights.tensors, read_in_turn(list(weights.tensors.values()), progress))
+
+
+@contextmanager
+def _new(path: Path, size: int) -> Iterator[Path]:
+    """A temporary path that is renamed to ``path`` at the end; a failure leaves nothing behind."""
+    if path.exists() or path.is_symlink():
+        raise SpecError(str(path), "is already there", "name another place")
+    require_space(path.parent, size)
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        if path.exists():
+            raise SpecError(str(path), "was created in the meantime", "name another place")
+        part.rename(path)
+        sync_folder(path.parent)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or shown(str(error))
+        raise SpecError(str(path), f"cannot be written ({why})", "free space there") from None
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)

@@ -26,14 +26,10 @@ class Weights:
 
     model: Model
     tensors: dict[str, LazyTensor]
-    buffers: frozenset[str]
-    """Names of those tensors that are no parameters: they balance experts."""
-    origin: str
-    """Where they come from, in words."""
-    step: int = 0
-    """How long they were trained, if known."""
-    companions: Path | None = None
-    """Folder with the small files of the Hugging Face folder that they once came from."""
+    buffers: frozenset[str]  # names of those tensors that are no parameters: they balance experts
+    origin: str  # where they come from, in words
+    step: int = 0  # how long they were trained, if known
+    companions: Path | None = None  # folder with the small files of the Hugging Face folder that they once came from
 
     @property
     def size(self) -> int:

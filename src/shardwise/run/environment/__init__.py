@@ -1,1 +1,0 @@
-"""Which launcher started this process, and as which rank: read from the environment."""

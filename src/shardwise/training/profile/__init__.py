@@ -1,1 +1,0 @@
-"""What ranks record of a few steps."""
