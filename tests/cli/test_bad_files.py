@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("count", [70, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_file_brings_a_reader_down(count: int, tmp_path: Path) -> None:
     """In a process of its own, whose memory is limited."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

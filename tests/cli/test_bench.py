@@ -23,6 +23,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 
 
+@pytest.mark.slow
 def test_every_collective_is_measured_and_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, plot = tmp_path / "bench.csv", tmp_path / "bench.svg"
     how = ["--max-bytes", "1KiB", "--repeats", "2", "--warm-up", "1", "--out", str(out), "--plot", str(plot)]

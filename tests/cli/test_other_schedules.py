@@ -100,6 +100,7 @@ def test_they_are_searched(installed: Path) -> None:
     assert {one["strategy"]["schedule"] for one in either["candidates"]} == {"eager", "thrice"}
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_leaves_one_out(installed: Path) -> None:
     found = answer(installed, f"plan {job('eager,thrice')} --global-batch 7 --microbatch 1")
     assert {one["strategy"]["schedule"] for one in found["candidates"]} == {"eager"}

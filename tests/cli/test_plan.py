@@ -39,12 +39,14 @@ def test_the_job_it_writes_is_the_best_it_names_and_runs(tmp_path: Path) -> None
     assert batch["data_parallel"] * batch["accumulation"] * batch["microbatch"] == batch["sequences"] == 64
 
 
+@pytest.mark.slow
 def test_a_plan_may_be_analyzed_and_exported(tmp_path: Path) -> None:
     assert planned(tmp_path).status == 0
     assert run("analyze", str(tmp_path / "job.yaml")).status == 0
     assert run("export", str(tmp_path / "job.yaml"), "--to", "megatron").status == 0
 
 
+@pytest.mark.slow
 def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
     questions = ["--why-not", "tp=8", "--why-not", "tp=3", "--what-if", "nvlink=900GB/s", "--what-if", "sm-free",
                  "--pareto", "memory", "--tokens", "1T", "--price", "2/h"]  # fmt: skip

@@ -152,6 +152,7 @@ def test_a_run_opens_from_disk_beside_its_prediction(page: Page, trained: Path, 
     assert "7 steps" in page.evaluate("document.querySelector('.facts').textContent")
 
 
+@pytest.mark.slow
 def test_it_follows_the_reader(page: Page, large: Path, tmp_path: Path) -> None:
     """Dark, narrow, and on paper, which is white whatever the screen was."""
     page.open(large.as_uri())

@@ -47,7 +47,7 @@ def raising(fault: BaseException) -> Callable[..., Any]:
     return raises
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("method", ["supervised", "_supervised", "_checked"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_a_run_that_breaks_off_is_no_success(

@@ -76,7 +76,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded(monkeypatch)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_at_every_width(verb: str, recorded: Recorded) -> None:
     result = run(*VERBS[verb].split())

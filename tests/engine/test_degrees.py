@@ -49,7 +49,7 @@ def changed(name: str) -> Model:
     return replace(tiny, layers=8) if name == "eight-layers" else model_named(name)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in CASES])
 def test_larger_degrees_equal_one_process(case: str) -> None:
     name, fields = CASES[case]

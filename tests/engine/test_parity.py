@@ -83,7 +83,7 @@ def test_a_technique_alone_equals_one_process(layout: Layout) -> None:
     run(layout, FEW)
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("layout", PAIRS, ids=str)
 def test_pairs_of_techniques_equal_one_process(layout: Layout) -> None:
     """Some have three dimensions or more at once."""

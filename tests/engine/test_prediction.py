@@ -44,7 +44,7 @@ QUICK = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", QUICK.values(), ids=QUICK)
 def test_it_trains_as_in_one_process(layout: tuple[str, dict[str, Any]]) -> None:
     """Two modules, so that one reads another's output."""

@@ -130,6 +130,7 @@ def adapted(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r'^on_misfit: .* use "warn" or "stop"$'):
         ShardwiseCallback(on_misfit="fail")  # type: ignore[arg-type]

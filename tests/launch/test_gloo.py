@@ -70,6 +70,7 @@ def fault():
     assert "in fault" in failure.reason
 
 
+@pytest.mark.slow
 def test_collectives_that_differ_are_explained(tmp_path: Path) -> None:
     body = """
 def fault():

@@ -106,6 +106,7 @@ others_wait()
     assert str(found.failure) == "rank 1 (start, step 0): killed by SIGKILL"
 
 
+@pytest.mark.slow
 def test_a_rank_with_only_a_victims_complaint_is_named_at_last(tmp_path: Path) -> None:
     found = launch(
         tmp_path,
@@ -125,6 +126,7 @@ def test_tries_are_bounded(tmp_path: Path) -> None:
     assert len({one.folder for one in found.attempts}) == 3
 
 
+@pytest.mark.slow
 def test_progress_earns_the_tries_back(tmp_path: Path) -> None:
     steps = tmp_path / "steps"
     steps.write_text("0")
@@ -202,6 +204,7 @@ others_wait()
     assert "no sign of life" in failure.reason
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
     found = launch(
         tmp_path,
@@ -401,6 +404,7 @@ def test_a_run_that_is_stopped_while_it_starts_has_nothing_to_save(tmp_path: Pat
     wait_until(lambda: not any(alive(pid) for pid in noted_pids(tmp_path / "run")), 10)  # who is killed takes a moment
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_listen_yet_keeps_nobody_waiting(tmp_path: Path) -> None:
     """It is still importing, say, and dies of SIGTERM; the other one would wait for it."""
     preface = PREFACE.replace("Reporter(place)\n", "Reporter(place) if place.rank else None\n")

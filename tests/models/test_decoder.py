@@ -207,7 +207,7 @@ def test_nothing_waits_for_the_device(model: Model) -> None:
         torch.ones(1).item()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["dense", "moe", "mla"])
 def test_a_layer_compiles_as_one_graph(shape: str) -> None:
     torch._dynamo.reset()

@@ -213,7 +213,7 @@ def step(layer: Layer, forward: Any) -> list[Tensor]:
     return [states.grad, *(one.grad.clone() for one in layer.parameters() if one.grad is not None)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remakes", [False, True])
 def test_a_compiled_layer_has_it_in_one_graph(layer: Layer, remakes: bool) -> None:
     right = step(layer, layer)

@@ -65,6 +65,7 @@ def test_the_table_covers_every_size():
         assert {ranks, ranks + 1, 2 * ranks, 4 * ranks} <= {int(row["microbatches"]) for row in rows}
 
 
+@pytest.mark.slow
 @table("name", NAMES)
 @table("ranks", range(2, 17))
 def test_no_bubble_is_longer_and_no_peak_higher_than_published(name, ranks):

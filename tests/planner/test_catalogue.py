@@ -45,7 +45,7 @@ def check(model: str, cluster: str) -> None:
     assert re.search(r"use [\d,]+ devices|devices with [\d.]+ [KMGTP]?i?B|more devices", remedy), remedy
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("model", "cluster"), SAMPLE)
 def test_a_pair_has_a_plan_or_a_reason(model: str, cluster: str) -> None:
     check(model, cluster)

@@ -148,7 +148,7 @@ def test_a_field_is_searched_only_within_its_values() -> None:
 # -- masks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 7])
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -> None:

@@ -109,7 +109,7 @@ def matches(strategy: Strategy, entry: Mapping[str, Allowed]) -> bool:
     return all(matters(strategy, name) and has(strategy, name, values) for name, values in entry.items())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_offered_is_what_was_asked_for(seed: int) -> None:
     request = drawn(seed)

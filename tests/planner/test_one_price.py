@@ -71,7 +71,7 @@ def dimensions(one: dict[str, Any]) -> list[str]:
     return [name for name in ("tp", "cp", "pp", "ep") if one["strategy"].get(name, 1) > 1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRID)
 def test_every_table_has_the_same_price_of_a_strategy(name: str, tmp_path: Path) -> None:
     check(GRID[name], tmp_path)

@@ -123,6 +123,7 @@ def test_a_loss_that_jumps_is_left_out(tmp_path: Path, shards: str) -> None:
     assert -np.inf == REFUSED
 
 
+@pytest.mark.slow
 def test_memory_of_every_rank_is_recorded_once(tmp_path: Path, shards: str) -> None:
     job = job_of(shards, 2, run=SHORT, dp=2)
     run(job, tmp_path)

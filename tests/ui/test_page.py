@@ -134,6 +134,7 @@ def _written(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value is None else str(value)
 
 
+@pytest.mark.slow
 def test_models_clusters_and_batches_are_picked(page: Page) -> None:
     def pick(field: str, value: str) -> None:
         place = f"document.querySelector('#{field}')"
@@ -151,6 +152,7 @@ def test_models_clusters_and_batches_are_picked(page: Page) -> None:
     assert_shows(page, wanted)
 
 
+@pytest.mark.slow
 def test_by_keyboard_alone(page: Page) -> None:
     page.evaluate("document.querySelector('#field-tp .chip[aria-checked=true]').focus()")
     page.press("ArrowLeft", 37)
@@ -167,6 +169,7 @@ def test_by_keyboard_alone(page: Page) -> None:
     assert page.evaluate("document.activeElement.closest('.field').dataset.field") == "pp"
 
 
+@pytest.mark.slow
 def test_every_part_of_the_memory_opens_its_formula(page: Page) -> None:
     for name in ("memory", "timeline", "communication", "levels"):
         page.evaluate(f"document.querySelector('#{name}').scrollIntoView()")
@@ -205,6 +208,7 @@ def test_wrong_input_is_one_line_beside_its_field(page: Page) -> None:
     page.problems[:] = [one for one in page.problems if "422" not in one]  # the browser logs every refusal
 
 
+@pytest.mark.slow
 def test_a_config_is_pasted_and_script_in_its_name_stays_text(page: Page) -> None:
     name = "<img src=x onerror=window.hit=1><script>window.hit=1</script>"
     config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -229,6 +233,7 @@ def dropped(page: Page, name: str, text: str) -> None:
     page.evaluate(f"(() => {{ const held = new DataTransfer(); {held}; window.dispatchEvent({event}); }})()")
 
 
+@pytest.mark.slow
 def test_a_run_of_another_framework_is_dropped(page: Page, picture: Callable[[Page, str], None]) -> None:
     """Its job and its notes; swapped with a pinned one, loaded again, reset; a refusal; a config.json after it."""
     told = "document.querySelector('#origin').hidden ? '' : document.querySelector('#origin').textContent"
@@ -276,6 +281,7 @@ def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) ->
     one.call("Page.close")
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
     """Another model, for which the layout is impossible: the search and the reset are of what is on the page."""
     model = "document.querySelector('#model')"
@@ -298,6 +304,7 @@ def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
     page.problems[:] = [one for one in page.problems if "422" not in one]
 
 
+@pytest.mark.slow
 def test_what_no_control_shows_is_shown_and_can_be_left_out(page: Page) -> None:
     other = {**FIRST, "stage_layers": "balanced", "cluster": "dgx-h100:4+dgx-h100:4"}
     changed(page, lambda: page.evaluate(f"import('/assets/state.js').then(it => it.replace({json.dumps(other)})); 0"))
@@ -323,6 +330,7 @@ def test_a_link_is_the_job_and_back_is_undo(page: Page, browser: Browser) -> Non
     assert_shows(page, {**FIRST, "zero": 3})
 
 
+@pytest.mark.slow
 def test_a_against_b_with_its_reason(page: Page, browser: Browser, picture: Callable[[Page, str], None]) -> None:
     page.click("#pin")
     changed(page, lambda: page.click("#field-pp .chip[data-value='4']"))
@@ -369,6 +377,7 @@ def test_the_search_shows_progress_can_be_cancelled_and_its_rows_used(
     assert answer(state(page))["job"]["words"] == words
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_job(page: Page, browser: Browser, tmp_path: Path) -> None:
     browser.call("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
 
@@ -389,6 +398,7 @@ def test_what_is_saved_is_the_job(page: Page, browser: Browser, tmp_path: Path) 
     assert page.evaluate("document.querySelector('#command').textContent") == answer(FIRST)["command"]
 
 
+@pytest.mark.slow
 def test_the_step_is_handed_to_perfetto(page: Page) -> None:
     """Its window answers that it is ready, and is given the trace; a message of anybody else is not."""
     page.evaluate("window.posted = []; window.open = () => ({postMessage: (...sent) => posted.push(sent)}); 0")
@@ -404,6 +414,7 @@ def test_the_step_is_handed_to_perfetto(page: Page) -> None:
     assert page.evaluate("posted.every(([, to]) => to === 'https://ui.perfetto.dev')")
 
 
+@pytest.mark.slow
 def test_advice_is_applied(page: Page) -> None:
     changed(page, lambda: page.click("#field-tp .chip[data-value='4']"))
     assert "does not fit" in page.evaluate(SENTENCE)
@@ -415,6 +426,7 @@ def test_advice_is_applied(page: Page) -> None:
 # -- looks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_fits_a_phone(page: Page, picture: Callable[[Page, str], None]) -> None:
     page.wait_for("document.querySelectorAll('#runs tbody tr').length > 3")
     for width in (360, 390, 768):

@@ -65,6 +65,7 @@ def test_the_answer_of_the_page_has_the_figures_of_the_command(served: Served) -
     assert found["verdict"]["sentence"].startswith("llama3-70b on 64 × h100-sxm: ")
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_function_and_shows_its_progress(served: Served) -> None:
     asked = {"model": "gpt2", "cluster": "workstation-4090", "global_batch": 16, "seq": 1024, "pareto": "memory",
              "tp": 1, "pp": 1, "cp": 1, "zero": "0,1", "shard_group": "all"}  # fmt: skip
@@ -230,6 +231,7 @@ def test_a_huge_number_is_refused_at_once(served: Served, name: str) -> None:
     assert reply.data["error"]["field"]
 
 
+@pytest.mark.slow
 def test_a_large_job_that_is_possible_is_answered(served: Served) -> None:
     job = {**JOB, "cluster": "dgx-h100:100000", "global_batch": 3_200_000, "pp": 80}
     assert served.post("answer", job).status in (200, 422)
@@ -248,7 +250,7 @@ def test_script_in_a_name_stays_text(served: Served) -> None:
     assert refused.status == 422 and refused.headers["content-type"].startswith("application/json")
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(13)
 @pytest.mark.parametrize(
     "what", ["answer", "analyze", "advice", "timeline", "published", "compare", "export", "import", "trace", "plan"]
 )

@@ -12,7 +12,7 @@ from shardwise.collectives.schedule import Schedule, schedule_of
 from shardwise.collectives.verifier import goals, starts
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", range(2, 9))
 def test_every_schedule_does_what_its_collective_does(world: int) -> None:
     results = on_ranks(world, run_all, world, False)

@@ -147,7 +147,7 @@ def test_what_is_sent_is_what_is_priced() -> None:
         assert rank["bytes"] == 3 * planned_bytes(one)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 @pytest.mark.parametrize("method", ["diloco", "async"])
 def test_a_worker_may_be_several_ranks(method: str, layout: dict[str, int]) -> None:

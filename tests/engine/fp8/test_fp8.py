@@ -235,7 +235,7 @@ def test_weights_are_cast_once_a_step(recompute: dict[str, object]) -> None:
     assert first[2] == matmuls + (2 * 2 * 7 if recompute.get("recompute") == "full" else 0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_layers_multiply_in_fp8_too(recompute: str) -> None:
     """All of them, also those that a compiled bf16 layer would add to the residual path by one matmul."""
@@ -245,6 +245,7 @@ def test_compiled_layers_multiply_in_fp8_too(recompute: str) -> None:
     assert matmuls in [2 * 2 * (7 + 4 + 4 + one) for one in again]
 
 
+@pytest.mark.slow
 def test_weight_gradients_are_the_matmuls_sums_in_fp32() -> None:
     """Compiled or not, over two microbatches: nothing rounds them to bf16 on their way."""
     ((_, expected, *_),) = on_ranks(1, gradients_here, job_of("fp8"))

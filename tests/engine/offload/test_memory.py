@@ -71,7 +71,7 @@ SAVERS: list[Any] = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", SAVERS, ids=str)
 def test_the_peak_falls_as_planned(saver: dict[str, Any], plain: tuple[int, dict[str, torch.Tensor]]) -> None:
     one = job(**saver)

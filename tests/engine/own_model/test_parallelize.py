@@ -120,7 +120,7 @@ MORE = [
 ]
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", [*ANY_MODULE, *ONE_DIMENSION, *FAMILIES, *ON_FOUR], ids=named)
 def test_it_equals_the_plain_loop(case: Case) -> None:
     check(case)

@@ -120,7 +120,7 @@ ALL = {(schedule, setting) for schedule in SCHEDULES for setting in SETTINGS | R
 FOLDED = ("zbv", "v-half", "v-min", "dualpipev")
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("schedule", "setting"), sorted(QUICK))
 def test_every_schedule(schedule: str, setting: str) -> None:
     check(strategy_for(schedule, (SETTINGS | RESHARDED)[setting]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from effort import examples
 from interop.frameworks.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, framework_of, read
 from shardwise.interop.frameworks.documents import without_comments
@@ -329,7 +330,7 @@ WRONG: tuple[Any, ...] = (None, True, -1, 0, 10**30, 0.5, float("inf"), "", "tex
 def test_any_wrong_value_is_refused_or_read(name: str) -> None:
     """A setting with a value of any kind gives fields, a job or one line, never another error."""
     random, one = Random(11), TARGETS[name]
-    for job in drawn(name, seed=12, number=40):
+    for job in drawn(name, seed=12, number=examples(80)):
         settings = one.settings(job)
         for _ in range(8):
             broken = {**settings, random.choice(sorted(settings)): random.choice(WRONG)}
@@ -343,7 +344,7 @@ def test_any_wrong_value_is_refused_or_read(name: str) -> None:
 
 def test_any_wrong_megatron_value_is_refused_or_read() -> None:
     random, one = Random(11), TARGETS["megatron"]
-    for job in drawn("megatron", seed=12, number=40):
+    for job in drawn("megatron", seed=12, number=examples(80)):
         settings = one.settings(job)
         for _ in range(8):
             broken = {

@@ -119,6 +119,7 @@ def test_rate_and_delay_take_effect_and_can_be_changed() -> None:
         assert seconds_to_send(network, 2**20) < slow
 
 
+@pytest.mark.slow
 def test_all_arrives_over_a_link_that_loses_packets() -> None:
     with emulated(Emulation.parse("2x1,1Gbit,0.1ms,loss=1%")) as network:
         assert seconds_to_send(network, 2**22) > 0
@@ -142,6 +143,7 @@ def lacks_commands() -> str | None:
     return f"there is no command {missing[0]}" if missing else None
 
 
+@pytest.mark.slow
 def test_the_kernel_keeps_a_rate() -> None:
     require("emulate", lacks_commands())
     with emulated(Emulation.parse("2x1,20Mbit"), "kernel") as network:

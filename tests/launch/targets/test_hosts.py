@@ -198,6 +198,7 @@ print(f"from rank {rank} \\u00e9")
     nobody_left(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_ranks_go_to_the_hosts_in_the_order_of_the_wiring(two_hosts: SshHosts, tmp_path: Path) -> None:
     body = """note(address=addresses[2].partition("/")[0], host=os.environ["SHARDWISE_HOST"])"""
     order = two_hosts.addresses[::-1]

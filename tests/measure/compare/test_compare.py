@@ -179,6 +179,7 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
     assert "recorded with another layout" in error_line(run("compare", str(tmp_path / "run")))
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_named(shards: str, tmp_path: Path) -> None:
     """Two pipelines side by side: messages of one of them come late."""
     job = profiled_job(shards, 4, dp=2, pp=2)

@@ -42,9 +42,9 @@ def differing(found: DryRun, *, memory: bool) -> list[str]:
 # -- bytes: of a small model, every dimension ---------------------------------------------------------
 
 QUICK = {
+    "tp-sp": job(SMALL, {"tp": 2, "dp": 4, "zero": 1}, 8),
     "unlike-shares": job(SMALL, {"dp": 8, "dp_shares": [3, 1, 1, 1, 1, 1, 1, 1], "zero": 1}, 40),
     "zero-3": job(SMALL, {"dp": 8, "zero": 3}, 16),
-    "tp-sp": job(SMALL, {"tp": 2, "dp": 4, "zero": 1}, 8),
     "pp": job(SMALL, {"pp": 2, "dp": 4}, 16),
     "ep": job(MIXTURE, {"dp": 8, "ep": 4}, 8),
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),

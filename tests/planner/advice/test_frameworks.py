@@ -75,7 +75,7 @@ def assert_priced_as_exported(found: Plan, name: str) -> None:
     assert best.job.training.precision == again.job.training.precision
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_plan_for_a_framework_is_what_its_configuration_says(model: str, name: str) -> None:

@@ -90,7 +90,7 @@ def tried(wish: Mapping[str, Allowed]) -> list[Job]:
     return [job for job in every_job(REQUEST, values) if keeps_to(job.strategy, wish)]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("texts", ALL, ids=lambda texts: ",".join(f"{name}={text}" for name, text in texts.items()))
 def test_the_verdict_is_that_of_trying_everything(texts: dict[str, str]) -> None:
     wish = {name: allowed(name, text) for name, text in texts.items()}

@@ -209,7 +209,7 @@ def test_a_kind_with_little_memory_gets_fewer_layers(order: tuple[int, int]) -> 
     assert step.step_seconds > roomy.step_seconds
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 64])
 def test_no_division_is_better(batch: int) -> None:
     """All 165 divisions of 10 layers and two ends over 4 stages, in both orders of the kinds."""

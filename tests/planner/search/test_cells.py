@@ -65,7 +65,7 @@ def cells(number: int, count: int) -> Iterator[tuple[TablePiece, int, int, Job]]
         yield piece, column, row, job_with(job, piece.strategy(column, row), int(piece.sequences[row]))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_cell_equals_its_strategy_priced_alone_and_runs_where_that_does(number: int) -> None:
     for piece, column, row, job in cells(number, 30):

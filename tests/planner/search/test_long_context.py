@@ -63,6 +63,7 @@ def test_context_and_tensor_parallelism_are_both_priced(wish: dict[str, str]) ->
         assert answer.best.job.training.seq == SEQ
 
 
+@pytest.mark.slow
 def test_the_reasons_set_context_against_tensor_parallelism() -> None:
     """The better of the two is named against the other by what each sends and computes again."""
     context, tensor = asked(cp="2..8", tp="1"), asked(tp="2..8", cp="1", recompute="full")

@@ -116,7 +116,7 @@ def test_the_pieces_add_up_to_the_stages() -> None:
         assert own.bytes == pytest.approx(memory.states, abs=head + 1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 32])
 def test_no_division_is_much_better(batch: int) -> None:
     """Against all 273 divisions of 16 layers and two ends over 4 stages with at most 7 layers each."""

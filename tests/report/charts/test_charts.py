@@ -109,6 +109,7 @@ def test_a_formula_has_the_numbers_of_the_job() -> None:
     assert lines["activations"][1].startswith("= 4 × 20 × ")  # microbatches in flight, layers of the rank
 
 
+@pytest.mark.slow
 @table("name", KINDS)
 def test_every_picture_is_json(name: str) -> None:
     """Without NaN and infinity, with as many texts as figures, and series of the length of their categories."""

@@ -102,7 +102,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("model", "before", "after"), LAYOUTS, ids=lambda value: str(value)[:40])
 def test_saved_here_and_loaded_there(tmp_path: Path, model: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Two steps, a checkpoint, two more under another layout: as four in one process."""
