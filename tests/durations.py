@@ -20,15 +20,10 @@ EVIDENCE = 60.0  # kept seconds of tests that have run here, before which nothin
 _KEPT_FROM = 1.0  # shorter tests are not worth a line
 
 
-def allowed(kept: float | None) -> float:
-    """Seconds that a quick test may take on an idle machine."""
-    return TOLERANCE * max(QUICK, kept or 0.0)
-
-
 class Durations:
-    def __init__(self, *, write: bool) -> None:
-        self._kept: dict[str, float] = json.loads(FILE.read_text(encoding="utf-8"))
-        self._write = write
+    def __init__(self, *, write: bool, file: Path = FILE, quick: float = QUICK, evidence: float = EVIDENCE) -> None:
+        self._kept: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+        self._write, self._file, self._quick, self._evidence = write, file, quick, evidence
         self._seen: dict[str, float] = {}
         self._setup = 0.0
         self._taken, self._expected = 0.0, 0.0  # by the tests that durations are kept of
@@ -42,12 +37,13 @@ class Durations:
             return report
         seconds = self._setup + report.duration
         kept = self._kept.get(item.nodeid)
-        busy = max(1.0, self._taken / self._expected) if self._expected >= EVIDENCE else None
-        if busy and seconds > busy * allowed(kept):
+        allowed = TOLERANCE * max(self._quick, kept or 0.0)  # on an idle machine
+        busy = max(1.0, self._taken / self._expected) if self._expected >= self._evidence else None
+        if busy and seconds > busy * allowed:
             report.outcome = "failed"
             report.longrepr = (
                 f"took {seconds:.1f} s, {seconds / busy:.1f} s without what else runs here, where "
-                f"{allowed(kept):.0f} s are allowed: make it faster, mark it slow, or run `make durations`"
+                f"{allowed:.0f} s are allowed: make it faster, mark it slow, or run `make durations`"
             )
         if kept:
             self._taken, self._expected = self._taken + seconds, self._expected + kept
@@ -60,4 +56,4 @@ class Durations:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._write and not hasattr(session.config, "workerinput"):  # the workers report to one process
             long = {name: round(taken, 1) for name, taken in sorted(self._seen.items()) if taken >= _KEPT_FROM}
-            FILE.write_text(json.dumps(long, indent=0) + "\n", encoding="utf-8")
+            self._file.write_text(json.dumps(long, indent=0) + "\n", encoding="utf-8")

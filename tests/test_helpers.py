@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 import conftest
-import durations
 from browser import Browser, Page, require_browser
+from durations import Durations
 from required import require
 from tables import table
 
@@ -114,14 +114,12 @@ def test_longer_but_so_is_all():
 """
 
 
-def test_a_quick_test_above_its_limit_fails(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_test_above_its_limit_fails(pytester: pytest.Pytester) -> None:
     """On a machine that takes twice as long for all tests, what takes twice as long passes."""
     kept = pytester.makefile(".json", durations=json.dumps({"test_it.py::test_kept": 0.05}))
-    monkeypatch.setattr(durations, "FILE", kept)
-    monkeypatch.setattr(durations, "QUICK", 0.05)
-    monkeypatch.setattr(durations, "EVIDENCE", 0.01)
+    limits = Durations(write=False, file=kept, quick=0.05, evidence=0.01)
     pytester.makepyfile(test_it=FILE_OF_A_SLOW_TEST)
-    result = pytester.inline_run("-m", "not slow", "-p", "no:xdist", plugins=[conftest])
+    result = pytester.inline_run("-m", "not slow", "-p", "no:xdist", plugins=[conftest, limits])
     passed, _, failed = result.listoutcomes()
     assert [report.nodeid for report in failed] == ["test_it.py::test_too_long"]
     assert "mark it slow" in str(failed[0].longrepr)

@@ -72,7 +72,6 @@ def test_other_verbs_run_on_the_ranks(launcher: str, tmp_path: Path) -> None:
     assert timed.returncode == 0 and json.loads(timed.stdout), timed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [pytest.param("openmpi", marks=pytest.mark.slow), "mpich"])
 def test_a_job_of_another_size_is_refused_once(launcher: str, tmp_path: Path) -> None:
     found = mpirun(launcher, 2, "train", *SMALL, *STEPS, "--run-folder", str(tmp_path / "run"))
