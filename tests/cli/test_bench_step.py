@@ -46,6 +46,7 @@ def test_a_step_is_measured_beside_its_prediction(capsys: pytest.CaptureFixture[
     assert found["graphs"] == "not used: a CPU has none"
 
 
+@pytest.mark.slow
 def test_a_seed_makes_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
     first, again, other = (measured(capsys, "--steps", "1", "--warmup", "1", "--seed", seed) for seed in "112")
     assert first["last_loss"] == again["last_loss"] != other["last_loss"]

@@ -28,7 +28,7 @@ def test_the_help_offers_both_where_tables_are_printed(verb: str) -> None:
     assert ("--markdown" in words) == ("--csv" in words) == (verb not in PRINT_NO_TABLES | NOT_OFFERED)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_a_table_is_well_formed(verb: str) -> None:
     markdown = run(*COMMANDS[verb], "--markdown")

@@ -106,6 +106,7 @@ def test_a_batch_that_does_not_divide_leaves_one_out(installed: Path) -> None:
     assert {one["strategy"]["schedule"] for one in found["candidates"]} == {"eager"}
 
 
+@pytest.mark.slow
 def test_they_are_drawn(installed: Path) -> None:
     result = shardwise(installed, "explain bubble --pp 3 --microbatches 6 --schedule eager")
     assert result.returncode == 0, result.stderr

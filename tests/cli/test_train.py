@@ -197,6 +197,7 @@ def test_what_does_not_fit_is_one_line_before_anything_starts(tmp_path: Path, ar
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mistake", [False, True])
 def test_a_failure_is_told_with_and_without_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: bool

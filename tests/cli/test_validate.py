@@ -107,6 +107,7 @@ def test_the_text_says_where_a_time_comes_from_and_its_range(tmp_path: Path) -> 
         assert part in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["collectives", "pipeline_bubble"])
 def test_the_other_layouts(name: str) -> None:
     data = run_json("validate", str(TABLES / f"{name}.csv"))
@@ -211,6 +212,7 @@ def test_a_path_that_is_no_such_table(path: str) -> None:
     error_line(run("validate", path))
 
 
+@pytest.mark.slow
 def test_tables_that_come_with_the_package_have_names() -> None:
     assert {*LAYOUTS, *SAME_LAYOUT} == set(SCORED)
     by_name, by_path = (run("validate", table) for table in ("pipeline_bubble", str(TABLES / "pipeline_bubble.csv")))

@@ -55,7 +55,7 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool, sharded: boo
     return losses, loads | {name: one.full_tensor() if sharded else one for name, one in found.items()}, stats  # type: ignore[attr-defined]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{}, {"recompute": "selective", "recompute_operators": ("norm", "activation")}])
 @pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE])
 def test_a_compiled_network_is_evaluated_before_its_first_step(model: Model, strategy: dict[str, Any]) -> None:

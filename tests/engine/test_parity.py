@@ -76,14 +76,12 @@ FEW = 2  # steps: the second begins with the moments and the weights of the firs
 IN_PAIRS = {value for layout in PAIRS for value in layout.values}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [one for one in ALONE if not IN_PAIRS.issuperset(one.values)], ids=str)
 def test_a_technique_alone_equals_one_process(layout: Layout) -> None:
     """Those that no layout of the quick pairs has."""
     run(layout, FEW)
 
 
-@pytest.mark.quick(10)
 @pytest.mark.parametrize("layout", PAIRS, ids=str)
 def test_pairs_of_techniques_equal_one_process(layout: Layout) -> None:
     """Some have three dimensions or more at once."""

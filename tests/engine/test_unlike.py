@@ -96,7 +96,7 @@ SLOW_STAGES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", STAGES.values(), ids=STAGES)
 def test_stages_with_unlike_degrees(layout: tuple[str, dict[str, Any]]) -> None:
     run(job(layout[0], 4, **layout[1]))

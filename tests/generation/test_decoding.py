@@ -26,7 +26,7 @@ LONGROPE = "phi3-long"  # refused beyond its original length, which these prompt
 FAMILIES: list[Any] = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES if one not in QUICK)]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", [one for one in FAMILIES if LONGROPE not in getattr(one, "values", ())])
 def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """In one batch of prompts of unequal length, against each prompt by itself."""
@@ -56,7 +56,7 @@ def test_a_text_ends_at_the_token_that_ends_it(tmp_path: Path) -> None:
         assert tokens_of(model, request, stop=ends, cache=cache) == wanted
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_cache_changes_nothing(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many allocations, with windows left behind, in every kind of layer."""

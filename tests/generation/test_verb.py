@@ -101,7 +101,7 @@ def saved_in(job: Job, folder: str) -> None:
     saver.finish()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}], ids=["zero-3", "tp", "pp"])
 def test_weights_are_read_from_any_layout(strategy: dict[str, Any], tmp_path: Path) -> None:
     """Their values follow from the seed alone."""

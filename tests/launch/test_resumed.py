@@ -126,7 +126,7 @@ def test_going_on_as_another_job_is_shown_and_the_run_made_ready(folder: Checkpo
     assert Job.from_yaml((path / "job.yaml").read_text()).run.data.held_out == 0.1
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

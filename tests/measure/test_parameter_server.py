@@ -97,6 +97,7 @@ def test_servers_that_wait_end_in_the_weights_of_the_all_reduce() -> None:
     assert not other.all_reduce.weights.equal(moved)  # it trained
 
 
+@pytest.mark.slow
 def test_adamw_at_the_servers_is_the_engines() -> None:
     found = compare_servers(ServerRequest(job_of(2, "adamw"), servers=1, staleness=3, steps=3), pool=pool())
     assert found.faults == []

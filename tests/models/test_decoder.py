@@ -30,6 +30,7 @@ def some_labels() -> torch.Tensor:
     return labels
 
 
+@pytest.mark.quick(3)
 @EVERY_SHAPE
 def test_the_loss_and_its_gradients_are_those_of_cross_entropy_on_logits(
     model: Model, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert decoder.head.weight is decoder.embedding.weight
 
 
+@pytest.mark.quick(3)
 @EVERY_SHAPE
 @torch.no_grad()
 def test_packed_documents_are_as_if_apart(model: Model) -> None:

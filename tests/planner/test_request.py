@@ -97,7 +97,7 @@ LARGEST = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("asked", LARGEST)
 def test_the_largest_jobs_are_answered(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the largest numbers that are taken: an answer or one line, and no figure that is none."""
@@ -135,6 +135,7 @@ def test_a_mixed_cluster_has_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert hurried.status == 0 or "within the time limit" in hurried.err
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_limit() -> None:
     command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --output - --json --time-limit"
     assert run(*command.split(), "0s").status == 2

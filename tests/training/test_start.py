@@ -169,6 +169,7 @@ def test_a_run_does_not_go_on_from_weights_alone(saved: Path) -> None:
     assert "holds weights only" in refused(saved, "--run-folder", str(folder))
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "words")
     job = job_of(shards)

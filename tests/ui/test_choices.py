@@ -26,6 +26,7 @@ def changed(given: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in {**given, **by}.items() if value is not None}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_value_does_what_the_page_says_of_it(name: str) -> None:
     given = JOBS[name]

@@ -111,6 +111,7 @@ def test_what_is_no_document_is_refused_in_one_line(body: bytes, said: str | Non
     assert len(body) < MOST_BYTES
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "given",
     [

@@ -116,6 +116,7 @@ def test_exports_and_the_trace_are_those_of_the_commands(served: Served) -> None
     assert refused.startswith("trace: ") and refused.endswith("give a smaller global_batch")
 
 
+@pytest.mark.slow
 def test_published_runs_name_their_source(served: Served) -> None:
     data = served.post("published", JOB).data
     assert data["own"]["model"] == "llama3-70b" and len(data["runs"]) == 5

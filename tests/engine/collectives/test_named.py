@@ -40,7 +40,7 @@ def job(measured: bool = False, model: str = "tiny", **strategy: Any) -> Job:
     return Job.from_dict({"model": model, "cluster": cluster, "strategy": strategy, "training": training})
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -64,7 +64,7 @@ def chosen_names(one: Job) -> set[str]:
     return {"the backend's own" if schedule is None else schedule.algorithm for schedule in sums._chosen.values()}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [

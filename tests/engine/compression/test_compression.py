@@ -113,6 +113,7 @@ def test_all_ranks_have_the_same_bits_and_nothing_is_lost(method: str, ranks: in
     assert kept.abs().max() > 1e-4
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [*EXCHANGED, "powersgd"])
 def test_without_error_feedback_nothing_is_kept_back(method: str) -> None:
     (one, other) = on_ranks(2, summed, method, False, 1)

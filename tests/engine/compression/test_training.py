@@ -87,7 +87,7 @@ def test_beside_tensor_and_pipeline_parallelism(method: str) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bf16", "powersgd"])
 def test_beside_experts(method: str) -> None:
     one = job({"method": method, "rank": 1}, model="tiny-moe", dp=4, ep=2)
@@ -132,7 +132,7 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
     return [boxes(engine), boxes(again)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("method", "steps"), [("int8", 3), ("powersgd", 3), ("1bit", 3), ("1bit-adam", 1), ("1bit-adam", 3)]
 )

@@ -46,7 +46,7 @@ def check(case: Case) -> list[Trained]:
     return results
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_microbatches_on_two_ranks(stage: str) -> None:
     check(Case(Strategy(dp=2, **STAGES[stage]), microbatches=3))
@@ -58,7 +58,7 @@ def test_one_microbatch_on_four_ranks(stage: str) -> None:
     check(Case(Strategy(dp=4, **STAGES[stage])))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero 1", "zero 2", "zero 3 local"])
 def test_hybrid_sharding(stage: str) -> None:
     check(Case(Strategy(dp=4, shard_group=2, **STAGES[stage]), microbatches=3))
@@ -70,6 +70,7 @@ def test_tied_embeddings(stage: str) -> None:
     check(Case(Strategy(dp=2, **STAGES[stage]), model=TIED, microbatches=2))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", ["zero 0", "zero 3"])
 def test_frozen_parameters_stay(stage: str) -> None:
     """The embedding, so that the first layer's input needs no gradient, and one matrix among trained ones."""
@@ -83,7 +84,7 @@ def test_a_module_without_values_gets_them_later(stage: str) -> None:
     check(Case(Strategy(dp=2, **STAGES[stage]), on_meta=True))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero 0", "zero 1", "zero 3"])
 def test_experts_have_ranks_of_their_own(stage: str) -> None:
     check(Case(Strategy(dp=4, ep=2, **STAGES[stage]), model=MIXTURE))

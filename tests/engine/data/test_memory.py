@@ -45,7 +45,7 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("strategy", "precision", "weights", "gradients", "optimizer"),
     [one[1:] for one in EXPECTED],
@@ -62,6 +62,7 @@ def test_a_rank_holds_what_its_stage_says(
             assert held["weights"] == PARAMETERS * weights
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_holds_the_part_of_its_group() -> None:
     strategy = Strategy(dp=4, zero=3, shard_group=2)
     for found in on_ranks(4, together, Case(strategy, EVEN, microbatches=3, steps=2)):
@@ -96,7 +97,7 @@ def held_before_the_last(job: Job) -> tuple[int, int]:
     return engine.mesh.pipeline_rank, held[-1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -162,7 +162,7 @@ def test_a_worker_may_be_several_ranks(method: str, layout: dict[str, int]) -> N
     assert losses[0] == pytest.approx(single[0]["losses"], rel=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["local-sgd", "diloco", "async"])
 def test_both_ends_of_a_pipeline_keep_the_same_bits_of_a_tied_embedding(method: str) -> None:
     """Of three workers: the sum of three depends on their order, and the two ends meet in groups of their own."""
@@ -236,7 +236,7 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
     return [boxes(engine), boxes(again), weights_of(fresh)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("synchronise", [
     {"method": "diloco", "inner_steps": 4}, {"method": "local-sgd", "inner_steps": 4},
     {"method": "async", "staleness": 2}, {"method": "async", "staleness": 5},

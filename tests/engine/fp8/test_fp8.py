@@ -198,6 +198,7 @@ def test_a_cut_layer_is_scaled_like_a_whole_one(scaling: str, kind: str) -> None
             assert off < (5e-3 if name == summed else 1e-6), (name, off)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("precision", "sequence_parallel"), [("fp8", True), ("fp8", False), ("fp8-rowwise", True)])
 def test_tensor_parallelism_follows_one_process(precision: str, sequence_parallel: bool) -> None:
     losses, norms, _ = alone(precision)

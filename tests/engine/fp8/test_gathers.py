@@ -26,7 +26,7 @@ def alone(precision: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp8", "fp8-blockwise"])
 def test_gathered_weights_are_the_numbers_of_whole_ones(precision: str, recompute: str) -> None:
@@ -38,6 +38,7 @@ def test_gathered_weights_are_the_numbers_of_whole_ones(precision: str, recomput
         assert found[1] == pytest.approx(norms, rel=HALF_A_ROUNDING)
 
 
+@pytest.mark.slow
 def test_shards_of_unequal_size() -> None:
     """128 rows over 3 ranks: the last has fewer, which are padded on their way."""
     divided, whole = (
@@ -55,6 +56,7 @@ def test_tensor_parallel_ranks_scale_alike() -> None:
         assert found[1] == pytest.approx(norms, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_what_is_gathered_in_fp8_is_not_cast_again() -> None:
     """Rows and columns have scales of their own: both forms would be as many bytes as bf16, which is gathered."""
     for precision, casts in (("fp8", 0), ("fp8-blockwise", 0), ("fp8-rowwise", 2 * 4 * 2)):

@@ -43,7 +43,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda value: str(value)[:40])
 def test_the_same_weights(model: str, layout: dict[str, Any]) -> None:
     here, one = job(model, **layout), job(model, **layout, offload={"activations": 0.7, "target": "nvme"})

@@ -79,6 +79,7 @@ SHARES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "offload"), SHARES, ids=str)
 def test_the_same_weights_with_a_share(layout: dict[str, Any], offload: dict[str, float]) -> None:
     one = job(**layout, offload={**offload, "target": "nvme"})

@@ -90,6 +90,7 @@ def test_an_overflow_on_one_rank_is_a_step_left_out_on_all(strategy: dict[str, A
         assert found.scales == [2.0**8, 2.0**7, 2.0**7, 2.0**8, 2.0**8]
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_is_found_out() -> None:
     scaling = {"initial": 2.0**30, "hysteresis": 1}
     found = on_ranks(2, trained, DENSE, {"dp": 2}, "fp16", scaling, (), 18)

@@ -254,6 +254,7 @@ def divided_updates(kind: str) -> dict[str, Tensor]:
     return {name: one.full_tensor().detach() for name, one in given.items()}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_divided_parameters_are_updated_alike(kind: str, world: int) -> None:

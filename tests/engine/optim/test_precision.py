@@ -77,7 +77,7 @@ def test_senseless_scales_are_refused(wrong: dict[str, int]) -> None:
         Training.from_dict({"optimization": {"loss_scaling": wrong}})
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", [HALF, MIXED], ids=["bf16 gradients", "fp32 gradients"])
 @pytest.mark.parametrize(
     "strategy",

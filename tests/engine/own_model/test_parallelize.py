@@ -132,7 +132,7 @@ def test_so_do_other_layouts(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case("llama", {**SP, "cp": 2}), Case("writer", {"pp": 2})], ids=named)
 def test_a_loss_of_the_users_own_sees_logits_wherever_they_are(case: Case) -> None:
     check(case, summed_loss)

@@ -55,7 +55,7 @@ def with_extra(batch: dict[str, Tensor], extra: str) -> dict[str, Tensor]:
     return batch
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("extra", ["padded", "packed"])
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"cp": 2, "context_method": "all-gather"}], ids=["tp", "cp"])
 def test_masks_and_positions_mean_what_they_mean_in_transformers(extra: str, fields: dict[str, Any]) -> None:

@@ -113,6 +113,7 @@ def ours(name: str, ranks: int, microbatches: int, chunks: int | None = None) ->
     return [[str(action) for action in actions] for actions in build(name, ranks, microbatches, chunks).actions]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 def test_the_same_lists_as_pytorch(ranks: int) -> None:
     for microbatches in (ranks, 2 * ranks, 3 * ranks, 12):

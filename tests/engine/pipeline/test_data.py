@@ -139,13 +139,14 @@ def test_hybrid_sharding(schedule: str, zero: int) -> None:
     check(strategy_for(schedule, {"zero": zero, "dp": 4, "shard_group": 2}))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("schedule", "setting"), [("1f1b", "zero 1"), ("zb-h2", "zero 0"), ("dualpipev", "zero 1")])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads"])
 def test_16_bits(schedule: str, setting: str, precision: str) -> None:
     check(strategy_for(schedule, SETTINGS[setting]), precision=precision, tolerance=3e-2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("schedule", "setting"), [("1f1b", "zero 1"), ("interleaved", "zero 2"), ("zb-h1", "zero 0")])
 def test_two_copies_of_a_tied_embedding_stay_equal(schedule: str, setting: str) -> None:
     """Bit for bit, from different first values."""

@@ -152,12 +152,13 @@ def compare(name: str, found: Tensor, whole: dict[str, Tensor], scale: float | N
     assert deviation(name, found, HeldPart(tuple(found.shape)), whole[name], scale).value < 1e-5, name
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("schedule", RUN)
 def test_two_ranks(schedule: str) -> None:
     check(job_for("llama", 2, 4, schedule))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_three_steps(schedule: str) -> None:
     check(job_for("tiny", 2, 3, schedule), steps=3)
@@ -178,6 +179,7 @@ def test_stages_of_any_size(schedule: str, layers: tuple[int, ...]) -> None:
     check(job)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
 def test_packed_documents(schedule: str) -> None:
     check(job_for("llama", 2, 3, schedule), packed=True)
@@ -196,6 +198,7 @@ def test_tied_embeddings(schedule: str) -> None:
         assert head is not None and torch.equal(weights["0:embedding.weight"], head)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_experts_and_their_balance_loss(schedule: str) -> None:
     check(job_for("tiny-moe", 2, 2, schedule))
@@ -289,6 +292,7 @@ def evaluated(schedule: str) -> tuple[Tensor, Tensor, int]:
     return loss, runner.step(batch.microbatches(4), batch.counted), gradients + kept
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_evaluation_gives_the_same_loss_and_leaves_nothing_behind(schedule: str) -> None:
     for loss, trained_loss, left in on_ranks(2, evaluated, schedule):

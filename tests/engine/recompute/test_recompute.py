@@ -193,7 +193,7 @@ def tensor_parallel(model: Model, strategy: dict[str, Any]) -> tuple[Any, float,
     return found, kept, layer_activation_bytes(job, moe=False), collectives.names
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tensor_parallel_layers_keep_as_planned_and_send_nothing_twice(sequence_parallel: bool) -> None:
     way = {"sequence_parallel": sequence_parallel}
@@ -215,6 +215,7 @@ def sharded(model: Model, strategy: dict[str, Any]) -> tuple[float, dict[str, Te
     return loss, {name: gradient.full_tensor() for name, gradient in found.items()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_there_when_functions_run_again() -> None:
     for model in (LLAMA, LATENT, MIXTURE):
         (expected, *_), (cheap, *_), (full, *_) = (on_ranks(2, sharded, model, way) for way in ({}, CHEAP, FULL))

@@ -73,7 +73,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("gpt", 2), ("latent", 2), ("mixed", 2)])
 def test_loss_gradients_and_logits_are_those_of_one_process(name: str, tp: int, way: str) -> None:

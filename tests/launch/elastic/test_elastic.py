@@ -129,6 +129,7 @@ def test_no_two_of_those_that_go_on_together_are_apart(nodes: int, apart: set[tu
     assert set(range(nodes)) - touched <= set(found), "whom nothing separates is there"
 
 
+@pytest.mark.slow
 def test_lost_nodes_are_found_and_found_again() -> None:
     require("emulate", why_not())
     with emulated(Emulation(nodes=4, ranks_per_node=1, rate=1e9, delay=1e-3)) as network:

@@ -90,7 +90,7 @@ def test_every_object_of_the_schemas_is_closed() -> None:
         assert [path for path, one in found.items() if one.get("additionalProperties") is not False] == []
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 def test_manifests_pass_and_one_more_field_anywhere_does_not(case: str) -> None:
     documents = rendered(CASES[case][0], CASES[case][1], *CASES[case][2])

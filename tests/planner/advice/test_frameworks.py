@@ -131,6 +131,7 @@ def test_a_precision_that_a_framework_lacks_is_refused() -> None:
         plan_for(Request(half), "torchtitan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), [("qwen3-30b-a3b", "colossalai")])
 def test_what_cannot_be_said_together_is_left_out_and_nothing_else(model: str, name: str) -> None:
     """The best within a framework's values is no plan for these; the best that can be said is found all the same."""

@@ -23,7 +23,7 @@ def job(**training: object) -> Job:
     return job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048, **training)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [{"precision": "int8"}, {"precision": "nvfp4"}, {"dropout": True}])
 def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=r"this engine has no|our attention kernels do not") as caught:

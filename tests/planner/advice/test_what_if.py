@@ -60,7 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_gives_the_plan_of_the_changed_machine(change: str) -> None:
     found, by_hand = after(change), plan(request_on(written(**CHANGES[change])))

@@ -182,7 +182,7 @@ def test_a_slower_link_between_the_kinds_costs_time() -> None:
 # -- layers to kinds ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "zbv"])
 def test_the_faster_kind_gets_more_layers(schedule: str, order: tuple[int, int]) -> None:

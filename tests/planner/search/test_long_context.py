@@ -32,6 +32,7 @@ def asked(**wish: str) -> WhyNot:
     return why_not(planned(), {name: allowed(name, text) for name, text in wish.items()})
 
 
+@pytest.mark.slow
 def test_there_is_a_plan_that_fits() -> None:
     best = planned().best
     assert peak_memory(best.job).total <= best.job.cluster.device.memory

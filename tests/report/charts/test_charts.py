@@ -129,6 +129,7 @@ def test_every_picture_is_json(name: str) -> None:
             assert all(len(one.values) == len(chart.categories) for one in chart.series)
 
 
+@pytest.mark.slow
 @table("name", ["dense-3d", "gqa-headline", "bare-hierarchical", "bare-ring", "context-ulysses"])
 def test_the_pipeline_is_drawn_to_the_end_of_the_step(name: str) -> None:
     found, told = found_of(name)

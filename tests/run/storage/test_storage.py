@@ -296,7 +296,7 @@ def test_tokens_of_a_store_are_those_of_a_disk_and_damage_is_named(
 # -- what is refused, and what is tried again ----------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("uri", "fault", "words"),
     [

@@ -114,6 +114,7 @@ def boxes_from(job: Job, source: str) -> dict[str, Any]:
     return {"boxes": boxes(engine)}
 
 
+@pytest.mark.slow
 def test_a_run_of_another_layout_starts_from_what_was_converted(tmp_path: Path) -> None:
     """The routers' bias too, from a checkpoint as from a Hugging Face folder."""
     job = {"model": "tiny-mla", "cluster": "laptop:2", "strategy": {"ep": 2}, "training": {"global_batch": 2}}
