@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from shardwise.api.campaign import EXAMPLES
+from shardwise.api.given import JobKeywords
 from shardwise.spec.schedules import schedule_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -323,6 +325,49 @@ def parses_by_itself(module: Module) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node.func)}"
 
 
+# -- errors name settings, each surface has its words for them --------------------------------------------------------
+
+ERRORS = {
+    "SpecError", "DoesNotFit", "StageFailed", "NotPriced", "RankLost", "HostLost", "exclusive", "whole_number",
+    "amount", "parse", "path_text", "texts", "require_writable", "write_text", "not_written", "require_cores",
+    "require_devices", "require_packages", "require_prompt", "under",
+}  # fmt: skip
+# Other frameworks' options; the command line, which says flags; what reads one from a command.
+FOREIGN_OPTIONS = ("interop/frameworks/", "cli/", "launch/node.py")
+FOREIGN_OPTIONS += ("api/execution.py", "api/manifests.py", "launch/targets/")  # still to be converted
+_COMMAND = re.compile(r"`[^`]*`")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+@cache
+def own_flags() -> frozenset[str]:
+    """The flags of the command line, as far as its modules spell them."""
+    texts = _constants(*(node for module in modules() if module.package == "cli" for node in module.nodes))
+    keywords = {f"--{name.replace('_', '-')}" for name in (*JobKeywords.__annotations__, *EXAMPLES)}
+    return frozenset(text for text in texts if _FLAG.fullmatch(text)) | keywords
+
+
+def flags_in_errors(module: Module) -> Iterator[str]:
+    """Texts of errors name a setting by ⟨keyword⟩; the command line makes a flag of it. Commands in ` ` stay."""
+    if module.name.startswith(FOREIGN_OPTIONS):
+        return
+    calls = [node for node in module.nodes if isinstance(node, ast.Call) and _function(node) in ERRORS]
+    given = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    names = {inner.id for value in given for inner in ast.walk(value) if isinstance(inner, ast.Name)}
+    for node in module.nodes:  # what a name stands for that is given to one of them
+        if isinstance(node, ast.Assign | ast.For):
+            target, value = (node.target, node.iter) if isinstance(node, ast.For) else (node.targets[0], node.value)
+            if names & {inner.id for inner in ast.walk(target) if isinstance(inner, ast.Name)}:
+                given.append(value)
+    for value in given:
+        text = _COMMAND.sub("", "".join(_constants(*ast.walk(value))))
+        yield from (f"line {value.lineno}: {flag}" for flag in sorted(own_flags() & {*_FLAG.findall(text)}))
+
+
+def _function(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_from_above,
     knows_a_price,
@@ -334,4 +379,5 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     private_torch,
     arguments_dynamo_miscounts,
     parses_by_itself,
+    flags_in_errors,
 )

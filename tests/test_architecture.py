@@ -27,6 +27,7 @@ from source_rules import (
     Module,
     arguments_dynamo_miscounts,
     class_names,
+    flags_in_errors,
     imported,
     imports_from_above,
     in_circles,
@@ -56,7 +57,7 @@ FUNCTION = "class F(torch.autograd.Function):\n"
 
 def test_every_module_keeps_every_rule() -> None:
     """One walk; each fault with its module and the rule that it breaks."""
-    assert len(modules()) > 200 and len(RULES) == 10
+    assert len(modules()) > 200 and len(RULES) == 11
     found = [
         f"{module.name}: {rule.__name__}: {fault}" for module in modules() for rule in RULES for fault in rule(module)
     ]
@@ -203,6 +204,15 @@ def test_what_may_read_text_still_does() -> None:
         (arguments_dynamo_miscounts, f"{FUNCTION}    def forward(ctx, one, other): ...", "models/x.py", False),
         (parses_by_itself, "json.loads(path.read_bytes())", "training/x.py", True),
         (parses_by_itself, "json.loads(line)", "launch/x.py", False),
+        (flags_in_errors, 'raise SpecError("--gpus", "is missing")', "api/x.py", True),
+        (flags_in_errors, 'whole_number(value, "--top")', "planner/x.py", True),
+        (flags_in_errors, 'how = f"leave --stack out: {a}"\nraise SpecError("stack", "no", how)', "api/x.py", True),
+        (flags_in_errors, 'for flag in ("--top",):\n    raise SpecError(flag, "no")', "api/x.py", True),
+        (flags_in_errors, 'notes.append("no sequence length is given (--seq)")', "api/x.py", False),
+        (flags_in_errors, 'raise SpecError("", "no", "`shardwise train --profile ...` records it")', "api/x.py", False),
+        (flags_in_errors, 'raise SpecError("⟨gpus⟩", "is missing", "srun --ntasks-per-node")', "api/x.py", False),
+        (flags_in_errors, 'raise SpecError("--optimizer", "is not known")', "interop/frameworks/x.py", False),
+        (flags_in_errors, 'subprocess.run(["sbatch", "--steps"])', "launch/x.py", False),
         (says_nothing, "import os", "cost/x.py", True),
         (says_nothing, '"""All."""\nimport os', "cost/x.py", False),
         (says_nothing, "", "cost/__init__.py", False),

@@ -33,6 +33,8 @@ def run(*arguments: str, columns: int = 132) -> Result:
             status: Any = main(list(arguments))
         except SystemExit as end:
             status = end.code
+    printed = out.getvalue() + err.getvalue()
+    assert "⟨" not in printed or "⟨" in "".join(arguments), printed  # the mark of a setting without words for it
     return Result(status, out.getvalue(), err.getvalue())
 
 

@@ -58,5 +58,5 @@ def test_a_job_that_is_small_enough_stays() -> None:
 
 def test_too_few_processes_for_every_dimension() -> None:
     job = large("llama3-8b", 8, 512, tp=2, pp=2, cp=2, zero=1)
-    with pytest.raises(SpecError, match="use --max-processes 16"):
+    with pytest.raises(SpecError, match="use max_processes=16"):
         on_fewer_ranks(job, 8)

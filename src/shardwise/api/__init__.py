@@ -2,14 +2,14 @@
 `calibrate`, `validate`, `generate`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
-imported when first used. The command line calls the same functions; here errors name keywords instead of flags.
+imported when first used. The command line calls the same functions; here errors name keywords, there flags.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise.spec.errors import SpecError
@@ -39,15 +39,23 @@ def __getattr__(name: str) -> Any:
 
 
 def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; its errors name keywords instead of the command line's flags."""
+    """The same function; its errors name a field of the job by the keyword that it was given by."""
 
     @functools.wraps(verb)
     def called(*arguments: Any, **keywords: Any) -> Any:
         try:
             return verb(*arguments, **keywords)
         except SpecError as error:
-            from shardwise.api.words import in_keywords, keywords_of
-
-            raise in_keywords(error, keywords_of(verb), keywords) from None
+            raise _by_keyword(error.worded(), keywords) from None
 
     return called
+
+
+def _by_keyword(error: SpecError, keywords: Iterable[str]) -> SpecError:
+    from shardwise.spec.fields import keyword_paths
+
+    names = {keyword_paths().get(name, name): name for name in keywords}
+    for path, name in names.items():
+        if error.field == path or error.field.startswith((f"{path}.", f"{path}[")):
+            return type(error)(name + error.field.removeprefix(path), error.problem, error.remedy)
+    return error

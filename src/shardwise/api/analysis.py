@@ -145,12 +145,12 @@ def analyze(
     """
     made, notes = _job(job, keywords)
     if ranks and made.cluster.devices > _MOST_RANKS:
-        raise SpecError("--ranks", f"{made.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
+        raise SpecError("⟨ranks⟩", f"{made.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
     if scaling and is_unlike(made):
-        raise SpecError("--scaling", "is for equal devices and stages", "leave it out")
+        raise SpecError("⟨scaling⟩", "is for equal devices and stages", "leave it out")
     if compare_topologies and (is_unlike(made) or made.cluster.devices == 1):
         problem = "is for two or more devices of one kind, and equal stages"
-        raise SpecError("--compare-topologies", problem, "leave it out")
+        raise SpecError("⟨compare_topologies⟩", problem, "leave it out")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     campaign = campaign_of(run, made, analysis.predicted_seconds)
@@ -171,7 +171,7 @@ def require_few_passes(job: Job, field: str, most: int = _MOST_PASSES) -> None:
     passes = 3 * job.microbatches * job.strategy.stages
     if passes > most:
         problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {most:,}"
-        raise SpecError(field, problem, "give a smaller --global-batch")
+        raise SpecError(field, problem, "give a smaller ⟨global_batch⟩")
 
 
 def _job(job: JobSource | None, keywords: JobKeywords) -> tuple[Job, list[str]]:

@@ -29,7 +29,7 @@ def gives_model(arguments: JobArguments) -> bool:
 
 def model_flags(arguments: JobArguments) -> str:
     """The flags of bare numbers that describe a model."""
-    return ", ".join(f"--{name}" for name in _MODEL if getattr(arguments, name) is not None)
+    return ", ".join(f"⟨{name}⟩" for name in _MODEL if getattr(arguments, name) is not None)
 
 
 def gives_cluster(arguments: JobArguments) -> bool:
@@ -40,22 +40,22 @@ def check_unused(arguments: JobArguments) -> None:
     """Raises SpecError for a bare number that would silently change nothing."""
     needs: dict[str, str] = {}
     if not gives_model(arguments):
-        needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "--layers, --hidden and --heads")
+        needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "⟨layers⟩, ⟨hidden⟩ and ⟨heads⟩")
     if not gives_cluster(arguments):
-        needs |= dict.fromkeys(("shape", "bandwidth", "latency", "device"), "--topology")
+        needs |= dict.fromkeys(("shape", "bandwidth", "latency", "device"), "⟨topology⟩")
     for name, needed in needs.items():
         value = getattr(arguments, name)
         if value is not None:
-            flag = "--" + name.replace("_", "-")
-            raise SpecError(flag, f"{shown(value)} is not used without {needed}", f"add {needed}, or leave {flag} out")
+            remedy = f"add {needed}, or leave ⟨{name}⟩ out"
+            raise SpecError(f"⟨{name}⟩", f"{shown(value)} is not used without {needed}", remedy)
 
 
 def _whole(arguments: JobArguments, name: str, default: int | None = None) -> int:
-    value, flag = getattr(arguments, name), "--" + name.replace("_", "-")
+    value, setting = getattr(arguments, name), f"⟨{name}⟩"
     if value is not None:
-        return whole_number(value, flag, most=10**12)
+        return whole_number(value, setting, most=10**12)
     if default is None:
-        raise SpecError(flag, "is missing", "bare numbers need --layers, --hidden and --heads")
+        raise SpecError(setting, "is missing", "bare numbers need ⟨layers⟩, ⟨hidden⟩ and ⟨heads⟩")
     return default
 
 
@@ -65,9 +65,9 @@ def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
     kv_heads = _whole(arguments, "kv_heads", heads)
     vocab = _whole(arguments, "vocab", DEFAULT_VOCAB)
     if heads > hidden or hidden % heads:
-        raise SpecError("--heads", f"{heads} does not divide --hidden {hidden}", "use a divisor")
+        raise SpecError("⟨heads⟩", f"{heads} does not divide ⟨hidden={hidden}⟩", "use a divisor")
     if arguments.params is not None and arguments.ffn is not None:
-        raise exclusive("--ffn", arguments.ffn, "--params")
+        raise exclusive("⟨ffn⟩", arguments.ffn, "⟨params⟩")
     if arguments.params is None:
         ffn = _whole(arguments, "ffn", 4 * hidden)
     else:
@@ -95,7 +95,7 @@ def _width_for(
     width = round(left / (2 * hidden) / multiple) * multiple
     if width < 1:
         least = layers * (attention + 2 * hidden) + 2 * vocab * hidden + hidden
-        raise SpecError("--params", f"{parameters:,} is too few for these layers", f"they need more than {least:,}")
+        raise SpecError("⟨params⟩", f"{parameters:,} is too few for these layers", f"they need more than {least:,}")
     return width
 
 
@@ -104,14 +104,14 @@ def cluster(arguments: JobArguments) -> Cluster:
     topology = str(arguments.topology).lower().replace("_", "-")
     if topology not in TOPOLOGIES:
         remedy = nearest_name(topology, TOPOLOGIES) or "choose one of " + ", ".join(TOPOLOGIES)
-        raise SpecError("--topology", f"unknown topology {shown(arguments.topology)}", remedy)
+        raise SpecError("⟨topology⟩", f"unknown topology {shown(arguments.topology)}", remedy)
     if arguments.bandwidth is None:
-        raise SpecError("--bandwidth", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
-    bandwidths = _listed(arguments.bandwidth, "bytes/s", "--bandwidth")
+        raise SpecError("⟨bandwidth⟩", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
+    bandwidths = _listed(arguments.bandwidth, "bytes/s", "⟨bandwidth⟩")
     latency = ",".join([DEFAULT_LATENCY] * len(bandwidths)) if arguments.latency is None else arguments.latency
-    latencies = _listed(latency, "seconds", "--latency")
+    latencies = _listed(latency, "seconds", "⟨latency⟩")
     if len(latencies) != len(bandwidths):
-        raise SpecError("--latency", f"{len(latencies)} values for {len(bandwidths)} bandwidths", "give one per level")
+        raise SpecError("⟨latency⟩", f"{len(latencies)} values for {len(bandwidths)} bandwidths", "give one per level")
     if topology == "hierarchical":
         levels = _hierarchy(arguments, bandwidths, latencies)
     else:
@@ -132,12 +132,12 @@ def _listed(text: str, dimension: str, flag: str) -> list[float]:
 def _flat(arguments: JobArguments, topology: Any, bandwidths: list[float], latencies: list[float]) -> NetworkLevel:
     if len(bandwidths) != 1:
         problem = f"{len(bandwidths)} values for a {topology}"
-        raise SpecError("--bandwidth", problem, "give one, or use --topology hierarchical")
+        raise SpecError("⟨bandwidth⟩", problem, "give one, or use ⟨topology=hierarchical⟩")
     if topology in ("mesh", "torus"):
         devices = None if arguments.gpus is None else _whole(arguments, "gpus")
         extent: dict[str, Any] = {"shape": grid_shape(arguments.shape, devices, topology)}
     elif arguments.shape is not None:
-        raise SpecError("--shape", f"{shown(arguments.shape)} does not belong to a {topology}", "use --gpus")
+        raise SpecError("⟨shape⟩", f"{shown(arguments.shape)} does not belong to a {topology}", "use ⟨gpus⟩")
     else:
         extent = {"size": _gpus(arguments)}
     return NetworkLevel(name=topology, topology=topology, **extent, bandwidth=bandwidths[0], latency=latencies[0])
@@ -145,7 +145,7 @@ def _flat(arguments: JobArguments, topology: Any, bandwidths: list[float], laten
 
 def _gpus(arguments: JobArguments) -> int:
     if arguments.gpus is None:
-        raise SpecError("--gpus", "is missing", "give the number of devices")
+        raise SpecError("⟨gpus⟩", "is missing", "give the number of devices")
     return _whole(arguments, "gpus")
 
 
@@ -154,20 +154,20 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
     if shape is not None:
         axes = _shape_of(shape, devices)
         if not 1 <= len(axes) <= 3:
-            raise SpecError("--shape", f"{shape} has {len(axes)} axes", "use 2 or 3")
+            raise SpecError("⟨shape⟩", f"{shape} has {len(axes)} axes", "use 2 or 3")
         return axes
     if devices is None:
-        raise SpecError("--shape", f"is missing for a {topology}", "give --shape 8x8 or --gpus 64")
+        raise SpecError("⟨shape⟩", f"is missing for a {topology}", "give ⟨shape=8x8⟩ or ⟨gpus=64⟩")
     return squarest(devices)
 
 
 def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:
     """The axes of a shape; raises SpecError unless they multiply to ``devices``, if given."""
-    axes = parse_shape(shape, "--shape")
+    axes = parse_shape(shape, "⟨shape⟩")
     total = math.prod(axes)
     if devices is not None and total != devices:
         problem = f"{shape} multiplies to {total}, not {devices} devices"
-        raise SpecError("--shape", problem, f"use --gpus {total} or another shape")
+        raise SpecError("⟨shape⟩", problem, f"use ⟨gpus={total}⟩ or another shape")
     return axes
 
 
@@ -182,10 +182,10 @@ def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list
         if devices % node:
             low = devices // node * node
             remedy = f"use {low + node}" if low == 0 else f"use {low} or {low + node}"
-            raise SpecError("--gpus", f"{devices} is not a whole number of nodes of {node}", remedy)
+            raise SpecError("⟨gpus⟩", f"{devices} is not a whole number of nodes of {node}", remedy)
         widths = (node, devices // node)
     if len(bandwidths) != len(widths):
-        raise SpecError("--bandwidth", f"{len(bandwidths)} values for {len(widths)} levels", "give one per level")
+        raise SpecError("⟨bandwidth⟩", f"{len(bandwidths)} values for {len(widths)} levels", "give one per level")
     names = ("node", "network", "pod", "region", "world")
     return [
         NetworkLevel(name=names[min(i, 4)], size=width, bandwidth=bandwidths[i], latency=latencies[i])

@@ -109,17 +109,17 @@ def calibrate(
     """
     require_packages("calibrate", "torch")
     here = started()
-    for flag, value in (("--processes", processes), ("--emulate", emulate)):
+    for flag, value in (("⟨processes⟩", processes), ("⟨emulate⟩", emulate)):
         if here is not None and value is not None:
             remedy = f"leave it out: {here.launcher} says how many there are"
             raise SpecError(flag, f"cannot be combined with {here.launcher}", remedy)
     from shardwise.launch.emulate.network import require_emulation
     from shardwise.measure.calibrate import run as measured
 
-    path, writes = Path(path_text(out, "--out")), here is None or here.rank == 0
+    path, writes = Path(path_text(out, "⟨out⟩")), here is None or here.rank == 0
     if writes:
-        require_writable(path, "--out")
-    emulation = None if emulate is None else Emulation.parse(emulate, "--emulate")
+        require_writable(path, "⟨out⟩")
+    emulation = None if emulate is None else Emulation.parse(emulate, "⟨emulate⟩")
     if emulation is not None:
         require_emulation()
     kind = _device(run_device, emulated=emulation is not None)
@@ -130,7 +130,7 @@ def calibrate(
     with told_in_one_line("run it again; a process that the system killed needs more memory"):
         calibration = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
-        write_text(path, dump_yaml(_rounded(calibration.cluster.to_dict())), "--out")
+        write_text(path, dump_yaml(_rounded(calibration.cluster.to_dict())), "⟨out⟩")
     return CalibrationResult(calibration, known, path, writes)
 
 
@@ -141,11 +141,11 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
     from shardwise.measure.compare.comparison import profiled_run
 
     if (here := started()) is not None:
-        raise SpecError("--from", "runs in one process", f"run it without {here.launcher}")
+        raise SpecError("⟨from⟩", "runs in one process", f"run it without {here.launcher}")
     profiled = profiled_run(path_text(run, "run"))
     result = measured.recut(profiled.job, profiled.measured)
-    path = profiled.folder.path / RECUT if out is None else Path(path_text(out, "--out"))
-    write_text(path, result.new_run().to_yaml(), "--out")
+    path = profiled.folder.path / RECUT if out is None else Path(path_text(out, "⟨out⟩"))
+    write_text(path, result.new_run().to_yaml(), "⟨out⟩")
     return RecutResult(result, path)
 
 
@@ -153,9 +153,9 @@ def _device(asked: str, *, emulated: bool) -> str:
     from shardwise.measure.doctor.software import visible_devices
 
     if asked not in ("auto", "cpu", "cuda"):
-        raise SpecError("--run-device", f"{shown(asked)} is not a choice", "use auto, cpu or cuda")
+        raise SpecError("⟨run_device⟩", f"{shown(asked)} is not a choice", "use auto, cpu or cuda")
     if asked == "cuda" and not visible_devices():
-        raise SpecError("--run-device", "PyTorch finds no GPU here", "use --run-device cpu")
+        raise SpecError("⟨run_device⟩", "PyTorch finds no GPU here", "use ⟨run_device=cpu⟩")
     if asked == "auto":
         return "cuda" if visible_devices() and not emulated else "cpu"
     return asked
@@ -170,7 +170,7 @@ def _cluster(name: str | None, processes: int | str | None, device: str, emulati
         from shardwise.measure.doctor.software import visible_devices
 
         return base.with_devices(visible_devices())
-    count = (os.cpu_count() or 1) if processes is None else whole_number(processes, "--processes")
+    count = (os.cpu_count() or 1) if processes is None else whole_number(processes, "⟨processes⟩")
     return base.with_devices(count) if name is not None else cpu_hosts(1, count)
 
 
@@ -185,7 +185,7 @@ def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
     if cluster.node_devices != here.ranks_per_host:
         nodes = f"a node of {cluster.name} has {cluster.node_devices} devices"
         remedy = "start one rank per device, or give a file with devices_per_node"
-        raise SpecError("--cluster", f"{nodes}, a host here {here.ranks_per_host} ranks", remedy)
+        raise SpecError("⟨cluster⟩", f"{nodes}, a host here {here.ranks_per_host} ranks", remedy)
     return cluster
 
 
@@ -199,7 +199,7 @@ def _preset_here(device: str) -> str:
         return cluster_name_here(device)
     except SpecError as error:
         remedy = "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)"
-        raise SpecError("--cluster", error.problem, remedy) from None
+        raise SpecError("⟨cluster⟩", error.problem, remedy) from None
 
 
 def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -207,10 +207,10 @@ def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
     if only is None:
         return PARTS
-    chosen = tuple(part.strip() for text in texts(only, "--only") for part in text.split(","))
+    chosen = tuple(part.strip() for text in texts(only, "⟨only⟩") for part in text.split(","))
     for part in chosen:
         if part not in PARTS:
-            raise SpecError("--only", f"{part!r} is not measured", "choose from " + ", ".join(PARTS))
+            raise SpecError("⟨only⟩", f"{part!r} is not measured", "choose from " + ", ".join(PARTS))
     return chosen
 
 
@@ -227,7 +227,7 @@ def named_cluster(name: str) -> Cluster:
     try:
         return cluster_from(name)
     except SpecError as error:
-        raise error.under("--cluster") from None
+        raise error.under("⟨cluster⟩") from None
 
 
 def cluster_of_ranks(name: str, ranks: int) -> Cluster:
@@ -239,4 +239,4 @@ def cluster_of_ranks(name: str, ranks: int) -> Cluster:
     remedy = (
         f"start a multiple of {cluster.levels[0].width}" if rest else f"name it like {name.partition(':')[0]}:{nodes}"
     )
-    raise SpecError("--cluster", f"{cluster.name} has {cluster.devices} devices, there are {ranks} ranks", remedy)
+    raise SpecError("⟨cluster⟩", f"{cluster.name} has {cluster.devices} devices, there are {ranks} ranks", remedy)

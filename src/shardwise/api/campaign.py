@@ -21,13 +21,13 @@ RESTART_SECONDS = 600.0
 _LEAST_GOODPUT = 0.01
 _CURRENCY = "$"
 
-FLAGS = (
-    ("--tokens", "15T", "tokens of the whole run (default: the job's training.tokens)"),
-    ("--price", "2.5/h", "money per device-hour, in $ unless a currency is given: €2.5/h"),
-    ("--mtbf", "50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
-    ("--checkpoint-seconds", "30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
-    ("--restart-seconds", "10min", "from an interruption to training again (default: 10min)"),
-)
+EXAMPLES = {  # and what each keyword means
+    "tokens": ("15T", "tokens of the whole run (default: the job's training.tokens)"),
+    "price": ("2.5/h", "money per device-hour, in $ unless a currency is given: €2.5/h"),
+    "mtbf": ("50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
+    "checkpoint_seconds": ("30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
+    "restart_seconds": ("10min", "from an interruption to training again (default: 10min)"),
+}
 _PRICE = re.compile(
     r"\s*([$€£¥]?)\s*([^/\s]+)\s*(?:(?:/|per)\s*(?:(?:gpu|device)[\s-]*)?h(?:ours?)?)?\s*", re.IGNORECASE
 )
@@ -58,13 +58,13 @@ class Terms:
 
 def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
     """The arguments as numbers, or None if no number of tokens is given; raises SpecError for invalid values."""
-    tokens = training.tokens if given.tokens is None else _amount("--tokens", given.tokens, "count")
+    tokens = training.tokens if given.tokens is None else _amount("tokens", given.tokens, "count")
     if tokens is None:
-        _refuse(given, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
+        _refuse(given, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "tokens")
         return None
     if given.mtbf is None:
         idle = ("restart_seconds",) if training.checkpoint_interval else ("checkpoint_seconds", "restart_seconds")
-        _refuse(given, idle, "--mtbf 50700h")
+        _refuse(given, idle, "mtbf")
     checkpoint, restart = given.checkpoint_seconds, given.restart_seconds
     price, currency = (None, _CURRENCY) if given.price is None else _price(given.price)
     return Terms(
@@ -72,8 +72,8 @@ def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
         price,
         currency,
         math.inf if given.mtbf is None else _device_hours(given.mtbf),
-        None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True),
-        RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True),
+        None if checkpoint is None else _amount("checkpoint_seconds", checkpoint, "seconds", zero=True),
+        RESTART_SECONDS if restart is None else _amount("restart_seconds", restart, "seconds", zero=True),
     )
 
 
@@ -128,7 +128,7 @@ def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
         return level.write_seconds, level.name
     if fails:
         problem = "needs the time of a checkpoint, and the cluster has no storage"
-        raise SpecError("--mtbf", problem, "give --checkpoint-seconds 30s")
+        raise SpecError("⟨mtbf⟩", problem, "give ⟨checkpoint_seconds=30s⟩")
     return 0.0, ""
 
 
@@ -145,39 +145,38 @@ def _copies(terms: Terms, job: Job, step_seconds: float, disk_seconds: float) ->
 
 def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: float, devices: int) -> None:
     between = terms.device_hours_per_interruption * HOUR / devices
-    for flag, what, seconds in (
-        ("--checkpoint-seconds", "a checkpoint", checkpoint_seconds),
-        ("--restart-seconds", "a restart", terms.restart_seconds),
-        ("--mtbf", "a step", step_seconds),
+    for name, what, seconds in (
+        ("checkpoint_seconds", "a checkpoint", checkpoint_seconds),
+        ("restart_seconds", "a restart", terms.restart_seconds),
+        ("mtbf", "a step", step_seconds),
     ):
         if seconds >= between:
             problem = (
                 f"{what} takes {readable_duration(seconds)}, and {devices:,} devices are interrupted every "
                 f"{readable_duration(between)}: the run never finishes"
             )
-            raise SpecError(flag, problem, "give a shorter one, or a longer --mtbf")
+            raise SpecError(f"⟨{name}⟩", problem, "give a shorter one, or a longer ⟨mtbf⟩")
 
 
 def _refuse(given: CampaignArguments, names: tuple[str, ...], needed: str) -> None:
     for name in names:
         if getattr(given, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise SpecError(flag, f"has no effect without {needed.split()[0]}", f"give {needed} too")
+            remedy = f"give ⟨{needed}={EXAMPLES[needed][0]}⟩ too"
+            raise SpecError(f"⟨{name}⟩", f"has no effect without ⟨{needed}⟩", remedy)
 
 
-def _amount(flag: str, text: Any, dimension: str, zero: bool = False) -> float:
-    example = next(example for name, example, _ in FLAGS if name == flag)
-    return amount(text, dimension, flag, example, zero=zero)
+def _amount(name: str, text: Any, dimension: str, zero: bool = False) -> float:
+    return amount(text, dimension, f"⟨{name}⟩", EXAMPLES[name][0], zero=zero)
 
 
 def _price(text: Any) -> tuple[float, str]:
     """Money per device-hour, and its currency."""
     match = _PRICE.fullmatch(str(text))
     if match is None:
-        raise SpecError("--price", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")
-    return _amount("--price", match[2], "count"), match[1] or _CURRENCY
+        raise SpecError("⟨price⟩", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")
+    return _amount("price", match[2], "count"), match[1] or _CURRENCY
 
 
 def _device_hours(text: Any) -> float:
     """Device-hours; a number without a unit is in hours."""
-    return _amount("--mtbf", f"{text}h" if str(text).strip()[-1:].isdigit() else text, "seconds") / HOUR
+    return _amount("mtbf", f"{text}h" if str(text).strip()[-1:].isdigit() else text, "seconds") / HOUR

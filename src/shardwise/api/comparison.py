@@ -69,6 +69,6 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
 
     profiled = profiled_run(path_text(run, "run"))
     result = comparison.compare(profiled)
-    path = profiled.folder.profile / TRACE if trace is None else Path(path_text(trace, "--trace"))
-    write_text(path, json.dumps(timeline(profiled.job, profiled.measured)), "--trace")
+    path = profiled.folder.profile / TRACE if trace is None else Path(path_text(trace, "⟨trace⟩"))
+    write_text(path, json.dumps(timeline(profiled.job, profiled.measured)), "⟨trace⟩")
     return ComparisonResult(result, path)

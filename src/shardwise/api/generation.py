@@ -23,7 +23,7 @@ from shardwise.report.console import picked
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
 from shardwise.run.environment import Started, started
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError, in_flags, shown
 from shardwise.spec.installation import require_packages, slow_formats
 from shardwise.spec.units import parse
 
@@ -121,12 +121,12 @@ def generate(
     here = started()
     request = GenerationRequest(
         str(Path(path_text(source, "source")).resolve()), model, dtype, device, _ranks(tp, here),
-        _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "--max-new-tokens"),
-        (), whole_number(batch, "--batch"), cache,
+        _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "⟨max_new_tokens⟩"),
+        (), whole_number(batch, "⟨batch⟩"), cache,
     )  # fmt: skip
     request.sampling.check()
     place = _ray_place(on, here, request, data, ray_address, wait_for_resources, workers)
-    texts = list(given_texts(prompt, "--prompt"))
+    texts = list(given_texts(prompt, "⟨prompt⟩"))
     _check_prompts(texts, tokens, data, out)
     require_packages("generate", "torch", "safetensors")
     from shardwise.engine.refuse import require_devices
@@ -134,9 +134,9 @@ def generate(
     from shardwise.generation.request import layout_of
 
     if place is None:
-        require_devices(device, request.tp if here is None else here.ranks_per_host, "--device")
+        require_devices(device, request.tp if here is None else here.ranks_per_host, "device")
     if here is None and place is None and device == "cpu":
-        require_cores("--tp", request.tp, "use fewer")
+        require_cores("⟨tp⟩", request.tp, "use fewer")
     weights = opened_weights(request)
     layout_of(weights.model, request.tp, stored_dtype(weights))
     reader, reader_name, notes = _tokenizer(weights, tokenizer, needed=bool(texts))
@@ -185,10 +185,10 @@ def _of_prompts(
     prompts: list[tuple[int, ...]] = []
     for text in texts:
         assert reader is not None
-        prompts.append(tuple(prompt_tokens(text, reader, "--prompt")))
+        prompts.append(tuple(prompt_tokens(text, reader, "⟨prompt⟩")))
     prompts += [tuple(ids) for ids in tokens]
     for number, prompt in enumerate(prompts):
-        require_prompt(model, prompt, asked.request, "--prompt" if number < len(texts) else "--tokens")
+        require_prompt(model, prompt, asked.request, "⟨prompt⟩" if number < len(texts) else "⟨tokens⟩")
     growing = [GrowingText(reader, prompt) for prompt in prompts]
 
     def on_step(step: list[list[int]]) -> None:
@@ -221,18 +221,18 @@ def _ray_place(
     target = TARGETS["ray"] if on == "ray" else None
     require_ray_for(ray_address, target)
     if on is None:
-        for flag, value in (("--workers", workers), ("--wait-for-resources", wait_for_resources)):
+        for flag, value in (("⟨workers⟩", workers), ("⟨wait_for_resources⟩", wait_for_resources)):
             if value is not None:
-                raise SpecError(flag, "is for --on ray", "leave it out")
+                raise SpecError(flag, "is for ⟨on=ray⟩", "leave it out")
         return None
     if target is None:
-        raise SpecError("--on", f"{shown(on)}: files of prompts are generated here or on ray", "use --on ray")
+        raise SpecError("⟨on⟩", f"{shown(on)}: files of prompts are generated here or on ray", "use ⟨on=ray⟩")
     if here is not None:
-        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+        raise SpecError("⟨on⟩", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
     if data is None:
-        raise SpecError("--on", "ray is for a file of prompts", "give --data FILE and --out FILE, or leave it out")
-    wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "--wait-for-resources")
-    number = None if workers is None else whole_number(workers, "--workers", 10_000)
+        raise SpecError("⟨on⟩", "ray is for a file of prompts", "give ⟨data=FILE⟩ and ⟨out=FILE⟩, or leave it out")
+    wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "⟨wait_for_resources⟩")
+    number = None if workers is None else whole_number(workers, "⟨workers⟩", 10_000)
     return _RayPlace(ray_address, float(wait), number)
 
 
@@ -265,21 +265,21 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place
 
 def _ranks(tp: int | None, here: Started | None) -> int:
     """The tensor-parallel ranks: those that a launcher has started, if one has."""
-    ranks = None if tp is None else whole_number(tp, "--tp", 2**16)
+    ranks = None if tp is None else whole_number(tp, "⟨tp⟩", 2**16)
     if here is None:
         return ranks or 1
     if ranks not in (None, here.world):
         problem = f"{ranks}, but {here.world} processes were started"
-        raise SpecError("--tp", problem, "leave it out: copies of the model (dp) do not generate")
+        raise SpecError("⟨tp⟩", problem, "leave it out: copies of the model (dp) do not generate")
     return here.world
 
 
 def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> Sampling:
     return Sampling(
-        float(parse(temperature, "count", "--temperature")),
-        None if top_p is None else float(parse(top_p, "share", "--top-p")),
-        None if top_k is None else int(parse(top_k, "count", "--top-k")),
-        int(parse(seed, "count", "--seed")),
+        float(parse(temperature, "count", "⟨temperature⟩")),
+        None if top_p is None else float(parse(top_p, "share", "⟨top_p⟩")),
+        None if top_k is None else int(parse(top_k, "count", "⟨top_k⟩")),
+        int(parse(seed, "count", "⟨seed⟩")),
     )
 
 
@@ -288,11 +288,11 @@ def _check_prompts(
     out: str | PathLike[str] | None,
 ) -> None:  # fmt: skip
     if data is None and not texts and not tokens:
-        raise SpecError("--prompt", "there is none", "give --prompt TEXT, --tokens IDS, or --data FILE with --out FILE")
+        raise SpecError("⟨prompt⟩", "there is none", "give ⟨prompt=TEXT⟩, ⟨tokens=IDS⟩, or ⟨data=FILE⟩ with ⟨out=FILE⟩")
     if data is not None and (texts or tokens):
-        raise SpecError("--data", "cannot be combined with prompts", "give one of them")
+        raise SpecError("⟨data⟩", "cannot be combined with prompts", "give one of them")
     if (data is None) != (out is None):
-        missing, given = ("--out", "--data") if out is None else ("--data", "--out")
+        missing, given = ("⟨out⟩", "⟨data⟩") if out is None else ("⟨data⟩", "⟨out⟩")
         raise SpecError(missing, f"is needed with {given}", "give both")
 
 
@@ -315,10 +315,10 @@ def _tokenizer(
         except SpecError as error:  # its package is not installed
             if needed:
                 raise
-            return None, None, (f"token ids instead of text: {error}",)
+            return None, None, (f"token ids instead of text: {in_flags(error.line)}",)
     if needed:
-        remedy = "give token ids: --tokens 1,2,3; or --tokenizer FILE (or bytes)"
-        raise SpecError("--prompt", f"needs a tokenizer, and {weights.origin} comes without a {FILE}", remedy)
+        remedy = "give token ids: ⟨tokens=1,2,3⟩; or ⟨tokenizer=FILE⟩ (or bytes)"
+        raise SpecError("⟨prompt⟩", f"needs a tokenizer, and {weights.origin} comes without a {FILE}", remedy)
     return None, None, (f"{weights.origin} comes without a {FILE}: token ids instead of text",)
 
 
@@ -331,7 +331,7 @@ def _with_stop(
         for token in stop:
             if type(token) is not int or not 0 <= token < weights.model.vocab:
                 problem = f"{shown(token)} is not a token of {weights.model.name}"
-                raise SpecError("--stop", problem, f"use ids below {weights.model.vocab:,}")
+                raise SpecError("⟨stop⟩", problem, f"use ids below {weights.model.vocab:,}")
         return replace(request, stop=tuple(stop))  # type: ignore[arg-type]
     named = () if weights.companions is None else end_tokens(weights.companions)
     if not named and tokenizer is not None and tokenizer.end is not None:

@@ -137,8 +137,8 @@ def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str
     if "stack" in fields:
         stack = stack_from(fields["stack"])
         if own_stack(stack, target).name != stack.name:
-            remedy = f"leave --stack out, or use {' or '.join(target.stacks)}"
-            raise SpecError("--stack", f"{stack.name} is not the software of {framework}", remedy)
+            remedy = f"leave ⟨stack⟩ out, or use {' or '.join(target.stacks)}"
+            raise SpecError("⟨stack⟩", f"{stack.name} is not the software of {framework}", remedy)
     else:
         fields["stack"] = target.stacks[0]
     if not _mapping(fields.get("training")).get("precision"):
@@ -175,7 +175,7 @@ def _job_fields(
         named.append("cluster")  # the emulated one, below
     for path, value in overrides.items():
         if path in named and getattr(arguments, path) is not None:
-            raise exclusive(f"--{path}", getattr(arguments, path), f"--set {path}")
+            raise exclusive(f"⟨{path}⟩", getattr(arguments, path), f"⟨set={path}⟩")
         if path.partition(".")[0] not in named or "." not in path:
             set_field(fields, path, value)
     nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
@@ -258,7 +258,7 @@ def _imported(
     known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
     if not bare.gives_cluster(arguments) and arguments.cluster is None and "cluster" not in known:
         if arguments.gpus is None:
-            remedy = f"give --gpus 64 for a {DEFAULT_CLUSTER}, or --cluster dgx-h100:8 (`shardwise list clusters`)"
+            remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
             raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
         known["cluster"] = DEFAULT_CLUSTER
         notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
@@ -296,35 +296,35 @@ def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
     named = fields.get("model") if arguments.model is None else arguments.model
     if bare.gives_model(arguments):
         if arguments.model is not None:
-            raise exclusive("--model", arguments.model, bare.model_flags(arguments))
+            raise exclusive("⟨model⟩", arguments.model, bare.model_flags(arguments))
         strategy = fields.get("strategy")
         return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if named is None:
-        raise SpecError("model", "is missing", "name one: --model llama3-8b (`shardwise list models`), or --params ...")
+        raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
     return model_from(named)
 
 
 def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     if bare.gives_cluster(arguments):
         if arguments.cluster is not None:
-            raise exclusive("--cluster", arguments.cluster, "--topology")
+            raise exclusive("⟨cluster⟩", arguments.cluster, "⟨topology⟩")
         return bare.cluster(arguments)
     named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
     if named is None:
-        remedy = "name one: --cluster dgx-h100:4 (`shardwise list clusters`), or --topology ... --gpus N"
+        remedy = "name one: ⟨cluster=dgx-h100:4⟩ (`shardwise list clusters`), or ⟨topology=...⟩ ⟨gpus=N⟩"
         raise SpecError("cluster", "is missing", remedy)
     try:
         cluster = job_cluster_from(named)
     except SpecError as error:
         raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
     if mixed_kinds(cluster) is not None:
-        for flag, value in (("--gpus", arguments.gpus), ("--gpus-per-node", arguments.gpus_per_node)):
+        for flag, value in (("⟨gpus⟩", arguments.gpus), ("⟨gpus_per_node⟩", arguments.gpus_per_node)):
             if value is not None:
                 raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
     if arguments.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole_number(arguments.gpus_per_node, "--gpus-per-node"))
+        cluster = cluster.with_node_devices(whole_number(arguments.gpus_per_node, "⟨gpus_per_node⟩"))
     if arguments.gpus is not None:
-        cluster = cluster.with_devices(whole_number(arguments.gpus, "--gpus"))
+        cluster = cluster.with_devices(whole_number(arguments.gpus, "⟨gpus⟩"))
     return cluster
 
 

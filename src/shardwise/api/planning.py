@@ -138,7 +138,7 @@ def plan(
     if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
         raise SpecError("cluster", f"{shown(asked.cluster)} has several kinds of nodes", "use plan_mixed")
     if max_memory is not None and "run.memory_risk" in asked.overrides:
-        raise exclusive("--max-memory", max_memory, "--memory-risk")
+        raise exclusive("⟨max_memory⟩", max_memory, "⟨memory_risk⟩")
     chosen = None if framework is None else check_framework(framework)
     least = _minimum(min_global_batch)
     wanted, notes = planning_job(asked, None if chosen == "ddp" else chosen, batch_from=least)
@@ -153,13 +153,13 @@ def plan(
         thorough=thorough,
         time_limit_seconds=_time_limit(time_limit),
     ).started()
-    questions = Questions(chosen, _conditions(why_not, "--why-not"), texts(what_if, "--what-if"), pareto)
+    questions = Questions(chosen, _conditions(why_not, "⟨why_not⟩"), texts(what_if, "⟨what_if⟩"), pareto)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
     # Errors in further questions are raised before the search.
     terms_from(run, wanted.training)
     for change in questions.what_if:
         changed(wanted.cluster, change)
-    shown_rows = whole_number(top, "--top")
+    shown_rows = whole_number(top, "⟨top⟩")
     searched = _searched(request, chosen, on_progress)
     if on_progress is not None:
         on_progress("explaining")
@@ -229,7 +229,7 @@ def constraints(bounds: Mapping[str, Allowed], exclude: Sequence[str], offload: 
     own = dict(bounds)
     if isinstance(offload, str) and offload != "any":
         own["offload"] = allowed("offload", offload)
-    return Constraints(own, tuple(parsed for _, parsed in _conditions(exclude, "--exclude")))
+    return Constraints(own, tuple(parsed for _, parsed in _conditions(exclude, "⟨exclude⟩")))
 
 
 def _conditions(given: Sequence[str], flag: str) -> tuple[tuple[str, Mapping[str, Allowed]], ...]:
@@ -250,23 +250,23 @@ def _text(value: Any) -> str:
 
 
 def _minimum(batch: int | str | None) -> int | None:
-    return None if batch is None else whole_number(batch, "--min-global-batch")
+    return None if batch is None else whole_number(batch, "⟨min_global_batch⟩")
 
 
 def _time_limit(value: Size | None) -> float | None:
-    return None if value is None else amount(value, "seconds", "--time-limit", "10min")
+    return None if value is None else amount(value, "seconds", "⟨time_limit⟩", "10min")
 
 
 def _memory(value: Size | None, there: float) -> float | None:
     if value is None:
         return None
     if isinstance(value, str) and value.strip().endswith("%"):
-        share = parse(value.strip()[:-1], "count", "--max-memory") / 100
+        share = parse(value.strip()[:-1], "count", "⟨max_memory⟩") / 100
         if not 0 < share <= 1:
             remedy = "write 1% to 100%, or a size such as 70GB"
-            raise SpecError("--max-memory", f"{shown(value)} is not a share or a size", remedy)
+            raise SpecError("⟨max_memory⟩", f"{shown(value)} is not a share or a size", remedy)
         return share * there
-    return float(parse(value, "bytes", "--max-memory"))
+    return float(parse(value, "bytes", "⟨max_memory⟩"))
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

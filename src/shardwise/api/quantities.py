@@ -10,31 +10,31 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import parse
 
 
-def whole_number(value: Any, flag: str, most: int = 10**9) -> int:
-    number = parse(value, "count", flag)
+def whole_number(value: Any, field: str, most: int = 10**9) -> int:
+    number = parse(value, "count", field)
     if number != int(number) or not 1 <= number <= most:
-        raise SpecError(flag, f"{shown(value)} is not a positive whole number", "write one like 64")
+        raise SpecError(field, f"{shown(value)} is not a positive whole number", "write one like 64")
     return int(number)
 
 
-def exclusive(flag: str, value: Any, other: str) -> SpecError:
-    """The error for two flags that exclude each other."""
-    return SpecError(flag, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
+def exclusive(field: str, value: Any, other: str) -> SpecError:
+    """The error for two settings that exclude each other."""
+    return SpecError(field, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 
-def amount(value: Any, dimension: str, flag: str, example: str, *, zero: bool = False) -> float:
+def amount(value: Any, dimension: str, field: str, example: str, *, zero: bool = False) -> float:
     """A positive number of bytes, seconds, ...; ``zero`` allows 0 too."""
     remedy = f"write it like {example}"
     try:
-        number = float(parse(value, dimension, flag))
+        number = float(parse(value, dimension, field))
     except SpecError as error:
-        raise SpecError(flag, error.problem, remedy) from None
+        raise SpecError(field, error.problem, remedy) from None
     if number < 0 or (number == 0 and not zero):
-        raise SpecError(flag, f"{shown(value)} is not {'0 or more' if zero else 'positive'}", remedy)
+        raise SpecError(field, f"{shown(value)} is not {'0 or more' if zero else 'positive'}", remedy)
     return number
 
 
-def path_text(value: Any, flag: str) -> str:
+def path_text(value: Any, field: str) -> str:
     """The path or URI that a caller names; it need not exist."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     try:
@@ -42,29 +42,29 @@ def path_text(value: Any, flag: str) -> str:
             return text
     except UnicodeError:
         pass
-    raise SpecError(flag, f"{shown(value)} is not a path", "give text or a Path")
+    raise SpecError(field, f"{shown(value)} is not a path", "give text or a Path")
 
 
-def texts(value: Any, flag: str) -> tuple[str, ...]:
+def texts(value: Any, field: str) -> tuple[str, ...]:
     """One text, or a list of them."""
     listed = (value,) if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) for text in listed):
-        raise SpecError(flag, f"{shown(value)} is not text, nor a list of texts", "write each as text")
+        raise SpecError(field, f"{shown(value)} is not text, nor a list of texts", "write each as text")
     return tuple(listed)
 
 
-def require_writable(path: Path, flag: str) -> None:
+def require_writable(path: Path, field: str) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-        raise SpecError(flag, f"{path} cannot be written", "give another name")
+        raise SpecError(field, f"{path} cannot be written", "give another name")
 
 
-def write_text(path: str | Path, text: str, flag: str) -> None:
+def write_text(path: str | Path, text: str, field: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise not_written(path, error, flag) from None
+        raise not_written(path, error, field) from None
 
 
-def not_written(path: str | Path, error: Exception, flag: str) -> SpecError:
+def not_written(path: str | Path, error: Exception, field: str) -> SpecError:
     reason = getattr(error, "strerror", None) or "not a path"
-    return SpecError(flag, f"{shown(str(path), 300)} cannot be written ({reason})", "give another name")
+    return SpecError(field, f"{shown(str(path), 300)} cannot be written ({reason})", "give another name")

@@ -32,7 +32,7 @@ from shardwise.report.status import state_words
 from shardwise.report.verdict import JobVerdict, verdict_of, verdict_table
 from shardwise.run.checkpoint.folder import NEWEST, RunFolder, run_folder
 from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_decimal_bytes
@@ -118,13 +118,13 @@ def write_report(
     ``search`` plans for the same model, cluster and batch, to show the job among other strategies; ``time_limit`` is
     that of `plan`. The rest is as for `analyze`.
     """
-    path = None if output is None else Path(path_text(output, "--output"))
+    path = None if output is None else Path(path_text(output, "⟨output⟩"))
     if path is not None:
-        require_writable(path, "--output")
+        require_writable(path, "⟨output⟩")
     if time_limit is not None:
-        amount(time_limit, "seconds", "--time-limit", "10min")
+        amount(time_limit, "seconds", "⟨time_limit⟩", "10min")
         if not search:
-            raise exclusive("--time-limit", time_limit, "--no-search")
+            raise exclusive("⟨time_limit⟩", time_limit, "⟨search=false⟩")
     tell = on_progress or (lambda text: None)
     asked = job_arguments(job, keywords)
     folder = _run_of(asked)
@@ -155,7 +155,7 @@ def write_report(
         title = f"{folder.path.resolve().name}: {title}"
     result = ReportResult(title, assessment, tuple(sections), (*notes, *analysis.notes), path, summary, state)
     if path is not None:
-        write_text(path, result.html, "--output")
+        write_text(path, result.html, "⟨output⟩")
     return result
 
 
@@ -188,7 +188,7 @@ def _searched(job: Job, time_limit: Size | None, tell: OnProgress) -> PlanPictur
     try:
         answer = plan(job, pareto="memory", time_limit=time_limit, on_progress=tell).answer
     except SpecError as error:
-        return PlanPictures(why_not=str(error))
+        return PlanPictures(why_not=in_flags(error.line))
     own = same_strategy(answer.plan, job) or candidate(job)
     best = answer.plan.best
     marked = None if own.job.strategy == best.job.strategy else own
@@ -206,4 +206,4 @@ def _comparison(folder: RunFolder) -> tuple[Comparison | None, str]:
     try:
         return compare(profiled_run(str(folder.path))), ""
     except SpecError as error:
-        return None, f"the parts of a step: {error}"
+        return None, f"the parts of a step: {in_flags(error.line)}"

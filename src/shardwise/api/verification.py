@@ -80,13 +80,13 @@ def verify(
     and smaller widths. Under torchrun, srun or mpirun every rank calls it, and the layout runs on these ranks.
     ``watch`` is called with each phase and a function that returns how many of its steps are done.
     """
-    for flag, value in (("--steps", steps), ("--max-processes", max_processes)):
+    for flag, value in (("⟨steps⟩", steps), ("⟨max_processes⟩", max_processes)):
         if parse(value, "count", flag) < 1:
             raise SpecError(flag, f"{value}", "use 1 or more")
-    if not parse(tolerance, "count", "--tolerance") >= 0:
-        raise SpecError("--tolerance", f"{tolerance:g} is not a deviation", "use 0 or more, such as 1e-5")
-    if abs(parse(seed, "count", "--seed")) > LARGEST_SEED:
-        raise SpecError("--seed", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
+    if not parse(tolerance, "count", "⟨tolerance⟩") >= 0:
+        raise SpecError("⟨tolerance⟩", f"{tolerance:g} is not a deviation", "use 0 or more, such as 1e-5")
+    if abs(parse(seed, "count", "⟨seed⟩")) > LARGEST_SEED:
+        raise SpecError("⟨seed⟩", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
     asked = job if isinstance(job, Job) and not keywords else job_from(job_arguments(job, keywords), runs_here=True)[0]
     require_packages("verify", "torch")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.api.campaign import FLAGS as CAMPAIGN_FLAGS
+from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import NAMED, JobArguments
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
@@ -87,8 +87,8 @@ def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
 def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags for days, money and failures."""
     group = parser.add_argument_group("the whole run")
-    for flag, example, help_text in CAMPAIGN_FLAGS:
-        group.add_argument(flag, metavar=example, help=help_text)
+    for name, (example, help_text) in EXAMPLES.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=example, help=help_text)
 
 
 def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
 from shardwise.report.progress import status
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.units import counted
 
 _DOES = """build: reads text (.txt, .md, .py), JSON lines, Parquet and WebDataset tars, and writes OUT.bin and OUT.idx,
@@ -68,9 +68,11 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     line = f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}"
     if built.repaired:
         line += f"\n{counted(built.repaired, 'record')} had what is no character: replaced by U+FFFD"
+    first_skipped = in_flags(built.first_skipped)
     if built.skipped:
-        line += f"\n{counted(built.skipped, 'record')} skipped, the first: {built.first_skipped}"
-    show_line(parsed, line, versioned("data build", {**asdict(built), "prefix": str(built.prefix)}))
+        line += f"\n{counted(built.skipped, 'record')} skipped, the first: {first_skipped}"
+    data = {**asdict(built), "prefix": str(built.prefix), "first_skipped": first_skipped}
+    show_line(parsed, line, versioned("data build", data))
     return 0
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
 from shardwise.run.storage.stores import StoreError
-from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.errors import SpecError, in_flags, nearest_name, shown
 
 VERBS = {
     "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
@@ -66,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
                 sys.stdout.flush()
             return status
         except SpecError as error:
-            print(f"shardwise: error: {error}", file=sys.stderr)
-            return error.status
+            return _told(in_flags(error.line), error.status)
         except StoreError as error:
             return _told(f"{error.filename}: {error.strerror}; check the store and the network")
         except OSError as error:
@@ -80,9 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 130
 
 
-def _told(problem: str) -> int:
+def _told(problem: str, exit_status: int = SpecError.status) -> int:
     print(f"shardwise: error: {problem}", file=sys.stderr)
-    return SpecError.status
+    return exit_status
 
 
 def _run(arguments: list[str]) -> int:

@@ -149,7 +149,7 @@ def _record(line: bytes, tokenizer: Tokenizer | None, where: str) -> PromptRecor
     if not isinstance(text, str):
         raise SpecError(where, f"has no {PROMPT}", _WRITE)
     if tokenizer is None:
-        remedy = f"give {PROMPT_TOKENS}, or --tokenizer FILE (or bytes)"
+        remedy = f"give {PROMPT_TOKENS}, or ⟨tokenizer=FILE⟩ (or bytes)"
         raise SpecError(where, "is text, and these weights come without a tokenizer.json", remedy)
     return PromptRecord(fields, tuple(prompt_tokens(text, tokenizer, where)))
 
@@ -214,9 +214,9 @@ class PartialFile:
     def check(self) -> None:
         """Raises SpecError if the file exists, or its folder holds another request's lines or is in use."""
         if self.out.exists() or self.out.is_symlink():
-            raise SpecError("--out", f"{self.out} is already there", "name another file, or remove it")
+            raise SpecError("⟨out⟩", f"{self.out} is already there", "name another file, or remove it")
         if not self.out.absolute().parent.is_dir():
-            raise SpecError("--out", f"{self.out.parent} is not a folder", "create it")
+            raise SpecError("⟨out⟩", f"{self.out.parent} is not a folder", "create it")
         if not self.folder.exists():
             return
         try:
@@ -224,12 +224,12 @@ class PartialFile:
         except SpecError:
             before = None
         if not isinstance(before, dict):
-            raise SpecError("--out", f"{self.folder} is not a file on its way to {self.out}", "remove it")
+            raise SpecError("⟨out⟩", f"{self.folder} is not a file on its way to {self.out}", "remove it")
         other = next((name for name in self.about if before.get(name) != self.about[name]), None)
         if other is not None:
             was, now = shown(before.get(other)), shown(self.about[other])
             remedy = f"ask for the same, name another file, or remove {self.folder}"
-            raise SpecError("--out", f"{self.folder} was begun with {other} {was}, now it is {now}", remedy)
+            raise SpecError("⟨out⟩", f"{self.folder} was begun with {other} {was}, now it is {now}", remedy)
         with self.opened():
             return
 
@@ -246,7 +246,7 @@ class PartialFile:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise SpecError("--out", f"another process is writing {self.folder}", "wait for it") from None
+                raise SpecError("⟨out⟩", f"another process is writing {self.folder}", "wait for it") from None
             yield
         finally:
             os.close(self._file)
@@ -295,7 +295,7 @@ class PartialFile:
 
     def _not_written(self, error: OSError) -> SpecError:
         remedy = "free space, and run the same command again: it goes on from there"
-        return SpecError("--out", f"{self.folder} cannot be written ({error.strerror})", remedy)
+        return SpecError("⟨out⟩", f"{self.folder} cannot be written ({error.strerror})", remedy)
 
 
 def _is_json(line: bytes) -> bool:

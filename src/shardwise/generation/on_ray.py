@@ -53,7 +53,7 @@ class RayPrompts:
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
-        require_packages("--on ray", "ray", "pandas")
+        require_packages("⟨on=ray⟩", "ray", "pandas")
         return [], run_driver(partial(self.times, request), emit)
 
     def times(self, request: GenerationRequest, emit: Emit) -> GenerationTimes:
@@ -110,7 +110,7 @@ def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
         if cause is not None:
             raise SpecError(cause.field, cause.problem, cause.remedy) from None
         why = str(error).strip().splitlines()[-1]
-        raise StageFailed("--on ray", f"a stage failed ({shown(why, 200)})", REMEDY) from None
+        raise StageFailed("⟨on=ray⟩", f"a stage failed ({shown(why, 200)})", REMEDY) from None
 
 
 def _configure(context: Any, rows_ahead: int) -> None:
@@ -138,7 +138,7 @@ def _written(rows: Iterator[Mapping[str, Any]], part: PartialFile, done: int, em
         if first is None:
             first, began = float(row["first_token_seconds"]), time.perf_counter() - float(row["seconds"])
         if row["first"] != done:
-            raise StageFailed("--on ray", f"the batch from prompt {row['first']} came, not that from {done}", REMEDY)
+            raise StageFailed("⟨on=ray⟩", f"the batch from prompt {row['first']} came, not that from {done}", REMEDY)
         part.write(row["lines"])
         done += int(row["count"])
         tokens += int(row["tokens"])
@@ -202,7 +202,7 @@ class _Wanted:
                     f"no place for {models} within {seconds:g} s: asked for {asked}; present: {there}, of which "
                     f"{unused} are free"
                 )
-                raise DoesNotFit("--on ray", problem, "use fewer (--workers), wait (--wait-for-resources), add nodes")
+                raise DoesNotFit("⟨on=ray⟩", problem, "use fewer (⟨workers⟩), wait (⟨wait_for_resources⟩), add nodes")
             time.sleep(_LOOK_SECONDS)
 
 

@@ -79,7 +79,7 @@ def _ended(status: int, words: IO[bytes]) -> StageFailed:
     lines = words.read().decode("utf-8", "replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
     why = re.sub(r"^\[[^]]*\] \S+: ", "", last).partition(". ")[0]  # [time, level, thread] file:line: its words. More.
-    return StageFailed("--on ray", f"Ray's driver ended with status {status} ({shown(why, 200)})", REMEDY)
+    return StageFailed("⟨on=ray⟩", f"Ray's driver ended with status {status} ({shown(why, 200)})", REMEDY)
 
 
 def _main(handle: int, parent: int) -> None:

@@ -34,16 +34,16 @@ class Sampling:
     def check(self) -> None:
         if not 0 <= self.temperature < math.inf:
             problem = f"{self.temperature:g} is not a temperature"
-            raise SpecError("--temperature", problem, "use 0 for the most likely token, or such as 0.7")
+            raise SpecError("⟨temperature⟩", problem, "use 0 for the most likely token, or such as 0.7")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise SpecError("--top-p", f"{self.top_p:g} is not a probability", "use more than 0 and at most 1")
+            raise SpecError("⟨top_p⟩", f"{self.top_p:g} is not a probability", "use more than 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:
-            raise SpecError("--top-k", f"{self.top_k}", "use 1 or more")
+            raise SpecError("⟨top_k⟩", f"{self.top_k}", "use 1 or more")
         if not 0 <= self.seed <= LARGEST_SEED:
-            raise SpecError("--seed", f"{self.seed} is out of range", f"use 0 to {LARGEST_SEED:,}")
-        for flag, value in (("--top-p", self.top_p), ("--top-k", self.top_k)):
+            raise SpecError("⟨seed⟩", f"{self.seed} is out of range", f"use 0 to {LARGEST_SEED:,}")
+        for flag, value in (("⟨top_p⟩", self.top_p), ("⟨top_k⟩", self.top_k)):
             if value is not None and self.temperature == 0:
-                raise SpecError(flag, "is for sampling, and at temperature 0 nothing is drawn", "give --temperature")
+                raise SpecError(flag, "is for sampling, and at temperature 0 nothing is drawn", "give ⟨temperature⟩")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def layout_of(model: Model, tp: int, dtype: str) -> Job:
     except SpecError as error:
         if error.field not in ("strategy.tp", "strategy.expert_tp"):
             raise
-        raise SpecError("--tp", error.problem, error.remedy) from None
+        raise SpecError("⟨tp⟩", error.problem, error.remedy) from None
     return job
 
 
@@ -142,10 +142,10 @@ def require_prompt(model: Model, prompt: Sequence[int], request: GenerationReque
     scaling = model.numerics.rope_scaling
     if model.positions == "learned" and read > model.max_seq:
         problem = f"{len(prompt)} tokens and {request.max_new_tokens} new ones"
-        raise SpecError(where, f"{problem}, but {model.name} has {model.max_seq:,} positions", "lower --max-new-tokens")
+        raise SpecError(where, f"{problem}, but {model.name} has {model.max_seq:,} positions", "lower ⟨max_new_tokens⟩")
     # Beyond this its factors change for all tokens, which would invalidate the cache.
     if model.positions == "rope" and scaling is not None and scaling.kind == "longrope":
         assert scaling.original_seq
         if read > scaling.original_seq:
             problem = f"{len(prompt)} tokens and {request.max_new_tokens} new ones go beyond {scaling.original_seq:,}"
-            raise SpecError(where, f"{problem}, where longrope rotates otherwise", "lower --max-new-tokens")
+            raise SpecError(where, f"{problem}, where longrope rotates otherwise", "lower ⟨max_new_tokens⟩")

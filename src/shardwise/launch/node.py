@@ -45,7 +45,7 @@ def _grace_seconds(arguments: Sequence[str]) -> float:
     given = next(
         (argument.partition("=")[2] for argument in arguments if argument.startswith("--grace=")), after.get("--grace")
     )
-    return _GRACE_SECONDS if given is None else float(parse(given, "seconds", "--grace"))
+    return _GRACE_SECONDS if given is None else float(parse(given, "seconds", "⟨grace⟩"))
 
 
 def _devices() -> int:

@@ -121,11 +121,11 @@ def _require_devices(job: Job, ranks: int, cores: int | None) -> None:
         try:
             require_devices("cuda", ranks)
         except SpecError as error:
-            remedy = "plan for the devices that are here, or --on hosts.txt for several hosts"
+            remedy = "plan for the devices that are here, or ⟨on=hosts.txt⟩ for several hosts"
             raise SpecError("cluster", error.problem, remedy) from None
         return
     cores = cores or len(os.sched_getaffinity(0))
-    require_cores("cluster", ranks, f"plan for laptop:{cores}, or --on hosts.txt for several hosts", cores)
+    require_cores("cluster", ranks, f"plan for laptop:{cores}, or ⟨on=hosts.txt⟩ for several hosts", cores)
 
 
 def require_cores(field: str, processes: int, remedy: str, cores: int | None = None) -> None:

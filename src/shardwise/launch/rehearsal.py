@@ -48,7 +48,7 @@ def rehearse(
     """
     if not LEAST_STEPS <= steps < job.run.steps:
         problem = f"{steps} steps of a run of {job.run.steps:,}"
-        raise SpecError("--rehearse", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
+        raise SpecError("⟨rehearse⟩", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
     elsewhere = job.run.checkpoints.folder
     checkpoints = replace(job.run.checkpoints, folder=None if elsewhere is None else f"{elsewhere}/rehearsal")
     here = RunFolder(folder.path / "rehearsal", replace(job.run, checkpoints=checkpoints))

@@ -27,7 +27,7 @@ _IDENTITY = (
 )
 _SPELLED = {"sequences": "training.global_batch"}
 _REPORTED = ("training.precision", "training.optimization", "run.schedule")
-_ANOTHER = "another folder (--run-folder)"
+_ANOTHER = "another folder (⟨run_folder⟩)"
 _SUFFIXES = (".bin", ".idx", ".mask")
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
@@ -97,7 +97,7 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
             raise SpecError(difference.field, problem, f"use {difference.before}, or {_ANOTHER}")
         if difference.always or not go_on:
             problem = f"is {difference.now}, but {difference.before} in the run in {folder.path}"
-            way = "" if difference.always else ", or continue with its weights as another job (--go-on)"
+            way = "" if difference.always else ", or continue with its weights as another job (⟨go_on=true⟩)"
             raise SpecError(difference.field, problem, f"train it in {_ANOTHER}{way}")
     saved = _saved_job(folder.checkpoints)
     if saved is None:

@@ -39,9 +39,9 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
         strategy = strategy.unchecked(stage_layers=_merged(old.stage_layers, pp * strategy.chunks_per_rank))
     if strategy.world > most:
         raise SpecError(
-            "--max-processes",
+            "⟨max_processes⟩",
             f"{most} are too few: the smallest layout with the same degrees above one has {strategy.world} ranks",
-            f"use --max-processes {strategy.world}",
+            f"use ⟨max_processes={strategy.world}⟩",
         )
     return sized(job, replace(strategy))  # checked
 

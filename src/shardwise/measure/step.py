@@ -100,7 +100,7 @@ def cluster_name_here(device_type: str) -> str:
         return "laptop"
     called = torch.cuda.get_device_name(0)
     if called not in PRESETS:
-        raise SpecError("cluster", f"no preset is known for {called}", "name one: --cluster dgx-h200 --gpus 1")
+        raise SpecError("cluster", f"no preset is known for {called}", "name one: ⟨cluster=dgx-h200⟩ ⟨gpus=1⟩")
     return PRESETS[called]
 
 
@@ -109,11 +109,11 @@ def require_measurable(job: Job, here: Started | None) -> None:
     require_runs(job)
     world, started = job.strategy.world, 1 if here is None else here.world
     if world != started:
-        remedy = "--gpus 1" if started == 1 and job.cluster.devices > 1 else "start as many by torchrun, srun or mpirun"
+        remedy = "⟨gpus=1⟩" if started == 1 and job.cluster.devices > 1 else "start as many by torchrun, srun or mpirun"
         raise SpecError("cluster", f"the job has {world:,} ranks, this command {started:,}", remedy)
     if job.run_device == "cuda":
         if not torch.cuda.is_available():
-            raise SpecError("cluster", "PyTorch finds no GPU here", "--cluster laptop --gpus 1")
+            raise SpecError("cluster", "PyTorch finds no GPU here", "⟨cluster=laptop⟩ ⟨gpus=1⟩")
         require_devices("cuda", 1 if here is None else here.ranks_per_host)
         return
     free, needed = available_bytes(), world * analyze(job).memory.total

@@ -347,7 +347,7 @@ def require_memory(job: Job, steps: int, available: int | None) -> None:
     needed = max(alone, states // (job.strategy.gradient_group if job.strategy.zero else 1))
     if available is not None and needed > available:
         problem = f"{job.model.name} needs at least {readable_bytes(needed)} here, {readable_bytes(available)} are free"
-        raise SpecError("model", problem, "make it smaller and keep its layout: --shrink")
+        raise SpecError("model", problem, "make it smaller and keep its layout: ⟨shrink=true⟩")
 
 
 def available_bytes() -> int | None:

@@ -319,13 +319,13 @@ def what_is_missing(result: Search, request: Request) -> tuple[str, str]:
     """Why there is no plan, and what would make one."""
     if result.was_stopped:
         problem = f"nothing that fits was found within the time limit of {request.seconds:g} s"
-        return problem, "give it longer (--time-limit 10min), or bound it: --tp 8, --pp 1..16"
+        return problem, "give it longer (⟨time_limit=10min⟩), or bound it: ⟨tp=8⟩, ⟨pp=1..16⟩"
     if not result.wanted:
         return _no_layout(request)
     least = result.least_memory
     if least is None:
         return f"this project's engine runs none of the strategies that divide{_first_lack(result, request)}", (
-            "use --any for what is only priced"
+            "use ⟨any_priced=true⟩ for what is only priced"
         )
     strategy = least.strategy()
     cluster, room = request.job.cluster, request.room
@@ -350,7 +350,7 @@ def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
     """Changes after which something would fit, each tried or computed."""
     room, device = request.room, request.job.cluster.device
     if room.is_capped and room_of(request.job).planned_bytes >= least_bytes:
-        yield "leave out --max-memory"
+        yield "leave out ⟨max_memory⟩"
         return
     devices = _devices_that_fit(request)
     if devices:
@@ -360,7 +360,7 @@ def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
     if least_bytes <= room.usable_bytes:
         risk = 1 - fit_probability(request.job, least_bytes)
         yield (
-            f"accept --memory-risk {risk:.0%}" if risk <= MOST_RISK else "plan without that margin (--max-memory 100%)"
+            f"accept ⟨memory_risk={risk:.0%}⟩" if risk <= MOST_RISK else "plan without that margin (⟨max_memory=100%⟩)"
         )
     tensors = (room.planned_bytes - device.framework_memory) / (room.usable_bytes - device.framework_memory)
     whole = device.driver_memory + device.framework_memory + (least_bytes - device.framework_memory) / tensors

@@ -96,9 +96,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise SpecError("--max-memory", f"{self.memory_bytes:g} bytes is not enough", "give a size such as 70GB")
+            raise SpecError("⟨max_memory⟩", f"{self.memory_bytes:g} bytes is not enough", "give a size such as 70GB")
         if self.minimum_batch is None and self.job.training.global_batch is None:
-            raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+            raise SpecError("training.global_batch", "is missing", "give ⟨global_batch⟩, such as 4M-tokens or 1024")
         require_offered(self.job, any_priced=self.any_priced)
 
     @property

@@ -76,7 +76,7 @@ def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
     paths = [path_of(folder, rank) for rank in range(world)]
     there = [path for path in paths if path.is_file()]
     if not there:
-        remedy = "train with --profile steps=10:12 (raise --steps to continue a finished run)"
+        remedy = "train with ⟨profile=steps=10:12⟩ (raise ⟨steps⟩ to continue a finished run)"
         raise SpecError(str(folder), "this run was not profiled", remedy)
     if len(there) < world:
         missing = next(path.name for path in paths if path not in there)

@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Self
+
+# How the texts of errors name a setting: ⟨gpus⟩, ⟨gpus=64⟩, ⟨any_priced=true⟩, ⟨run.start_from=FOLDER⟩.
+_SETTING = re.compile(r"⟨([\w.]+)(?:=([^⟩]*))?⟩")
+_NO_TEXT = re.compile(r"[\d.]+|[A-Z]+|\.\.\.|\[.*\]")  # a number, FILE, "...", a list
+_FLAGS = {"framework": "for", "any_priced": "any", "unfolded": "all"}  # where the name is not the keyword's
+
+
+def in_python(text: str) -> str:
+    """A text with keywords for settings: ``gpus``, ``gpus=64``, ``on="ray"``, ``search=False``."""
+    return _SETTING.sub(lambda mark: _keyword(mark[1], mark[2]), text)
+
+
+def in_flags(text: str) -> str:
+    """A text with flags for settings: ``--gpus``, ``--gpus 64``, ``--no-search``, ``--set run.seed=5``."""
+    return _SETTING.sub(lambda mark: _flag(mark[1], mark[2]), text)
+
+
+def _keyword(name: str, value: str | None) -> str:
+    if value is None:
+        return name
+    if value in ("true", "false"):
+        return f"{name}={value.capitalize()}"
+    return f"{name}={value}" if _NO_TEXT.fullmatch(value) else f'{name}="{value}"'
+
+
+def _flag(name: str, value: str | None) -> str:
+    if "." in name:
+        return f"--set {name}" if value is None else f"--set {name}={value}"
+    flag = _FLAGS.get(name, name.replace("_", "-"))
+    if value in ("true", "false"):
+        return f"--{flag}" if value == "true" else f"--no-{flag}"
+    return f"--{flag}" if value is None else f"--{flag} {value}"
 
 
 class SpecError(ValueError):
@@ -10,6 +44,9 @@ class SpecError(ValueError):
 
     ``field`` is the dotted path of the value (``strategy.tp``), ``problem`` says what is wrong with
     it and names the value, ``remedy`` says what would fix it. Its text is always one line.
+
+    All three name options of a verb, and settings that have a keyword, as ``⟨max_memory⟩`` or ``⟨gpus=64⟩``: the
+    command line says ``--gpus 64``, others ``gpus=64``.
     """
 
     status = 2  # of the command that it ends
@@ -21,12 +58,19 @@ class SpecError(ValueError):
         super().__init__(field, problem, remedy)
 
     def __str__(self) -> str:
-        text = f"{self.field}: {self.problem}" if self.field else self.problem
-        if self.remedy:
-            text += f"; {self.remedy}"
-        return " ".join(text.split())
+        return in_python(self.line)
 
-    def under(self, prefix: str) -> SpecError:
+    @property
+    def line(self) -> str:
+        """Its text, with the marks of settings, for a surface to word."""
+        text = f"{self.field}: {self.problem}" if self.field else self.problem
+        return " ".join((f"{text}; {self.remedy}" if self.remedy else text).split())
+
+    def worded(self) -> Self:
+        """The same mistake in the words of the Python API."""
+        return type(self)(in_python(self.field), in_python(self.problem), in_python(self.remedy))
+
+    def under(self, prefix: str) -> Self:
         """The same mistake, seen from the enclosing document."""
         if not prefix:
             return self
@@ -53,6 +97,7 @@ def shown(value: object, limit: int = 60) -> str:
         text = " ".join((repr(value) if isinstance(value, str) else str(value)).split())
     except (ValueError, RecursionError):  # a whole number of thousands of digits; lists nested without end
         return f"this {type(value).__name__}"
+    text = text.replace("⟨", "\\u27e8")  # which only our own texts may hold
     return text if len(text) <= limit else f"{text[: limit // 2]}…{text[1 - limit // 2 :]}"
 
 

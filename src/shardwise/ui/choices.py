@@ -277,4 +277,4 @@ def _with(job: Job, changes: Mapping[str, Any]) -> Job:
 
 
 def _line(error: SpecError) -> str:
-    return f"{error.problem}; {error.remedy}" if error.remedy else error.problem
+    return str(SpecError("", error.problem, error.remedy))

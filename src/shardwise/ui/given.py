@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from shardwise.api.given import NAMED, JobArguments, JobKeywords, job_arguments
+from shardwise.api.given import NAMED, JobArguments, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.api.words import in_keywords
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.recognise import is_hf_config
 from shardwise.spec import presets
@@ -82,16 +81,9 @@ def _check_reference(value: Any, kind: str | None, path: str) -> None:
             raise SpecError(path, f"unknown {kind} {shown(plain)}", remedy)
 
 
-class AsPrinted(SpecError):
-    """An error in a file, worded as on the command line: other frameworks' options look like our flags."""
-
-    def __init__(self, error: SpecError) -> None:
-        super().__init__(error.field, error.problem, error.remedy)
-
-
 def error_data(error: SpecError) -> dict[str, Any]:
     """An error in words that name keywords, with the field beside which the page shows it."""
-    told = error if isinstance(error, AsPrinted) else in_keywords(error, JobKeywords.__annotations__)
+    told = error.worded()
     return {"error": {**vars(told), "text": str(told)}}
 
 

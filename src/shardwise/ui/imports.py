@@ -21,7 +21,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json, require_whole_characters
 from shardwise.spec.job import Job
 from shardwise.spec.run import Run
-from shardwise.ui.given import AsPrinted, arguments_from, check_references, keywords_of
+from shardwise.ui.given import arguments_from, check_references, keywords_of
 
 _TITLES = {JOB: "job file", CONFIG: "Hugging Face config.json"}
 _PLACE = ("cluster", "gpus", "gpus_per_node")
@@ -39,11 +39,8 @@ def imported(given: Mapping[str, Any]) -> Keywords:
     """
     text, name, beside = _checked(given)
     kind = kind_of(text, name)
-    try:
-        read = {JOB: _of_job, CONFIG: _of_config}.get(kind)
-        made = _of_framework(Configuration(name, kind, text), beside) if read is None else read(text, name, beside)
-    except SpecError as error:
-        raise AsPrinted(error) from None
+    read = {JOB: _of_job, CONFIG: _of_config}.get(kind)
+    made = _of_framework(Configuration(name, kind, text), beside) if read is None else read(text, name, beside)
     words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
     answer = {"name": name, "kind": kind, "words": words, **vars(made)}
     try:

@@ -49,7 +49,7 @@ def test_every_mode_is_read_or_refused_by_name(mode: str) -> None:
         return
     assert target("accelerate").read(text).devices == (1 if mode == "NO" else None)
     if mode == "NO":
-        with pytest.raises(SpecError, match="NO is one process, but the cluster has 8 devices; use --gpus 1"):
+        with pytest.raises(SpecError, match="NO is one process, but the cluster has 8 devices; use gpus=1"):
             target("accelerate").read(text, cluster=NODE)
 
 

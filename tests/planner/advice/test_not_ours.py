@@ -28,7 +28,7 @@ def job(**training: object) -> Job:
 def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dict[str, object]) -> None:
     with pytest.raises(SpecError, match=r"this engine has no|our attention kernels do not") as caught:
         Request(job(**training), NARROW)
-    assert caught.value.field.startswith("training.") and "--any" in caught.value.remedy
+    assert caught.value.field.startswith("training.") and "⟨any_priced=true⟩" in caught.value.remedy
     for request in (
         Request(job(**training), NARROW, any_priced=True),
         Request(job(**training).unchecked(stack=stack_from("megatron-core")), NARROW),

@@ -53,7 +53,7 @@ def test_where_nothing_runs_the_reason_is_named() -> None:
     found = plan(replace(wanted, constraints=constraints))
     assert isinstance(found, Search)
     problem, remedy = what_is_missing(found, wanted)
-    assert "muon with zero-3-kept: muon works on whole matrices" in problem and "--any" in remedy
+    assert "muon with zero-3-kept: muon works on whole matrices" in problem and "⟨any_priced=true⟩" in remedy
 
 
 @pytest.mark.slow

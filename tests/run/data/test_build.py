@@ -114,7 +114,7 @@ def test_a_killed_worker_ends_it_in_one_line(tmp_path: Path) -> None:
         if documents == 1:
             next(child for child in multiprocessing.active_children() if child not in others).kill()
 
-    with pytest.raises(SpecError, match="--workers: one of 2 was killed"):
+    with pytest.raises(SpecError, match="workers: one of 2 was killed"):
         build([path], tmp_path / "out", workers=2, progress=kill_one)
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 

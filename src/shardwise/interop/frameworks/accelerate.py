@@ -171,7 +171,7 @@ def _processes(reading: Reading, word: str) -> int | None:
     if processes is not None and reading.cluster is not None and processes != reading.cluster.devices:
         said = f"{processes}" if key == "num_processes" else "NO is one process"
         problem = f"{said}, but the cluster has {reading.cluster.devices} devices"
-        raise SpecError(key, problem, f"use --gpus {processes}")
+        raise SpecError(key, problem, f"use ⟨gpus={processes}⟩")
     return processes
 
 

@@ -100,7 +100,7 @@ class Imported:
 
     def without_model(self) -> SpecError:
         problem = self.no_model or f"is not in a {self.target} configuration"
-        return SpecError("model", problem, "name one: --model llama3-8b (`shardwise list models`), or a config.json")
+        return SpecError("model", problem, "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or a config.json")
 
     def job(self, cluster: Cluster, model: Model | None = None) -> Job:
         """The complete job: these fields on ``cluster``; ``model`` where the configuration names none."""

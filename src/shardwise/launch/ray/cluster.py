@@ -119,7 +119,7 @@ def _joined(**given: Any) -> Iterator[None]:
     import ray  # it reads the variables
 
     if ray.is_initialized():
-        raise SpecError("--on ray", "this process has joined a Ray cluster already", "call ray.shutdown() first")
+        raise SpecError("⟨on=ray⟩", "this process has joined a Ray cluster already", "call ray.shutdown() first")
     try:
         with _silent():
             try:
@@ -149,9 +149,9 @@ def _not_joined(address: str, error: Exception) -> SpecError:
     why = error.problem if isinstance(error, SpecError) else " ".join(str(error).split()) or type(error).__name__
     if address == _LOCAL:
         problem = f"no cluster can be started on this machine: {why}"
-        return SpecError("--on ray", problem, "try again, or join one that is there (--ray-address)")
+        return SpecError("⟨on=ray⟩", problem, "try again, or join one that is there (⟨ray_address⟩)")
     problem = f"no cluster can be joined at {address}: {why}"
-    return SpecError("--ray-address", problem, "`ray status --address ...` must work here")
+    return SpecError("⟨ray_address⟩", problem, "`ray status --address ...` must work here")
 
 
 @contextmanager
@@ -314,8 +314,8 @@ class RayCluster:
     def _does_not_fit(self, job: Job, sizes: Sequence[int], seconds: float) -> DoesNotFit:
         device = _RESOURCES[job.run_device]
         words = missing_words(job.strategy.world, device, sizes, self.nodes(device), self.free(job))
-        remedy = "wait longer (--wait-for-resources), add nodes, or plan for fewer devices"
-        return DoesNotFit("--on ray", f"no place for the ranks within {seconds:g} s: {words}", remedy)
+        remedy = "wait longer (⟨wait_for_resources⟩), add nodes, or plan for fewer devices"
+        return DoesNotFit("⟨on=ray⟩", f"no place for the ranks within {seconds:g} s: {words}", remedy)
 
 
 def _group(device: str, size: int, count: int) -> Any:

@@ -51,7 +51,7 @@ def answer(call: Callable[[], T], seconds: float = ANSWER_SECONDS, stopped: Call
     while thread.is_alive():
         if time.monotonic() >= deadline or stopped():
             problem = f"the cluster has not answered for {seconds:g} s: its head may be lost"
-            raise SpecError("--on ray", problem, "`ray status --address ...` must work here")
+            raise SpecError("⟨on=ray⟩", problem, "`ray status --address ...` must work here")
         thread.join(_LOOK_SECONDS)
     if raised:
         raise raised[0]

@@ -45,11 +45,11 @@ _REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python
 @contextmanager
 def start_on(request: TargetRequest) -> Iterator[RayTarget]:
     """Waits for a place for all ranks and compares what its nodes have installed, before any rank starts."""
-    require_packages("--on ray", "ray")
+    require_packages("⟨on=ray⟩", "ray")
     job, address = request.job, request.ray_address or os.environ.get(ADDRESS)
     cores = len(os.sched_getaffinity(0))
     if not address and job.run_device == "cpu":
-        require_cores("cluster", job.strategy.world, "join a cluster (--ray-address), or plan for fewer devices")
+        require_cores("cluster", job.strategy.world, "join a cluster (⟨ray_address⟩), or plan for fewer devices")
     splits = SmallerSplits(job, job.run.restarts.least_devices) if job.run.restarts.shrink else None
     with ExitStack() as stack:
         stack.enter_context(variables(outliving()))

@@ -111,7 +111,7 @@ def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: 
     on_hosts = [(sample, host) for sample, host in zip(samples, hosts) if sample is not None]
     for sample, host in on_hosts:
         if sample.problem:
-            raise SpecError("--out", f"{sample.problem} on {host}", "name a file in a folder that every host has")
+            raise SpecError("⟨out⟩", f"{sample.problem} on {host}", "name a file in a folder that every host has")
     measured = [sample for sample, _ in on_hosts if sample.size]
     if not measured:
         return cluster

@@ -200,7 +200,7 @@ def profiled_run(text: str) -> ProfiledRun:
     planned = mesh_divisions(job.strategy)
     if any(records[0].groups[name] not in planned[name] for name in job.strategy.order):
         problem = "was recorded with another layout than the run has now"
-        raise SpecError(str(folder.profile), problem, "profile it again: --profile steps=10:12")
+        raise SpecError(str(folder.profile), problem, "profile it again: ⟨profile=steps=10:12⟩")
     return ProfiledRun(folder, job, measured(records, pipelined=job.strategy.pp > 1))
 
 

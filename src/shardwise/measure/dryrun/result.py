@@ -32,7 +32,7 @@ def resized(job: Job, world: int) -> Job:
     if world % others:
         low = world // others * others
         raise SpecError(
-            "--world",
+            "⟨world⟩",
             f"{world} is not a multiple of tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}",
             f"use {low} or {low + others}" if low else f"use {others}",
         )
@@ -56,7 +56,7 @@ def fullest_rank(job: Job) -> int:
 
 def check_rank(job: Job, rank: int) -> int:
     if not 0 <= rank < job.strategy.world:
-        raise SpecError("--rank", f"{rank} is not one of the job's {job.strategy.world} ranks", "count from 0")
+        raise SpecError("⟨rank⟩", f"{rank} is not one of the job's {job.strategy.world} ranks", "count from 0")
     return rank
 
 

@@ -13,6 +13,7 @@ from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottlen
 from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.planner.advice.remedy import what_would_fit
+from shardwise.spec.errors import in_flags
 from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def assess(
         error_bar(job),
         bottleneck(analysis),
         best_change(analysis) if advice and analysis.fits else None,
-        what_would_fit(job) if advice and not analysis.fits else None,
+        in_flags(what_would_fit(job)) if advice and not analysis.fits else None,
         tuple(gradient_times(analysis)),
         StorageUse(checkpoint_bytes(analysis), data_rate(analysis), tuple(storage_costs(analysis))),
         campaign,

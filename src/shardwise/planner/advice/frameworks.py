@@ -102,11 +102,13 @@ def ways_of(job: Job, name: str) -> list[Way]:
     ways = [way for way in all_ways if way.precision in RECIPES and RECIPES[way.precision].compute == computed]
     if not ways:
         why = framework.reasons.get("training.precision", "")
-        raise SpecError("--for", f"{name} does not train in {job.training.precision}", f"{framework.title}: {why}")
+        raise SpecError(
+            "⟨framework⟩", f"{name} does not train in {job.training.precision}", f"{framework.title}: {why}"
+        )
     lost = other_than_strategy(plain, name)
     if lost:
         problem = f"{name} does not have " + ", ".join(f"{missing.field} ({missing.why})" for missing in lost)
-        raise SpecError("--for", problem, "choose another framework")
+        raise SpecError("⟨framework⟩", problem, "choose another framework")
     return ways if len(all_ways) > 1 else [replace(way, alone=True) for way in ways]
 
 
@@ -185,7 +187,7 @@ def within_framework(request: Request, way: Way) -> Request:
                 constraints = Constraints(constraints.allowed, (*constraints.excluded, *unsaid))
         if not kept:
             why = _reason(request.job, field, asked[0], way)
-            raise SpecError("--for", f"{way.name} does not have {field} {Allowed(asked)}", why)
+            raise SpecError("⟨framework⟩", f"{way.name} does not have {field} {Allowed(asked)}", why)
         if len(kept) < len(asked):
             constraints = constraints.with_allowed({field: Allowed(tuple(kept))})
         had[field] = tuple(kept)
@@ -206,7 +208,7 @@ def _beside(field: str, had: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[A
 def _reason(job: Job, field: str, value: Any, way: Way) -> str:
     """Why a framework does not have a value."""
     asked = job.unchecked(strategy=_with(Strategy(), {"dp": 4, field: value}))
-    why = target(way.name).reasons.get(f"strategy.{field}", "drop --for, or that value")
+    why = target(way.name).reasons.get(f"strategy.{field}", "drop ⟨framework⟩, or that value")
     return why if isinstance(why, str) else why(asked)
 
 
@@ -276,7 +278,7 @@ def without(constraints: Constraints, job: Job, way: Way) -> Constraints:
             wide = field in _DEGREES and had == [1]
             entry[field] = _every(field, value) if wide else Allowed((value,))
     if not entry:
-        raise SpecError("--for", f"{way.name} cannot express even plain data parallelism", "drop --for")
+        raise SpecError("⟨framework⟩", f"{way.name} cannot express even plain data parallelism", "drop ⟨framework⟩")
     return Constraints(constraints.allowed, (*constraints.excluded, entry))
 
 
@@ -368,7 +370,7 @@ def _first_near(request: Request, name: str) -> Candidate | None:
 
 def check_framework(name: str) -> str:
     if not isinstance(name, str) or name.lower() not in NAMES:
-        raise SpecError("--for", f"{shown(name)} is not known", nearest_name(str(name), NAMES))
+        raise SpecError("⟨framework⟩", f"{shown(name)} is not known", nearest_name(str(name), NAMES))
     return name.lower()
 
 
@@ -442,5 +444,5 @@ def _as_run(plan: Plan, way: Way) -> Plan:
             kept.append(own)
     if not kept:
         problem = f"what would be best does not fit as {way.name} runs it, or it has no words for it"
-        raise DoesNotFit("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
+        raise DoesNotFit("⟨framework⟩", problem, "give ⟨max_memory⟩ less than the device has, or fix more dimensions")
     return plan.of(kept)

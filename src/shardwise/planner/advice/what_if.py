@@ -50,24 +50,24 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
     if name == "sm-free" and not equals:
         return replace(cluster, device=replace(cluster.device, units_taken=UnitsTaken()))
     if not equals or not value.strip():
-        raise SpecError("--what-if", f"{shown(change)} is not NAME=VALUE", "write ib=800Gb/s, memory=192GB or sm-free")
+        raise SpecError("⟨what_if⟩", f"{shown(change)} is not NAME=VALUE", "write ib=800Gb/s, memory=192GB or sm-free")
     if name == "memory":
-        return replace(cluster, device=replace(cluster.device, memory=units.parse(value, "bytes", "--what-if memory")))
+        return replace(cluster, device=replace(cluster.device, memory=units.parse(value, "bytes", "⟨what_if⟩ memory")))
     if name == "device":
         return replace(cluster, device=presets.resolve("device", Device, value.strip()))
     if name == "host-memory":
-        return replace(cluster, host_memory=units.parse(value, "bytes", "--what-if host-memory"))
+        return replace(cluster, host_memory=units.parse(value, "bytes", "⟨what_if⟩ host-memory"))
     level, _, what = name.partition("-")
     index = _level(cluster, level)
     if what == "size":
         return _with_domain(cluster, index, value)
     if what not in ("", "latency"):
-        raise SpecError("--what-if", f"{shown(name)} cannot be changed", f"{level}, {level}-latency or {level}-size")
+        raise SpecError("⟨what_if⟩", f"{shown(name)} cannot be changed", f"{level}, {level}-latency or {level}-size")
     old = cluster.levels[index]
     if what == "latency":
-        new = old.with_speed(old.bandwidth_per_direction, units.parse(value, "seconds", f"--what-if {name}"))
+        new = old.with_speed(old.bandwidth_per_direction, units.parse(value, "seconds", f"⟨what_if⟩ {name}"))
     else:
-        new = old.with_speed(units.parse(value, "bytes/s", f"--what-if {name}"), old.wire_latency)
+        new = old.with_speed(units.parse(value, "bytes/s", f"⟨what_if⟩ {name}"), old.wire_latency)
     return cluster.with_level(index, new)
 
 
@@ -78,21 +78,21 @@ def _level(cluster: Cluster, name: str) -> int:
         wanted = names[-1]
     if wanted not in names:
         known = [*names, "memory", "device", "host-memory", "sm-free"]
-        raise SpecError("--what-if", f"{cluster.name} has no {shown(name)}", nearest_name(name, known) or known[0])
+        raise SpecError("⟨what_if⟩", f"{cluster.name} has no {shown(name)}", nearest_name(name, known) or known[0])
     return names.index(wanted)
 
 
 def _with_domain(cluster: Cluster, index: int, value: str) -> Cluster:
     """A level with ``value`` members; the next level out gets as many as keep the number of devices."""
     if index + 1 >= len(cluster.levels):
-        raise SpecError("--what-if", f"{cluster.levels[index].name} is the outermost level", "give --cluster a size")
+        raise SpecError("⟨what_if⟩", f"{cluster.levels[index].name} is the outermost level", "give ⟨cluster⟩ a size")
     level, above = cluster.levels[index], cluster.levels[index + 1]
-    size = int(units.parse(value, "count", "--what-if size"))
+    size = int(units.parse(value, "count", "⟨what_if⟩ size"))
     if level.shape or above.shape:
-        raise SpecError("--what-if", "a torus has a shape, not a size", "give --cluster another shape")
+        raise SpecError("⟨what_if⟩", "a torus has a shape, not a size", "give ⟨cluster⟩ another shape")
     members = level.width * above.width
     if size < 1 or members % size:
-        raise SpecError("--what-if", f"{size} does not divide {members:,} devices", "choose a divisor")
+        raise SpecError("⟨what_if⟩", f"{size} does not divide {members:,} devices", "choose a divisor")
     wider = cluster.with_level(index, replace(level, size=size))
     return wider.with_level(index + 1, replace(above, size=members // size))
 

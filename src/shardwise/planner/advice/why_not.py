@@ -12,7 +12,7 @@ from shardwise.planner.plan import Plan, plan, what_is_missing
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import PricedStrategy, Search, search
 from shardwise.planner.search.supported import findings_of
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.schedules import schedule_records
 from shardwise.spec.support import Finding
 
@@ -56,7 +56,7 @@ def wish(base: Plan, wanted: Mapping[str, Allowed]) -> Wish:
     try:
         constraints = request.constraints.with_allowed(wanted)
     except SpecError as error:
-        return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
+        return Wish(words, wanted, request, None, f"{in_flags(error.problem)}: the request rules it out")
     # Offload only if the plan offloads: it should not rescue an alternative.
     offload = request.offload if request.offload is not None else base.best.job.strategy.offload.any
     restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
@@ -82,7 +82,7 @@ def judged(base: Plan, asked: Wish) -> WhyNot:
 def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
     if not other.wanted:
         problem, remedy = what_is_missing(other, request)
-        return WhyNot(words, "does not divide", f"{problem}; {remedy}" if remedy else problem)
+        return WhyNot(words, "does not divide", in_flags(f"{problem}; {remedy}" if remedy else problem))
     if other.least_memory is None:
         free = plan(replace(request, any_priced=True, memory_bytes=None))
         example = free.best if isinstance(free, Plan) else None

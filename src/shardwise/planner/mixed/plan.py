@@ -206,7 +206,7 @@ def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]
 def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:
     request = space.request
     if stopped:
-        problem, remedy = "nothing that fits was found within the time limit", "give it longer (--time-limit 10min)"
+        problem, remedy = "nothing that fits was found within the time limit", "give it longer (⟨time_limit=10min⟩)"
         return SpecError("plan", problem, remedy)
     if next(space.arrangements(), None) is None:
         sizes = " and ".join(f"{kind.devices:,}" for kind in request.mixed.kinds)

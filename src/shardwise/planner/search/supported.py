@@ -140,7 +140,7 @@ def require_offered(job: Job, *, any_priced: bool = False) -> None:
     used = set(techniques_of(job))
     for finding in rows_against(job, any_priced=any_priced):
         if GIVEN.issuperset(finding.techniques) and used.issuperset(finding.techniques):
-            priced = ", or --any for a price alone" if finding.status == "priced only" else ""
+            priced = ", or ⟨any_priced=true⟩ for a price alone" if finding.status == "priced only" else ""
             raise SpecError(
                 finding.field, f"{' with '.join(finding.techniques)}: {finding.reason}", finding.remedy + priced
             )

@@ -228,7 +228,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
 def _timeline(name: str, stages: int, microbatches: int, chunks: int) -> str:
     if stages * microbatches > _MOST_DRAWN:
         problem = f"{stages} stages × {microbatches} microbatches are too many to draw"
-        raise SpecError("--schedule", problem, "use fewer, such as --pp 4 --microbatches 8")
+        raise SpecError("⟨schedule⟩", problem, "use fewer, such as ⟨pp=4⟩ ⟨microbatches=8⟩")
     schedule = build(name, stages, microbatches, chunks if schedule_record(name).chooses_chunks else None)
     return draw_timeline(simulate(schedule, equal_stages(schedule.stages)))
 

@@ -220,7 +220,7 @@ def _copied_companions(kept: RemotePlace) -> Path:
 
 # -- folders held open while the run goes on, so that it notices when one is moved or replaced -------
 
-_MOVE_BACK = "move it back, or name where it is now (--run-folder), and start it again: it resumes"
+_MOVE_BACK = "move it back, or name where it is now (⟨run_folder⟩), and start it again: it resumes"
 
 
 class HeldFolders:

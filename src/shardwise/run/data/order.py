@@ -87,7 +87,7 @@ class Stream:
         self.per_epoch = (self.tokens - seq) // seq if self.shifts else (self.tokens - 1) // seq
         if self.per_epoch < 1:
             problem = f"has {self.tokens:,} tokens, a sequence needs {seq + 1:,}"
-            raise SpecError(f"{pair.prefix}", problem, "give more data, or a shorter sequence (--seq)")
+            raise SpecError(f"{pair.prefix}", problem, "give more data, or a shorter sequence (⟨seq⟩)")
 
     def places(self, numbers: Numbers) -> Numbers:
         """The first token of each sample, counting samples through all epochs."""

@@ -108,7 +108,7 @@ def _training_end(job: Job, pair: TokenFiles) -> int:
         return _first_document_held_out(pair.starts, share)
     if len(pair.tokens) < 2 * (seq + 1):
         problem = f"has {len(pair.tokens):,} tokens, one sequence to train on and one held out need {2 * (seq + 1):,}"
-        remedy = "give more data, a shorter sequence (--seq), run.data.validation, or run.evaluation.batches: 0"
+        remedy = "give more data, a shorter sequence (⟨seq⟩), run.data.validation, or run.evaluation.batches: 0"
         raise SpecError(f"{pair.prefix}", problem, remedy)
     return held_out_begin(pair.starts, share, seq)
 

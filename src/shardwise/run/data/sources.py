@@ -26,7 +26,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 _GZIP = b"\x1f\x8b"  # its first bytes (RFC 1952)
 # What the readers raise for a file that is cut or holds something else.
 DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, ArithmeticError, LookupError)
-_AGAIN = "copy it again, or --on-bad-record skip leaves out the rest of it"
+_AGAIN = "copy it again, or ⟨on_bad_record=skip⟩ leaves out the rest of it"
 
 
 def opened(path: Path) -> BinaryIO:
@@ -46,7 +46,7 @@ def damaged(path: Path, where: str, error: Exception) -> SpecError:
 
 
 def too_large(where: str, most: int) -> SpecError:
-    return SpecError(where, f"is larger than {readable_bytes(most)}", "raise --max-record, or split it")
+    return SpecError(where, f"is larger than {readable_bytes(most)}", "raise ⟨max_record⟩, or split it")
 
 
 def read_at_most(file: BinaryIO, most: int) -> bytes | None:
@@ -299,7 +299,7 @@ def _document(record: Any, field: str, where: str) -> Document:
         return (Span(record["prompt"], counted=False), Span(answer))
     if isinstance(record.get("messages"), list):
         return tuple(_message(message, where) for message in record["messages"])
-    raise SpecError(where, f"has no text in {field!r}", "name the field: --field, or give prompt and answer")
+    raise SpecError(where, f"has no text in {field!r}", "name the field: ⟨field⟩, or give prompt and answer")
 
 
 def _message(message: Any, where: str) -> Span:

@@ -71,7 +71,7 @@ def write_checkpoint(
     a checkpoint, or the folder cannot be written.
     """
     if shards > len(tensors):
-        raise SpecError("--shards", f"{shards} files for {len(tensors)} tensors", "use fewer: a tensor stays whole")
+        raise SpecError("⟨shards⟩", f"{shards} files for {len(tensors)} tensors", "use fewer: a tensor stays whole")
     if folder.of_step(about.step).exists():
         raise SpecError(str(folder.of_step(about.step)), "is already there", "name another folder")
     if isinstance(folder.path, Path):

@@ -199,7 +199,7 @@ def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
         return replace(Model.from_dict(unflatten(fields)["model"]), name=f"megatron-{folder.parent.name or 'model'}")
     except SpecError as error:
         problem = f"does not say which model it is ({error.field}: {error.problem})"
-        raise SpecError(str(folder), problem, "name it: --model") from None
+        raise SpecError(str(folder), problem, "name it: ⟨model⟩") from None
 
 
 Merge = Callable[[Sequence[Tensor]], Tensor]
@@ -218,13 +218,13 @@ def merged(model: Model, stored: Mapping[str, Sequence[LazyTensor]], origin: str
         candidates, merge = _source(name, model)
         theirs = next((candidate for candidate in candidates if candidate in stored), None)
         if theirs is None:
-            raise SpecError(candidates[0], f"is missing in {origin}", "name the model that was trained (--model)")
+            raise SpecError(candidates[0], f"is missing in {origin}", "name the model that was trained (⟨model⟩)")
         used.add(theirs)
         tensors[name] = _lazy(theirs, stored[theirs], merge, origin)
     for theirs in sorted(stored.keys() - used):
         if not theirs.endswith(_LEFT_OUT):
             problem = f"in {origin} belongs to no part of {model.name}"
-            raise SpecError(theirs, problem, "name the model that was trained (--model)")
+            raise SpecError(theirs, problem, "name the model that was trained (⟨model⟩)")
     return tensors
 
 
@@ -233,7 +233,7 @@ def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -
         shape = tuple(merge([torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts]).shape)
     except RuntimeError:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
-        raise SpecError(theirs, f"of {shapes} in {origin} does not fit the model", "name the right --model") from None
+        raise SpecError(theirs, f"of {shapes} in {origin} does not fit the model", "name the right ⟨model⟩") from None
     return LazyTensor(shape, parts[0].dtype, lambda: merge([part.read() for part in parts]))
 
 

@@ -155,7 +155,7 @@ def _model_of(text: str, source: Path) -> Model:
         return model_from(parse_json(text, str(source)))
     except ValueError as error:  # SpecError is one
         problem = f"does not say which model it is ({shown(str(error))})"
-        raise SpecError(str(source), problem, "name it: --model") from None
+        raise SpecError(str(source), problem, "name it: ⟨model⟩") from None
 
 
 # -- writing: files and folders appear once complete -------------------------------------------------

@@ -201,7 +201,7 @@ def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, o
     """Weights from tensors under our names, those of a Hugging Face family, or Meta's for Llama."""
     if about is None:
         remedy = f"name one, or a config.json: {origin} does not name the model of its tensors"
-        raise SpecError("--model", "is missing", remedy)
+        raise SpecError("⟨model⟩", "is missing", remedy)
     stored = without_prefixes(stored, _WRAPPERS)  # of DDP, torch.compile or an engine
     if "embedding.weight" in stored:
         return complete(about.model, stored, origin, step)
@@ -266,7 +266,7 @@ def _reordered(tensor: LazyTensor, model: Model, name: str) -> LazyTensor:
     """The rows 0, 2, 4, ... of each head, then 1, 3, 5, ...: Meta rotates neighbouring rows, we rotate halves."""
     if tensor.shape[0] % model.head_size or model.head_size % 2:
         problem = f"has {tensor.shape[0]} rows, not a whole number of heads of {model.head_size}"
-        raise SpecError(name, problem, "name the right --model")
+        raise SpecError(name, problem, "name the right ⟨model⟩")
 
     def read() -> Tensor:
         pairs = torch.unflatten(tensor.read(), 0, (-1, model.head_size // 2, 2))

@@ -17,7 +17,7 @@ from shardwise.spec.model import Model
 from shardwise.training.checkpoint.full_tensors import LazyTensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_OTHER_MODEL = "name the model that was trained (--model)"
+_OTHER_MODEL = "name the model that was trained (⟨model⟩)"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _cast(name: str, tensor: LazyTensor, wanted: torch.dtype | None) -> LazyTens
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
         raise SpecError(name, f"is stored as {tensor.dtype}", "convert the weights to bf16 first")
     if wanted is None and tensor.dtype not in DTYPES.values():
-        raise SpecError(name, f"is stored as {tensor.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
+        raise SpecError(name, f"is stored as {tensor.dtype}", f"choose a type: ⟨dtype⟩ {', '.join(DTYPES)}")
     if wanted is None or wanted == tensor.dtype:
         return tensor
 
@@ -110,7 +110,7 @@ def _cast(name: str, tensor: LazyTensor, wanted: torch.dtype | None) -> LazyTens
         before = tensor.read()
         after = before.to(wanted)
         if wanted == torch.float16 and bool(after.isinf().any()) and not bool(before.isinf().any()):
-            raise SpecError(name, "holds numbers that are too large for fp16", "use --dtype bf16 or fp32")
+            raise SpecError(name, "holds numbers that are too large for fp16", "use ⟨dtype⟩ bf16 or fp32")
         return after
 
     return LazyTensor(tensor.shape, wanted, cast)

@@ -205,7 +205,7 @@ function moved(event) {
 export function showProblem(error) {
   clearProblem();
   const path = (error.field ?? "").replace(/^(strategy|training)\./, "");
-  const name = path.split(/[.[]/)[0].replace(/^-+/, "").replaceAll("-", "_");
+  const name = path.split(/[.[]/)[0];
   const place = document.querySelector(`[data-field="${CSS.escape(name || "strategy")}"]`);
   if (!place || place.hidden === true && place.classList.contains("field")) return null;
   const line = place.classList.contains("problem") ? place : place.querySelector(".problem");
