@@ -18,8 +18,7 @@ from typing import Any
 import shardwise
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.interop.jobs import read_job
-from shardwise.planner.candidate import Candidate
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import Candidate, strategy_words
 from shardwise.spec.job import Job
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

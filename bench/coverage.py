@@ -14,8 +14,16 @@ from dataclasses import dataclass
 
 from fit_devices import FITS, fitted_runs
 from left_out import LeftOut
-from shardwise.uncertainty.known_errors import KINDS, KnownErrors, RunError, Standing
-from shardwise.uncertainty.residuals import COVERAGE, memory_band, memory_errors, residuals
+from shardwise.uncertainty.residuals import (
+    COVERAGE,
+    KINDS,
+    KnownErrors,
+    RunError,
+    Standing,
+    memory_band,
+    memory_errors,
+    residuals,
+)
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def measured(case: Case, sizes: Sizes, cluster: str | None) -> dict[str, Any]:
 def priced_again(record: dict[str, Any]) -> float:
     """Bytes that a recorded run allocates by the cost model of today; the network has shapes, but no weights."""
     from shardwise.cost.memory.device import peak_memory
-    from shardwise.cost.memory.reserved import allocated_bytes
+    from shardwise.cost.memory.room import allocated_bytes
     from shardwise.integrations.layout import job_of
     from shardwise.integrations.module import Sequences, module_facts
     from shardwise.spec.clusters import cluster_from

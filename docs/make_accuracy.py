@@ -20,8 +20,17 @@ from shardwise.accuracy.ranges import FIELDS
 from shardwise.accuracy.scores import ScoredRuns, score_runs
 from shardwise.accuracy.sources import SOURCES
 from shardwise.accuracy.table import TRAINING_RUNS
-from shardwise.uncertainty.known_errors import ENOUGH_ROWS, ENOUGH_SOURCES, KINDS, MOST_OF_A_SOURCE
-from shardwise.uncertainty.residuals import COVERAGE, Residuals, known_errors, pairs_of_one_job, residuals
+from shardwise.uncertainty.residuals import (
+    COVERAGE,
+    ENOUGH_ROWS,
+    ENOUGH_SOURCES,
+    KINDS,
+    MOST_OF_A_SOURCE,
+    Residuals,
+    known_errors,
+    pairs_of_one_job,
+    residuals,
+)
 
 if TYPE_CHECKING:
     from coverage import ClassCoverage
@@ -235,7 +244,7 @@ def _bars(found: ScoredRuns) -> list[str]:
         "to all: device fitted or not, kind of model, framework with published runs or not; of its own device where",
         f"that has {ENOUGH_ROWS} rows from {ENOUGH_SOURCES} sources, and at least as wide as that of rows beyond the",
         f"largest of their device where the job is. A source counts as {MOST_OF_A_SOURCE:.0f} rows at most",
-        "(`uncertainty/known_errors.py`).",
+        "(`uncertainty/residuals.py`).",
         *_assumed_words(found),
         "",
         "Do they hold? For every source, the constants are fitted without it and the bars come from the errors of the",

@@ -20,9 +20,8 @@ from typing import Any
 import shardwise
 from shardwise.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.analysis import analyze
-from shardwise.planner.advice.why_not import WhyNot, largest_differences
-from shardwise.planner.candidate import Candidate, candidate
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.advice.explanation import WhyNot, largest_differences
+from shardwise.planner.candidate import Candidate, candidate, strategy_words
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -19,9 +19,8 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.compute.operators import OperatorRole
 from shardwise.cost.memory.activations import SavedRole
 from shardwise.cost.memory.device import device_memories
-from shardwise.cost.step.parts import COMMUNICATION, step_parts
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.step.simulation import simulated_step
+from shardwise.cost.step.simulation import COMMUNICATION, simulated_step, step_parts
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.layout.payloads import Payload, Phase, Role, Share
 from shardwise.layout.stages import rank_contents

@@ -15,7 +15,7 @@ from shardwise.accuracy.table import TableRow
 from shardwise.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.memory.reserved import allocated_bytes
+from shardwise.cost.memory.room import allocated_bytes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 

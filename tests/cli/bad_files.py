@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from cli.running import run
-from shardwise.interop.fabric.switches import read_switches
+from shardwise.interop.fabric import read_switches
 from shardwise.interop.frameworks import TARGETS, export
 from shardwise.launch.targets.host_file import read_hosts
-from shardwise.planner.advice import remedy
+from shardwise.planner.advice import assessment
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
@@ -142,7 +142,7 @@ def text_readers() -> list[Reader]:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 256, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
     job, model = JOB.to_yaml().encode(), json.dumps(config).encode()
-    runs = (Path(remedy.__file__).parents[2] / "accuracy/tables/training_runs.csv").read_bytes().splitlines(True)
+    runs = (Path(assessment.__file__).parents[2] / "accuracy/tables/training_runs.csv").read_bytes().splitlines(True)
     steps = b"".join(b'{"step": %d, "loss": 2.5, "seconds": 1.5, "memory_bytes": 1000}\n' % i for i in range(1, 9))
     cluster = json.dumps(JOB.cluster.to_dict()).encode()
     found = [
@@ -235,7 +235,7 @@ def damaged(reader: Reader, number: int, rng: random.Random) -> dict[str, bytes]
 
 
 def main(count: int, folder: Path) -> int:
-    remedy.SEARCH_SECONDS = 0.05
+    assessment.SEARCH_SECONDS = 0.05
     readers = [*text_readers(), *data_readers(folder), *weight_readers(folder)]
     for reader in readers:  # what the first call imports is not the input's
         problem = _tried(reader, reader.files, folder / "valid" / reader.name, valid=True)

@@ -239,7 +239,7 @@ def random_config(rng: random.Random) -> bytes:
 
 @pytest.fixture
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.planner.advice.remedy.SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr("shardwise.planner.advice.assessment.SEARCH_SECONDS", 0.05)
 
 
 def check(arguments: list[str], result: Result) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.collectives.decomposed import gathered_parts, scattered_parts, share_beside_products
+from shardwise.layout.pieces import gathered_parts, scattered_parts, share_beside_products
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -20,7 +20,7 @@ from shardwise.collectives import (
     draw_rounds,
     pairs,
 )
-from shardwise.collectives.listing import TOPOLOGIES, WHY_NOT
+from shardwise.collectives.closed_form import TOPOLOGIES, WHY_NOT
 from shardwise.spec.errors import SpecError
 from tables import table
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.memory.offload import first_elements
+from shardwise.cost.memory.sum import first_elements
 from shardwise.cost.step.prediction import predict, rank_prediction
 from shardwise.cost.traffic.offload import share_in_layers
 from shardwise.layout.pieces import update_chunk, update_slots

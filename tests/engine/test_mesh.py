@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from engine.workers import on_ranks
 from shardwise.engine.mesh import build_mesh
-from shardwise.layout.ranks import coordinate
+from shardwise.layout.groups import coordinate
 from shardwise.spec.strategy import DIMENSIONS, Strategy
 
 NAMES = ("tp", "cp", "dp", "pp", "sequence", "stage", "ep", "expert_tp", "replicate", "shard", "expert_replicate",

@@ -10,8 +10,8 @@ import pytest
 
 from engine.layouts import SEQ, job_of, model_named
 from engine.parity import check
-from shardwise.layout.boundaries import pieces_received, pieces_sent
-from shardwise.layout.ranks import coordinate, first_rank, rank_at
+from shardwise.layout.groups import coordinate, first_rank, rank_at
+from shardwise.layout.views import pieces_received, pieces_sent
 from shardwise.measure.smaller import cluster_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from engine.workers import fresh_pool
 from integrations.tiny import CLUSTER, Examples, network
 from shardwise.cost.memory.device import peak_memory
-from shardwise.cost.memory.reserved import allocated_bytes
+from shardwise.cost.memory.room import allocated_bytes
 from shardwise.integrations.accelerate import layout_of
 from shardwise.integrations.layout import job_of
 from shardwise.integrations.lightning import ShardwiseMonitor

@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from shardwise.layout.groups import Division, division_of, group_runs, shape_runs
+from shardwise.layout.groups import (
+    Division,
+    coordinate,
+    coordinates,
+    division_of,
+    group_runs,
+    local_rank,
+    node_of,
+    rank_at,
+    shape_runs,
+)
 from shardwise.layout.mesh import mesh_divisions, mesh_shapes
-from shardwise.layout.ranks import coordinate, coordinates, local_rank, node_of, rank_at
 from shardwise.layout.sharding import dense_ranks, divided_over, expert_ranks, expert_shards
 from shardwise.spec.errors import SpecError
 from shardwise.spec.less_communication import Synchronise

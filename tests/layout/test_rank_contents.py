@@ -8,7 +8,7 @@ import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job, preset, switched
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.floor import rank_floors
+from shardwise.cost.step.prediction import rank_floors
 from shardwise.layout.mesh import rank_places
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cli.running import run, run_json
 from engine.workers import on_ranks, pool
-from shardwise.cost.traffic.parameter_server import server_price
-from shardwise.layout.servers import ServerPlan
+from shardwise.cost.traffic.data import server_price
+from shardwise.layout.pieces import ServerPlan
 from shardwise.measure.parameter_server import TOLERANCE, ServerRequest, compare_servers
 from shardwise.spec import Job
 from shardwise.spec.clusters import cluster_from

@@ -20,7 +20,7 @@ from shardwise.pipeline import (
     verify,
 )
 from shardwise.pipeline.builders import building_block
-from shardwise.pipeline.verifier import needs
+from shardwise.pipeline.schedule import needs
 from tables import table
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741

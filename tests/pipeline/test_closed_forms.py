@@ -22,7 +22,7 @@ from shardwise.pipeline import (
     simulate,
 )
 from shardwise.pipeline.forms import messages_per_link
-from shardwise.pipeline.verifier import verify
+from shardwise.pipeline.schedule import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import imported, schedule_record
 

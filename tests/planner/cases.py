@@ -11,7 +11,7 @@ from typing import Any
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE
 from cost.jobs import CLUSTERS
 from shardwise.cost.memory.device import device_memories, peak_memory
-from shardwise.planner.advice.why_not import WhyNot, judged, wish
+from shardwise.planner.advice.explanation import WhyNot, judged, wish
 from shardwise.planner.constraints import Allowed, Constraints, allowed
 from shardwise.planner.plan import Plan
 from shardwise.planner.request import Request

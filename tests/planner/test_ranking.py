@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from planner.cases import MODELS, job_of, within
-from shardwise.planner.advice.explanation import explain
-from shardwise.planner.advice.why_not import difference_words
-from shardwise.planner.candidate import candidate, complexity
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.advice.explanation import difference_words, explain
+from shardwise.planner.candidate import candidate, complexity, strategy_words
 from shardwise.planner.plan import GROUPS, Plan, plan, ranked, said_by_a_framework
 from shardwise.planner.request import Request
 from shardwise.report.plan import _ranking, ranked_data

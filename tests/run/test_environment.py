@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.interop.fabric.node_list import nodes_of, tasks_of_nodes
+from shardwise.interop.fabric import nodes_of, tasks_of_nodes
 from shardwise.run.environment import Started, StartedNode, started, started_node
 from shardwise.spec import SpecError
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shardwise.uncertainty.known_errors import MOST_OF_A_SOURCE, KnownErrors, RunError, Standing, quantile, weighed
+from shardwise.uncertainty.residuals import MOST_OF_A_SOURCE, KnownErrors, RunError, Standing, quantile, weighed
 
 NEAR = Standing("known", "dense", "framework", 8)
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from shardwise.spec.job import Job
-from shardwise.uncertainty.known_errors import weighed
 from shardwise.uncertainty.residuals import (
     COVERAGE,
     FILE,
@@ -22,6 +21,7 @@ from shardwise.uncertainty.residuals import (
     memory_quantile,
     noise_of,
     residuals,
+    weighed,
 )
 
 ROOT = Path(__file__).parents[2]

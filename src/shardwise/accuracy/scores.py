@@ -9,7 +9,7 @@ from shardwise.accuracy.ranges import Range, predicted_range
 from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank, run_from_row, run_rows
 from shardwise.accuracy.table import release, table_path
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.memory.reserved import allocated_bytes, reserved_bytes
+from shardwise.cost.memory.room import allocated_bytes, reserved_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.errors import SpecError
 from shardwise.uncertainty.residuals import error_bar, left_out_errors

@@ -191,7 +191,7 @@ def plan_mixed(
 ) -> MixedPlanResult:
     """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``."""
     from shardwise.planner.mixed.plan import plan_mixed as plan_kinds
-    from shardwise.planner.mixed.space import MixedRequest
+    from shardwise.planner.mixed.step import MixedRequest
 
     asked, bounds = bounded(job_arguments(job, keywords))
     mixed = None if asked.cluster is None else parse_mixed(asked.cluster)

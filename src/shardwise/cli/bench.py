@@ -22,7 +22,7 @@ from shardwise.cli.on_target import (
 )
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores

@@ -31,7 +31,7 @@ from shardwise.cli.parser import Parser
 from shardwise.cli.streams import ReaderGone
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
-from shardwise.interop.fabric.switches import read_switches
+from shardwise.interop.fabric import read_switches
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
 from shardwise.report.console import console

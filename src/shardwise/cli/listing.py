@@ -133,7 +133,7 @@ def _schedules() -> list[Row]:
 
 def _collectives() -> list[Row]:
     from shardwise.collectives import pairs
-    from shardwise.collectives.listing import WHY_NOT
+    from shardwise.collectives.closed_form import WHY_NOT
 
     columns = ("collective", "topology", "algorithm", "closed form", "schedule", "seconds", "source")
     offered = [

@@ -16,23 +16,20 @@ from shardwise.collectives.cost import (
     crossovers,
     p2p_latency,
 )
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule, Transfer
+from shardwise.collectives.schedule import CollectiveKind, InvalidSchedule, Schedule, Transfer, verify
 from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Switch, Tree
 from shardwise.collectives.topology import InNetwork, Level, Topology, place
 from shardwise.collectives.work import CollectiveCost, LevelCost
 
 if TYPE_CHECKING:
     from shardwise.collectives.build import build_schedule
-    from shardwise.collectives.listing import Pair, draw_rounds, pairs
+    from shardwise.collectives.closed_form import Pair, draw_rounds, pairs
     from shardwise.collectives.pricing import price_schedule, simulated_seconds
-    from shardwise.collectives.verifier import InvalidSchedule, verify
 
 _LATER = {
     "build": ("build_schedule",),
-    "listing": ("Pair", "draw_rounds", "pairs"),
+    "closed_form": ("Pair", "draw_rounds", "pairs"),
     "pricing": ("price_schedule", "simulated_seconds"),
-    "verifier": ("InvalidSchedule", "verify"),
 }
 
 

@@ -18,8 +18,7 @@ from shardwise.collectives.cost import (
     textbook_name,
     without_unit_levels,
 )
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule, Transfer, embed, schedule_of, side_by_side
+from shardwise.collectives.schedule import CollectiveKind, Schedule, Transfer, embed, schedule_of, side_by_side
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import LEVELS_ROWS, choose, rows_for
 from shardwise.collectives.topology import Level, Topology

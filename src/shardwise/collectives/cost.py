@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives.arrays import checked_size, is_array, maximum
-from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import CollectiveKind
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import (
     EXACT,
@@ -126,7 +126,7 @@ def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> Collectiv
     costs = [_named(kind, size, topology, name) for name, _ in options]
     if not is_array(size):
         return min(costs, key=lambda cost: float(cost.seconds))
-    return select(costs, [where for _, where in options]) if len(costs) > 1 else costs[0]
+    return cheapest_where(costs, [where for _, where in options]) if len(costs) > 1 else costs[0]
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
@@ -183,7 +183,7 @@ def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
     return [(choice, np.all([b == name for b, name in zip(best, choice)], axis=0)) for choice in choices]
 
 
-def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
+def cheapest_where(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
     """The cheapest for each size of an array; ``algorithm`` joins the names of all that were chosen."""
     import numpy as np
 

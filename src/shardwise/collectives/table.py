@@ -20,7 +20,7 @@ from shardwise.collectives.algorithms.trees import (
     SCATTER_ALL_GATHER,
     SPANNING_TREE,
 )
-from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import CollectiveKind
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import NVLS, SHARP, Algorithm
 from shardwise.spec.errors import SpecError, nearest_name, shown

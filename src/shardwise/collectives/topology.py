@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import CollectiveKind
 from shardwise.collectives.shapes import (
     Axis,
     FullyConnected,

@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.collectives.arrays import maximum, square_root
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule
+from shardwise.collectives.schedule import CollectiveKind, Schedule
 from shardwise.collectives.shapes import Axis, Grid
 from shardwise.collectives.topology import Level, Topology
 

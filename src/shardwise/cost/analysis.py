@@ -9,9 +9,8 @@ from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, device_memories
 from shardwise.cost.memory.room import Fit, Room, fit_probability, room_of, tightest
-from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.step.simulation import SimulatedStep, simulated_step
+from shardwise.cost.step.simulation import COMMUNICATION, SimulatedStep, simulated_step, step_parts, traffics_of
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job

@@ -32,7 +32,7 @@ from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks
 from shardwise.engine.trainer import StepResult, Trainer
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer

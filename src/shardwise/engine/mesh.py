@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout.groups import Division
+from shardwise.layout.groups import Division, coordinate, first_rank
 from shardwise.layout.mesh import mesh_divisions
-from shardwise.layout.ranks import coordinate, first_rank
 from shardwise.spec.strategy import Strategy
 
 

@@ -32,7 +32,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
 from shardwise.engine.pipeline.stage import Call, Mailbox, Message, RoutedMailbox, routes_of
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
-from shardwise.layout.ranks import rank_at
+from shardwise.layout.groups import rank_at
 from shardwise.layout.sharding import updates_on_device
 from shardwise.layout.stages import placement
 from shardwise.spec.errors import SpecError

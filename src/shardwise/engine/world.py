@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.engine.torch_private import clear_sharding_prop_cache
-from shardwise.layout.ranks import local_rank
+from shardwise.layout.groups import local_rank
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store

@@ -36,7 +36,7 @@ from shardwise.interop.frameworks.documents import flatten
 from shardwise.launch.preflight import require_fits
 from shardwise.measure.step import cluster_name_here
 from shardwise.planner.advice.assessment import assess
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import strategy_words
 from shardwise.report.verdict import verdict_of
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from, job_cluster_from

@@ -62,11 +62,12 @@ def python_command(text: str) -> list[str]:
     """
     scope = _Scope()
     _run(text, scope, 0)
-    scripts = [words for command in _joined(scope.commands) if (words := _from_script(command))]
+    commands = _whole_commands(scope.commands)
+    scripts = [words for command in commands if (words := _from_script(command))]
     with_options = [words for words in scripts if any(word.startswith("--") for word in words)]
     if with_options:
         return with_options[-1]
-    plain = [command for command in _joined(scope.commands) if command[0].startswith("-")]
+    plain = [command for command in commands if command[0].startswith("-")]
     kept = [value for value in scope.values.values() if value and value[0].lstrip().startswith("--")]
     held = [word for value in kept for text in value for word in _split(text)]
     if plain or held:
@@ -74,7 +75,7 @@ def python_command(text: str) -> list[str]:
     return scripts[-1] if scripts else [word for command in scope.commands for word in command]
 
 
-def _joined(commands: Sequence[Sequence[str]]) -> list[list[str]]:
+def _whole_commands(commands: Sequence[Sequence[str]]) -> list[list[str]]:
     """A line that begins with an option continues the one before: the backslash is forgotten often."""
     whole: list[list[str]] = []
     for words in commands:

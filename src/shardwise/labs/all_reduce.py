@@ -32,8 +32,8 @@ from shardwise.labs.ranks import (
 )
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.layout.groups import node_of
 from shardwise.layout.network import network
-from shardwise.layout.ranks import node_of
 from shardwise.report.console import table
 from shardwise.report.page import Line, Piece
 from shardwise.spec.emulation import Emulation

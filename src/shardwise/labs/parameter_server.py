@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from shardwise.cost.traffic.parameter_server import server_price
+from shardwise.cost.traffic.data import server_price
 from shardwise.engine.data.parameter_server import ServerRecord
 from shardwise.labs.ranks import DENSE
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.launch.ray.cluster import ray_cluster
-from shardwise.layout.servers import ServerPlan
+from shardwise.layout.pieces import ServerPlan
 from shardwise.measure.parameter_server import (
     TOLERANCE,
     MeasuredWay,

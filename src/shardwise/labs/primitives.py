@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost
-from shardwise.collectives.verifier import State, goals, starts
+from shardwise.collectives.schedule import State, goals, starts
 from shardwise.engine.collectives.program import IN_PLACE
 from shardwise.labs.ranks import CountingCommunicator
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup

@@ -27,7 +27,7 @@ from shardwise.engine.world import joined
 from shardwise.labs.registry import PRELOAD
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.measure.dryrun.result import TracedCollective
 from shardwise.measure.dryrun.trace import dimension_of_collectives
 from shardwise.measure.dryrun.world import CollectiveLog, FlopLog, Sent, replaced

@@ -16,7 +16,7 @@ from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
 from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.refuse import require_backend, require_devices, require_nvtx, require_runs
 from shardwise.launch.local import supervise
-from shardwise.planner.advice.remedy import what_would_fit
+from shardwise.planner.advice.assessment import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.run.checkpoint.folder import RunFolder, require_start

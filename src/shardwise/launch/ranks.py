@@ -16,7 +16,7 @@ from typing import Protocol
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
-from shardwise.layout.ranks import local_rank, node_of
+from shardwise.layout.groups import local_rank, node_of
 from shardwise.run.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
 from shardwise.run.environment import OWN_LAUNCHER, loopback_interface
 

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.run import Launch, prepare
-from shardwise.layout.ranks import coordinate
+from shardwise.layout.groups import coordinate
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.spec.errors import SpecError

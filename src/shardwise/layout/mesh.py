@@ -10,12 +10,15 @@ from shardwise.layout.groups import (
     Division,
     GroupShape,
     along,
+    coordinate,
     division,
     expert_data_shape,
     expert_shape,
     expert_tensor_shape,
+    first_rank,
+    local_rank,
+    node_of,
 )
-from shardwise.layout.ranks import coordinate, first_rank, local_rank, node_of
 from shardwise.layout.sharding import divided_over, expert_shards, kv_copies
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy

@@ -1,10 +1,12 @@
-"""What our engine does piece by piece: the loss, the exchange of tokens, the update of offloaded states."""
+"""What our engine does piece by piece: the loss, a matmul beside its ring, exchanges, updates of states."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
+from shardwise.spec.errors import SpecError
 
 LOGITS_AT_ONCE = 2**28  # most logits that the loss has in memory: half a GiB in 16 bits
 EVEN_TOKENS = 128  # pieces are multiples of this, for matmuls of whole tiles
@@ -48,3 +50,72 @@ def update_chunk(elements: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
 def update_slots(elements: Any, first: Any, most: int = UPDATE_CHUNK_ELEMENTS) -> Any:
     """Chunks that the device has room for, if a forward pass needs the ``first`` elements to run its first layer."""
     return MOVING_SLOTS - (-first // update_chunk(elements, most))
+
+
+# -- Parameter servers: which weights each server keeps, and the bytes that cross its link
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Weights in as many contiguous parts as there are servers."""
+
+    workers: int
+    servers: int
+    elements: int
+    """All weights."""
+    gradient_bytes: float = 4
+    """Of one element."""
+    weight_bytes: float = 4
+    """Of one element."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "servers", "elements"):
+            if getattr(self, name) < 1:
+                raise SpecError(name, f"{getattr(self, name)} is too few", "use 1 or more")
+        if self.servers > self.elements:
+            raise SpecError("servers", f"{self.servers:,} for {self.elements:,} weights", "use fewer")
+
+    def part(self, server: int) -> range:
+        """The weights that a server keeps; sizes differ by one at most."""
+        return range(self.elements * server // self.servers, self.elements * (server + 1) // self.servers)
+
+    @property
+    def largest_part(self) -> int:
+        return max(len(self.part(server)) for server in range(self.servers))
+
+    def received_bytes(self, server: int, steps: int) -> float:
+        """Gradients of every worker in every step."""
+        return self.workers * steps * len(self.part(server)) * self.gradient_bytes
+
+    def sent_bytes(self, server: int, steps: int) -> float:
+        """Weights to every worker, before the first step and after each."""
+        return self.workers * (steps + 1) * len(self.part(server)) * self.weight_bytes
+
+    @property
+    def push_bytes(self) -> float:
+        """Over the busiest link while all workers push: a server's, or a worker's where there are more servers."""
+        return max(self.workers * self.largest_part, self.elements) * self.gradient_bytes
+
+    @property
+    def pull_bytes(self) -> float:
+        return max(self.workers * self.largest_part, self.elements) * self.weight_bytes
+
+
+# -- A matmul cut into one part per rank, which overlaps the ring that brings its input or takes its result
+# Wang et al. 2023 (ASPLOS, doi 10.1145/3567955.3567959): while a part is multiplied, the next one is on its way. The
+# price and the engine use the same order.
+
+
+def gathered_parts(rank: int, ranks: int) -> tuple[int, ...]:
+    """The parts of an all-gather in the order in which they reach a rank: its own first, then those of ranks before."""
+    return tuple((rank - step) % ranks for step in range(ranks))
+
+
+def scattered_parts(rank: int, ranks: int) -> tuple[int, ...]:
+    """The parts of a reduce-scatter in the order in which a rank adds to them: its own last, which is then complete."""
+    return tuple((rank - 1 - step) % ranks for step in range(ranks))
+
+
+def share_beside_products(ranks: int) -> float:
+    """The share of the parts that are sent while another is multiplied: all but one."""
+    return 1 - 1 / ranks

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from shardwise.cost.traffic.parameter_server import ServerPrice, server_price
+from shardwise.cost.traffic.data import ServerPrice, server_price
 from shardwise.engine.batch import Batch
 from shardwise.engine.data.parameter_server import ParameterServer, ServerClient, ServerRecord
 from shardwise.engine.engine import Engine
@@ -25,7 +25,7 @@ from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.layout.servers import ServerPlan
+from shardwise.layout.pieces import ServerPlan
 from shardwise.measure.reference import sample_batch, sample_weight
 from shardwise.models.decoder import Decoder
 from shardwise.spec.errors import SpecError

@@ -11,7 +11,7 @@ from itertools import permutations
 from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.room import room_of
 from shardwise.engine.labels import label_of
-from shardwise.layout.ranks import coordinate
+from shardwise.layout.groups import coordinate
 from shardwise.layout.stages import stages_of_rank
 from shardwise.measure.compare.comparison import profiled_run, rank_slowness, straggler_of_steps
 from shardwise.measure.compare.recorded import Step

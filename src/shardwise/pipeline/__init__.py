@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.pipeline.build import build, chunks_per_rank
 from shardwise.pipeline.forms import (
     ClosedForms,
     EqualStages,
@@ -12,7 +11,18 @@ from shardwise.pipeline.forms import (
     peak_chunks_in_flight,
 )
 from shardwise.pipeline.partition import Layers, Partition, Place, layers_of, partition_over
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
+from shardwise.pipeline.schedule import (
+    Action,
+    ActionKind,
+    InvalidPipelineSchedule,
+    PipelineSchedule,
+    StageTimes,
+    build,
+    chunks_per_rank,
+    equal_stages,
+    stage_times,
+    verify,
+)
 from shardwise.pipeline.timeline import (
     Timeline,
     draw_timeline,
@@ -21,7 +31,6 @@ from shardwise.pipeline.timeline import (
     simulate,
     trace_events,
 )
-from shardwise.pipeline.verifier import InvalidPipelineSchedule, verify
 
 __all__ = [
     "Action", "ActionKind", "ClosedForms", "EqualStages", "InvalidPipelineSchedule", "Layers", "Partition",

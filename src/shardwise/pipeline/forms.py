@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum
-from shardwise.pipeline.build import build, chunks_per_rank
-from shardwise.pipeline.schedule import PipelineSchedule, equal_stages
+from shardwise.pipeline.schedule import PipelineSchedule, build, chunks_per_rank, equal_stages
 from shardwise.pipeline.timeline import peak_activations, simulate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import ScheduleRecord, StepEnds, imported, schedule_record

@@ -15,8 +15,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardwise.pipeline.build import build
-from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, equal_stages
+from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, build, equal_stages
 from shardwise.pipeline.timeline import Timeline, simulate
 from shardwise.spec.schedules import StepEnds, schedule_record
 

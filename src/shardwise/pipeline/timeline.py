@@ -6,8 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, check_released, durations
-from shardwise.pipeline.verifier import InvalidPipelineSchedule
+from shardwise.pipeline.schedule import (
+    Action,
+    ActionKind,
+    InvalidPipelineSchedule,
+    PipelineSchedule,
+    StageTimes,
+    check_released,
+    durations,
+)
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import StepEnds
 

@@ -13,9 +13,9 @@ from itertools import combinations, permutations
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import Analysis, analyze
-from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.simulation import COMMUNICATION
 from shardwise.layout.groups import along, division, expert_shape
-from shardwise.layout.wired import Neighbours, NodeLink, joining_level, link_between, neighbours_of, pairs_used
+from shardwise.layout.network import Neighbours, NodeLink, joining_level, link_between, neighbours_of, pairs_used
 from shardwise.spec.job import Job
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import readable_change, readable_seconds

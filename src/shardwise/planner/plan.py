@@ -12,9 +12,16 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.cost.memory.room import fit_of, fit_probability, margin_words, room_of
-from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, dimensions_used, job_with
+from shardwise.planner.candidate import (
+    Candidate,
+    Degrees,
+    candidate,
+    complexity,
+    dimensions_used,
+    job_with,
+    strategy_words,
+)
 from shardwise.planner.constraints import Allowed
-from shardwise.planner.describe import strategy_words
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import PricedStrategy, Search, search
 from shardwise.planner.search.space import Space

@@ -9,15 +9,14 @@ from typing import Any
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import StorageCost
 from shardwise.cost.compute.flops import CONVENTIONS
-from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
-from shardwise.cost.step.scaling import ScalingRow
-from shardwise.cost.step.topologies import DimensionOnNetwork, PricedTopology
+from shardwise.cost.step.scaling import DimensionOnNetwork, PricedTopology, ScalingRow
+from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.verdict import Change
-from shardwise.cost.traffic.gradient_reduction import GradientTime
+from shardwise.cost.traffic.data import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
-from shardwise.planner.describe import change_words, degree_words, less_communication_words
+from shardwise.planner.candidate import change_words, degree_words, less_communication_words
 from shardwise.report.campaign import campaign_data, campaign_pieces
 from shardwise.report.console import bar, picked, spoken, table, table_of
 from shardwise.report.memory_timeline import memory_over_time_data, memory_table

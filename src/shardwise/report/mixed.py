@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import strategy_words
 from shardwise.planner.mixed.plan import MixedPlan
 from shardwise.planner.mixed.step import KindPart, MixedStep
 from shardwise.report.console import picked, table, table_of

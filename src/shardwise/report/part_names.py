@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.simulation import COMMUNICATION
 
 DIMENSIONS = {
     "tp": "tensor parallel",

@@ -7,14 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.cost.memory.room import probability_words
-from shardwise.interop.frameworks.results import Lost
+from shardwise.interop.frameworks.job_fields import Lost
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.explanation import PlanExplanation
+from shardwise.planner.advice.explanation import NotRun, PlanExplanation, difference_words, largest_differences
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
-from shardwise.planner.advice.why_not import NotRun, difference_words, largest_differences
-from shardwise.planner.candidate import Candidate
-from shardwise.planner.describe import (
+from shardwise.planner.candidate import (
+    Candidate,
     offload_words,
     order_words,
     peak_words,
@@ -286,10 +285,10 @@ def _what_if_table(answer: PlanAnswer) -> FittedTable:
     now = answer.plan.fastest
     rows = [("as it is", strategy_words(now.job.strategy), readable_seconds(now.step_seconds), "")]
     for what_if in answer.what_if:
-        if isinstance(what_if.found, Search):
+        if isinstance(what_if.result, Search):
             rows.append((what_if.change, "nothing fits", "", ""))
             continue
-        other = what_if.found.fastest
+        other = what_if.result.fastest
         gain = difference_words(now.loss_to(other))
         rows.append((what_if.change, strategy_words(other.job.strategy), readable_seconds(other.step_seconds), gain))
     return table("What if", ("change", "fastest strategy", "step", "tokens/s"), rows, numbers_from=2)
@@ -479,8 +478,8 @@ def _not_run(not_run: NotRun) -> dict[str, Any]:
 
 def _what_if(what_if: WhatIf) -> dict[str, Any]:
     best, fastest = None, None
-    if isinstance(what_if.found, Plan):
-        best, fastest = candidate_data(what_if.found.best), candidate_data(what_if.found.fastest)
+    if isinstance(what_if.result, Plan):
+        best, fastest = candidate_data(what_if.result.best), candidate_data(what_if.result.fastest)
     return {"change": what_if.change, "best": best, "fastest": fastest}
 
 

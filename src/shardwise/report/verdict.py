@@ -8,10 +8,10 @@ from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.memory.room import Fit, margin_words, probability_words
-from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.simulation import COMMUNICATION
 from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, SendingLess, StepCause
 from shardwise.planner.advice.assessment import Assessment
-from shardwise.planner.describe import change_words
+from shardwise.planner.candidate import change_words
 from shardwise.report.console import table
 from shardwise.report.part_names import DIMENSIONS
 from shardwise.report.tables import FittedTable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import strategy_words
 from shardwise.report.console import table
 from shardwise.report.page import Piece, paged
 from shardwise.spec.job import Job

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.interop.fabric.node_list import nodes_of, tasks_of_nodes
-from shardwise.layout.ranks import local_rank
+from shardwise.interop.fabric import nodes_of, tasks_of_nodes
+from shardwise.layout.groups import local_rank
 from shardwise.spec.errors import SpecError, shown
 
 # -- this host: its name, as its launcher knows it, and its network interfaces -----------------------

@@ -125,7 +125,7 @@ _TABLE = (
     _own("zb-2p", "zero_bubble:zb_2p", "TWO_P_FORMS", "Qi et al. 2023: limited to 2p", **_SPLIT, searched=False),
     _own("zb-auto", "zero_bubble:zb_auto", None, "the memory limit that is given",
          **_SPLIT, searched=False, in_jobs=False),
-    _own("zbv", "zbv:zbv", "FORMS", "Qi et al. 2023: 2p chunks of half a stage",
+    _own("zbv", "zero_bubble:zbv", "ZBV_FORMS", "Qi et al. 2023: 2p chunks of half a stage",
          **_FOLDED, repeats="sometime"),
     _own("v-half", "building_block:v_half", "HALF_FORMS",
          "Qi et al. 2024 (arXiv 2405.15362): half of 1F1B, rounded up to a chunk",

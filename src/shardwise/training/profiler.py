@@ -36,7 +36,7 @@ from shardwise.engine.torch_private import (
     profiler_kinds,
 )
 from shardwise.engine.trainer import Trainer
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers
 from shardwise.run.attempt import STACKS_SIGNAL
 from shardwise.run.flight import Collective, FlightRecord, GroupRecord

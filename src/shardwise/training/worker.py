@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_backend
 from shardwise.engine.world import joined, store_at
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
 from shardwise.run.data.run_data import mixtures_of

@@ -12,10 +12,9 @@ from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.trace import step_trace
 from shardwise.interop.frameworks import TARGETS, target
-from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.advice.assessment import Assessment, assess, nearest_fit
 from shardwise.planner.advice.exported import priced_export
-from shardwise.planner.advice.remedy import nearest_fit
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import strategy_words
 from shardwise.report.charts.chart import BarChart
 from shardwise.report.charts.devices import memory_chart
 from shardwise.report.charts.job import communication_chart, levels_chart, step_chart, timeline_chart

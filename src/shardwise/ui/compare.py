@@ -7,9 +7,8 @@ from typing import Any
 
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.planner.advice.why_not import TIE
-from shardwise.planner.candidate import PARTS, Candidate, candidate
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.advice.explanation import TIE
+from shardwise.planner.candidate import PARTS, Candidate, candidate, strategy_words
 from shardwise.report.part_names import PLAN_WORDS
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job

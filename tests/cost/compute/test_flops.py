@@ -16,7 +16,7 @@ from shardwise.cost.compute.flops import (
     head_forward_flops,
     recomputed_flops_per_token,
 )
-from shardwise.cost.step.floor import stage_compute
+from shardwise.cost.step.prediction import stage_compute
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count

@@ -13,7 +13,7 @@ import pytest
 from cost.builders import LLAMA, MOE, job
 from shardwise.accuracy.runs import read_runs
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.memory.reserved import (
+from shardwise.cost.memory.room import (
     FRAGMENTATION,
     LAUNCH_QUEUE,
     late_gradient_bytes,

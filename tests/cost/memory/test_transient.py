@@ -15,8 +15,7 @@ from shardwise.cost.memory.activations import (
     layer_activation_bytes,
     layer_saved_tensors,
 )
-from shardwise.cost.memory.device import memory_at_moments, memory_at_update, memory_of_rank, peak_memory
-from shardwise.cost.memory.terms import memory_terms
+from shardwise.cost.memory.device import memory_at_moments, memory_at_update, memory_of_rank, memory_terms, peak_memory
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.layout.payloads import Share
 from shardwise.layout.stages import rank_contents

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.step.parts import step_parts
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.step.simulation import simulated_step
+from shardwise.cost.step.simulation import simulated_step, step_parts
 from shardwise.cost.traffic.offload import host_topology
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job

@@ -15,9 +15,8 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.compute.roofline import Seconds
-from shardwise.cost.step.parts import step_parts
 from shardwise.cost.step.prediction import Prediction, predict
-from shardwise.cost.step.simulation import pipeline_times, simulated_step
+from shardwise.cost.step.simulation import pipeline_times, simulated_step, step_parts
 from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import bubble_is_exact, bubble_seconds
 from shardwise.spec.job import Job

@@ -10,8 +10,7 @@ import pytest
 from shardwise.api.given import JobArguments
 from shardwise.api.inputs import job_from
 from shardwise.cost.compute.flops import recomputed_flops_per_token
-from shardwise.cost.step.floor import stage_compute
-from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.prediction import predict, stage_compute
 from shardwise.cost.step.stage_time import seconds_by_kind, stage_seconds, step_overhead
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job

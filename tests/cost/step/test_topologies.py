@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run, run_json
-from shardwise.cost.step.topologies import JOINED
+from shardwise.cost.step.scaling import JOINED
 from tables import table
 
 MODEL = "--model llama2-7b --tp 8 --pp 2 --zero 1 --global-batch 128 --seq 4096"

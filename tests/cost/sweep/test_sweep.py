@@ -12,7 +12,7 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds
 from shardwise.spec.job import Job

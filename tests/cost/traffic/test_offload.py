@@ -16,7 +16,7 @@ from cost.builders import (
     traffics,
 )
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.simulation import COMMUNICATION
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.parameters import parameter_count

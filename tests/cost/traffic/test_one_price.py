@@ -13,7 +13,7 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.collectives import CollectiveKind, Topology, collective_cost, p2p_latency
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.simulation import COMMUNICATION
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.network import level_names, network, spanned

@@ -13,8 +13,7 @@ from cost.jobs import valid_jobs, with_faster_level
 from effort import examples
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.analysis import analyze
-from shardwise.cost.step.floor import RankFloor, rank_floors, stage_compute
-from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.prediction import RankFloor, predict, rank_floors, stage_compute
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.cost.traffic.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
 from shardwise.layout.payloads import Payload, Phase, Role

@@ -13,7 +13,7 @@ from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.traffic.gradient_reduction import gradient_times
+from shardwise.cost.traffic.data import gradient_times
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.gradient_schedules import choose, gradient_groups

@@ -8,8 +8,7 @@ from engine.collectives.schedule_cases import run_all, schedules
 from engine.workers import on_ranks
 from shardwise.collectives import CollectiveKind, Topology, Transfer, build_schedule, verify
 from shardwise.collectives.build import pipelined
-from shardwise.collectives.schedule import Schedule, schedule_of
-from shardwise.collectives.verifier import goals, starts
+from shardwise.collectives.schedule import Schedule, goals, schedule_of, starts
 
 
 @pytest.mark.quick(2)

@@ -12,7 +12,7 @@ import pytest
 from shardwise.cost.analysis import analyze
 from shardwise.interop import frameworks
 from shardwise.interop.frameworks import TARGETS
-from shardwise.interop.frameworks.results import Imported
+from shardwise.interop.frameworks.job_fields import Imported
 from shardwise.spec import SpecError
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job

@@ -11,7 +11,7 @@ import pytest
 from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
-from shardwise.layout.ranks import stride
+from shardwise.layout.groups import stride
 from shardwise.measure.compare.comparison import (
     MeasuredLink,
     links_of,

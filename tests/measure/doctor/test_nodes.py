@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from cli.running import error_line, run
 from launch.targets.ssh_hosts import SshHosts, ssh_hosts
-from shardwise.interop.fabric.infiniband import InfinibandPort
-from shardwise.interop.fabric.nvidia import read_topology
+from shardwise.interop.fabric import InfinibandPort, read_topology
 from shardwise.measure.collectives.pairs import PairFigures, rounds_of_pairs, slow_pairs
 from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
 from shardwise.measure.doctor.ranks import (

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardwise.collectives import CollectiveKind
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.profiler_ranges import named, sent
-from shardwise.layout.ranks import coordinates
+from shardwise.layout.groups import coordinates
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import RECEIVE, Compared, TracedCollective, check_rank, fullest_rank, resized
 from shardwise.measure.dryrun.run import traced_bytes

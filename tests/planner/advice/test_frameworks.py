@@ -15,9 +15,8 @@ from planner.cases import fits, job_of, within
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, target
 from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.planner.advice.frameworks import requests_for, searched_for, who_can_run
-from shardwise.planner.candidate import candidate
+from shardwise.planner.candidate import candidate, strategy_words
 from shardwise.planner.constraints import ACTS, FIELDS, OFFLOADS, Allowed, Constraints, field_value
-from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search

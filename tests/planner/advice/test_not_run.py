@@ -8,7 +8,7 @@ import pytest
 
 from cli.running import run
 from planner.cases import job_of, within
-from shardwise.planner.advice.why_not import not_run
+from shardwise.planner.advice.explanation import not_run
 from shardwise.planner.constraints import parse_constraints
 from shardwise.planner.plan import Plan, plan, what_is_missing
 from shardwise.planner.request import Request

@@ -40,7 +40,7 @@ def request_on(cluster: Cluster) -> Request:
 
 @cache
 def after(change: str) -> Plan:
-    found = what_if(request_on(written()), change).found if change else plan(request_on(written()))
+    found = what_if(request_on(written()), change).result if change else plan(request_on(written()))
     assert isinstance(found, Plan)
     return found
 

@@ -14,8 +14,7 @@ from shardwise.cost.step.simulation import boundary_seconds
 from shardwise.planner.candidate import candidate
 from shardwise.planner.constraints import Constraints, parse_constraints
 from shardwise.planner.mixed.plan import MixedPlan, divided, fits_kinds, plan_mixed, polished
-from shardwise.planner.mixed.space import MixedRequest, MixedSpace
-from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
+from shardwise.planner.mixed.step import Arrangement, MixedRequest, MixedSpace, MixedStep, mixed_step
 from shardwise.planner.search.stages import pieces_of
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.spec import presets

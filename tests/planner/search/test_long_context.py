@@ -8,8 +8,7 @@ import pytest
 
 from planner.cases import job_of, why_not, within
 from shardwise.cost.memory.device import peak_memory
-from shardwise.planner.advice.explanation import explain
-from shardwise.planner.advice.why_not import WhyNot
+from shardwise.planner.advice.explanation import WhyNot, explain
 from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request

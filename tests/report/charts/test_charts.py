@@ -15,9 +15,9 @@ from shardwise.api.analysis import AnalysisResult, analyze
 from shardwise.api.given import JobArguments
 from shardwise.api.inputs import job_from
 from shardwise.api.planning import plan
-from shardwise.cost.memory.terms import memory_terms
-from shardwise.cost.step.operator_points import operator_points
+from shardwise.cost.memory.device import memory_terms
 from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.stage_time import operator_points
 from shardwise.layout.views import ranks_to_price
 from shardwise.report.charts.chart import BarChart, Chart, readable
 from shardwise.report.charts.devices import memory_chart, memory_over_time_chart, mesh_chart

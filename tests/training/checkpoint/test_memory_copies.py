@@ -126,7 +126,7 @@ def copied(job: Job, file: str, losses: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardwise.engine.engine import Engine
-    from shardwise.layout.ranks import node_of
+    from shardwise.layout.groups import node_of
     from shardwise.training.checkpoint.save import MemoryCopies, memory_folder
 
     engine, half = Engine(job, seed=3), max(1, dist.get_world_size() // 2)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule, Transfer, from_all_gather, from_root, schedule_of
+from shardwise.collectives.schedule import CollectiveKind, Schedule, Transfer, from_all_gather, from_root, schedule_of
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Algorithm, Work, bits_below, even, gathering, log2_ceil, log2_floor, rooted
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule, Transfer, from_all_gather, schedule_of
+from shardwise.collectives.schedule import CollectiveKind, Schedule, Transfer, from_all_gather, schedule_of
 from shardwise.collectives.shapes import Axis
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Algorithm, Work, axes_of, even, gathering

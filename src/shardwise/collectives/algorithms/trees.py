@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.collectives.algorithms.pairwise import DIRECT
 from shardwise.collectives.algorithms.rings import RING
 from shardwise.collectives.arrays import best_chunks
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule, Transfer, compose, from_root, reverse, schedule_of
+from shardwise.collectives.schedule import CollectiveKind, Schedule, Transfer, compose, from_root, reverse, schedule_of
 from shardwise.collectives.shapes import Axis
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Algorithm, Work, axes_of, bits_below, log2_ceil, rooted

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.cost.memory.activations import chunks_in_flight, logits_bytes
 from shardwise.cost.memory.device import DeviceMemory, device_memories
+from shardwise.layout.sharding import sharding_of
+from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.layout.views import ranks_to_price
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
@@ -105,3 +108,103 @@ def margin_words(job: Job) -> str:
     """How much plans keep free, and to what end."""
     likely = probability_words(1 - job.run.memory_risk)
     return f"plans leave {readable_bytes(room_of(job).margin_bytes)} free, to fit with {likely}"
+
+
+# -- What frameworks report as memory: tensors and workspaces, or all that PyTorch's caching allocator reserved
+# `torch.cuda.max_memory_reserved` counts the segments taken from the device, freed blocks inside them included.
+
+_MIB = 2**20
+
+
+def allocated_bytes(job: Job, memory: DeviceMemory) -> float:
+    """Tensors and workspaces: what `torch.cuda.max_memory_allocated` counts."""
+    return memory.total - memory.allowance + workspace_bytes(job)
+
+
+def workspace_bytes(job: Job) -> float:
+    """Workspaces that count as allocated, a part of the framework's allowance.
+
+    PyTorch has one for the cuBLAS handle of each of the two threads that run a pass (ATen/cuda/CublasHandlePool.cpp:
+    32 MiB from Hopper on, 8.125 MiB before, 32 MiB with CUBLAS_WORKSPACE_CONFIG=:4096:8), Transformer Engine one of
+    32 or 4 MiB (pytorch/module/base.py, get_cublas_workspace_size_bytes) and four more of them for grouped matmuls
+    (get_multi_stream_cublas_workspace).
+    """
+    device, stack = job.cluster.device, job.stack
+    if device.vendor != "nvidia":
+        return 0.0
+    large = "fp8" in device.peak  # from Hopper on
+    of_torch = 32 * _MIB if large or stack.deterministic else 8.125 * _MIB
+    of_engine = (32 if large else 4) * _MIB if stack.layers == "transformer engine" else 0.0
+    grouped = job.model.moe is not None and stack.experts == "grouped"
+    return 2 * of_torch + (5 if grouped else 1) * of_engine
+
+
+# Reserved over allocated, less one: the mean of the steps in validation/reserved.csv that wait for no collective.
+FRAGMENTATION = 0.042
+# Launches that CUDA queues before the host blocks; confirmed by the steps of the same table that do wait.
+LAUNCH_QUEUE = 1024
+
+
+def reserved_bytes(job: Job, memory: DeviceMemory) -> float:
+    """Bytes reserved at the peak that ``memory`` describes.
+
+    Segments of fixed size leave holes everywhere (`FRAGMENTATION`); expandable segments only those named here.
+    """
+    tensors = memory.total - memory.allowance
+    contents = rank_contents(job, memory.pipeline_rank)
+    pools = _gather_pool(job, contents) + _reduction_pool(job, contents)
+    if job.stack.allocator == "expandable":
+        return tensors + pools + _logits_hole(job, contents)
+    held = tensors + pools + late_gradient_bytes(job, memory) + waiting_bytes(job, contents)
+    return held * (1 + FRAGMENTATION)
+
+
+def waiting_bytes(job: Job, contents: RankContents) -> float:
+    """Freed tensors that cannot be used again yet, because a collective's stream may still read them.
+
+    The host runs ahead of the device by a queue of launches. Of the layers in between, the whole outputs of the two
+    row-parallel matmuls wait for their reduce-scatter (ProcessGroupNCCL records streams unless told otherwise). A
+    message to the next stage waits for the device, so no more layers than a stage has.
+    """
+    strategy = job.strategy
+    if not job.stack.layer_launches or strategy.tp == 1 or not strategy.sequence_parallel:
+        return 0.0
+    layers = min(contents.layers, LAUNCH_QUEUE / job.stack.layer_launches)
+    return 2 * layers * job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+
+
+def late_gradient_bytes(job: Job, memory: DeviceMemory) -> float:
+    """16-bit gradients that are added to the fp32 ones only when a backward pass is over.
+
+    They take the place of its activations, and count as far as they are larger. Without ZeRO the buckets of
+    DistributedDataParallel stay too.
+    """
+    if not job.stack.late_gradients:
+        return 0.0
+    gradients = 2 * rank_contents(job, memory.pipeline_rank).total
+    of_one_microbatch = memory.activations * job.strategy.chunks_per_rank / chunks_in_flight(job, memory.pipeline_rank)
+    in_buckets = job.strategy.zero == 0 and job.strategy.data_parallel > 1
+    return max(0.0, gradients - of_one_microbatch) + (gradients if in_buckets else 0.0)
+
+
+def _logits_hole(job: Job, contents: RankContents) -> float:
+    """The hole that the 16-bit logits leave, freed before backward: too small for an fp32 gradient, so never filled."""
+    plain = contents.has_head and job.stack.loss == "plain"
+    return logits_bytes(job, job.training.recipe.activation) if plain else 0.0
+
+
+def _gather_pool(job: Job, contents: RankContents) -> float:
+    """Blocks of the gathers' own stream: FSDP2 gathers embedding and head, or a layer, there and copies them out."""
+    sharding = sharding_of(job.strategy)
+    if sharding.zero != 3 or sharding.shards == 1:
+        return 0.0
+    layer = contents.layer_matrices / max(1, contents.layers)
+    return (contents.others + layer) * job.recipe.gathered
+
+
+def _reduction_pool(job: Job, contents: RankContents) -> float:
+    """Shards of gradients that were whole during the passes; FSDP2 makes them on a stream of their own as well."""
+    sharding, strategy = sharding_of(job.strategy), job.strategy
+    if strategy.zero < 2 or strategy.gradients_sharded or sharding.shards == 1:
+        return 0.0
+    return float(contents.total * job.recipe.gradient / sharding.shards)

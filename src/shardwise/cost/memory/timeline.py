@@ -19,7 +19,7 @@ from shardwise.cost.memory.device import (
     memory_at_update,
     offloaded_activations,
 )
-from shardwise.cost.memory.offload import moved_share
+from shardwise.cost.memory.sum import moved_share
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline

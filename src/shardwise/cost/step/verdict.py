@@ -12,8 +12,8 @@ from typing import Any, Literal
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
 from shardwise.cost.memory.room import fit_of
-from shardwise.cost.step.parts import COMMUNICATION, grouped
 from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import COMMUNICATION, grouped
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

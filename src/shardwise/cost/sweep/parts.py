@@ -21,14 +21,13 @@ from shardwise.cost.memory.transient import (
     transient_bytes,
 )
 from shardwise.cost.step.stage_time import part_seconds
-from shardwise.cost.sweep.group import Group, LayerChoice
+from shardwise.cost.sweep.columns import Group, LayerChoice
 from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.execution import executed
 from shardwise.cost.traffic.expert import expert_traffic
-from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.pipeline import message_traffic, tied_bytes, tied_traffic
 from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic
-from shardwise.cost.traffic.traffic import Traffic
+from shardwise.cost.traffic.traffic import Traffic, Window
 from shardwise.layout.payloads import Pass, Payload, Role, sent_forward
 from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents

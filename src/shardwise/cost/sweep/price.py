@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum, some
-from shardwise.cost.memory.offload import moved_share
-from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
+from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, moved_share
 from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.prediction import waiting_share
 from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
-from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
-from shardwise.cost.sweep.group import Group
+from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.rows import RowTable, changed, joined_rows, row_tables
+from shardwise.cost.sweep.rows import RowTable, changed, concatenated, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.offload import (
@@ -27,8 +25,14 @@ from shardwise.cost.traffic.offload import (
     sent_seconds,
     state_lines,
 )
-from shardwise.cost.traffic.overlap import OverlappedTransfer, Waiting, added_seconds, hidden_across_layers, waiting
-from shardwise.cost.traffic.traffic import collective_price
+from shardwise.cost.traffic.traffic import (
+    OverlappedTransfer,
+    Waiting,
+    added_seconds,
+    collective_price,
+    hidden_across_layers,
+    waiting,
+)
 from shardwise.layout.payloads import PASSES, Pass
 from shardwise.layout.sharding import Sharding, stacked
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
@@ -276,7 +280,7 @@ class _Batch:
         self.on_links = [
             self._on_links(tickets[held, number], self.units[held], pricer) for held, number in self.present
         ]
-        lines = self._lines(1, 1.0)
+        lines = self._lines(self.sharding, 1, 1.0)
         self.units_taken = [
             units_taken(self.job, "dp", lines[number].kind, links)
             for (_, number), links in zip(self.present, self.on_links)
@@ -284,7 +288,7 @@ class _Batch:
         lengths = [len(block.rows) for block in blocks]
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
-        self.rows = joined_rows([block.rows for block in blocks])
+        self.rows = concatenated([block.rows for block in blocks])
 
     @cached_property
     def offloads(self) -> list[Offloaded]:
@@ -330,10 +334,13 @@ class _Batch:
                 return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for offloaded in self.offloads:
+            waits = tail, left
+            if self._sums_more_often(offloaded.sharding):
+                waits = self._without_offload(part, lengths, offloaded.sharding)
             memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
-            step = rows.pipeline_seconds[part] + _longest(*offloaded.waiting(rows, part, lengths, tail, left))
+            step = rows.pipeline_seconds[part] + _longest(*offloaded.waiting(rows, part, lengths, *waits))
             yield TablePiece(self.blocks, offloaded.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
@@ -345,10 +352,21 @@ class _Batch:
         passes = changed(self.rows.ranks.passes, lambda rows: rows[kinds, None, part])
         return RowsAtMoment(moment, passes, kinds, lengths)
 
-    def _without_offload(self, part: slice, lengths: Array) -> tuple[Array, dict[Pass, Waiting]]:
-        """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits."""
+    def _sums_more_often(self, offloaded: Sharding) -> bool:
+        """Whether gradients that leave the device are summed in more microbatches than those that stay."""
+        undivided = (offloaded.shards == 1) | (offloaded.expert_shards == 1)
+        in_turn = self.base.pp > 1 and offloaded.gradients_sharded and self.job.recipe.fp32_shards
+        return in_turn and offloaded.offload.gradients > 0 and bool(undivided.any())
+
+    def _without_offload(
+        self, part: slice, lengths: Array, sharding: Sharding | None = None
+    ) -> tuple[Array, dict[Pass, Waiting]]:
+        """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits.
+
+        Gradients are summed as ``sharding`` says, by default as if they stayed on the device.
+        """
         ranks = self.rows.ranks
-        transfers = self._data_transfers(part, lengths)
+        transfers = self._data_transfers(part, lengths, sharding or self.sharding)
         lasting, busy = ranks.windows(part)
         hidden, on_links = hidden_across_layers(transfers, lasting, busy)
         slower = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
@@ -357,12 +375,12 @@ class _Batch:
         left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}
         return added_seconds(transfers, hidden, tail), left
 
-    def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
+    def _data_transfers(self, part: slice, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
         rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
         # It only matters whether they are 1.
         shards = [2 if (count > 1).all() else by_row(count, lengths) for count in over]
-        lines = [self._lines(rows.microbatches[part], rows.last_share[part], count) for count in shards]
+        lines = [self._lines(sharding, rows.microbatches[part], rows.last_share[part], count) for count in shards]
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[held][number]
@@ -380,10 +398,10 @@ class _Batch:
             )
         return transfers
 
-    def _lines(self, microbatches: Any, last: Any, shards: Any = 1) -> list[DataLine]:
+    def _lines(self, sharding: Sharding, microbatches: Any, last: Any, shards: Any = 1) -> list[DataLine]:
         """Whatever their sizes."""
         wire = wire_bytes(self.job, self.base.pp)
-        return data_lines(self.sharding, SentParameters(0.0, 0.0), shards, wire, microbatches, last)
+        return data_lines(sharding, SentParameters(0.0, 0.0), shards, wire, microbatches, last)
 
 
 def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:

@@ -18,7 +18,7 @@ from shardwise.cost.memory.activations import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of
 from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others
-from shardwise.cost.sweep.group import Group, groups_alike
+from shardwise.cost.sweep.columns import Group, groups_alike
 from shardwise.cost.sweep.parts import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -31,7 +31,7 @@ from shardwise.cost.sweep.parts import (
     PartBook,
 )
 from shardwise.cost.traffic.data import last_share
-from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer, hidden_in_layers, layer_windows
+from shardwise.cost.traffic.traffic import ComputeWindows, OverlappedTransfer, hidden_in_layers, layer_windows
 from shardwise.layout.payloads import PASSES, Pass
 from shardwise.layout.stages import RankContents
 from shardwise.spec.schedules import schedule_record
@@ -83,7 +83,7 @@ class RowTable:
         return {**vars(group.layers[layer]), **vars(group.schedules[schedule]), **vars(group.recomputes[recompute])}
 
 
-def joined_rows(tables: list[RowTable]) -> RowTable:
+def concatenated(tables: list[RowTable]) -> RowTable:
     """The rows of several tables, one after the other."""
     import numpy as np
 
@@ -97,7 +97,7 @@ def joined_rows(tables: list[RowTable]) -> RowTable:
         busy = {which: {name: ranks.busy[which].get(name, idle) for name in links[which]} for which in PASSES}
         return replace(table, ranks=replace(ranks, busy=busy))
 
-    return _joined([with_all_links(table) for table in tables], lambda arrays: np.concatenate(arrays, axis=-1))
+    return _combined([with_all_links(table) for table in tables], lambda arrays: np.concatenate(arrays, axis=-1))
 
 
 Record = TypeVar("Record")
@@ -105,20 +105,19 @@ Record = TypeVar("Record")
 
 def changed(record: Record, change: Callable[[Any], Any]) -> Record:
     """A record (dataclass, mapping or tuple of arrays, nested) with every array changed."""
-    return _joined([record], lambda arrays: change(arrays[0]))
+    return _combined([record], lambda arrays: change(arrays[0]))
 
 
-def _joined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Record:
-    """One record whose every array is joined from those of several."""
+def _combined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Record:
+    """One record whose every array is made by ``join`` from those of several."""
     first: Any = records[0]
     if isinstance(first, tuple):
-        return tuple(_joined(items, join) for items in zip(*records))  # type: ignore[return-value]
+        return tuple(_combined(items, join) for items in zip(*records))  # type: ignore[return-value]
     if isinstance(first, Mapping):
-        return {key: _joined([record[key] for record in records], join) for key in first}  # type: ignore[index, return-value]
+        return {key: _combined([record[key] for record in records], join) for key in first}  # type: ignore[index, return-value]
     if is_dataclass(first):
-        return replace(first, **_joined([vars(record) for record in records], join))  # type: ignore[type-var, return-value]
-    joined: Record = join(list(records))
-    return joined
+        return replace(first, **_combined([vars(record) for record in records], join))  # type: ignore[type-var, return-value]
+    return join(list(records))  # type: ignore[no-any-return]
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache

@@ -10,13 +10,11 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, priced
 from shardwise.layout.groups import group_runs
-from shardwise.layout.network import spanned
+from shardwise.layout.network import Neighbours, spanned
 from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
 from shardwise.layout.stages import RankContents
-from shardwise.layout.wired import Neighbours
 from shardwise.spec.job import Job
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: gradient reduction, and what ZeRO gathers.
+"""Data parallelism: gradient reduction, what ZeRO gathers, and parameter servers.
 
 ZeRO-1 and 2 reduce-scatter gradients and all-gather updated parameters: the bytes of one all-reduce. ZeRO-3
 gathers parameters in the forward and again in the backward pass: 1.5 times that, and the gathers repeat for
@@ -11,23 +11,95 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardwise.collectives import CollectiveKind
-from shardwise.collectives.arrays import minimum, select
-from shardwise.cost.traffic.gradient_reduction import gradient_price
-from shardwise.cost.traffic.traffic import Traffic
-from shardwise.layout.gradient_schedules import measured_schedules
-from shardwise.layout.network import level_names, spanned
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology, collective_cost, p2p_latency
+from shardwise.collectives.arrays import is_array, minimum, select
+from shardwise.collectives.cost import cheapest_where
+from shardwise.cost.traffic.traffic import Traffic, collective_price
+from shardwise.layout.gradient_schedules import (
+    PAYS_BELOW,
+    UNNAMED,
+    Choice,
+    choose,
+    gradient_groups,
+    measured_schedules,
+    named_on,
+)
+from shardwise.layout.network import level_names, neighbours_of, network, spanned
 from shardwise.layout.payloads import Pass, Payload, Role, Share, sent_backward, sent_forward
+from shardwise.layout.pieces import ServerPlan
 from shardwise.layout.sharding import Sharding, SharedRanks, dense_ranks, divided_over, expert_ranks, sharding_of
 from shardwise.layout.stages import RankContents
-from shardwise.layout.wired import neighbours_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise, low_rank
 from shardwise.spec.model import Matrix, Model
 from shardwise.spec.schedules import schedule_record
 from shardwise.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shardwise.cost.analysis import Analysis
+
+
+# -- The price of a gradient reduction: by the backend's collective, or by our schedule where the engine runs one
+# The backend's is priced as the cluster's library runs it, ours as our executor does. Where `calibrate` has measured
+# our executor (``schedules`` of every level of a cluster), a named algorithm is priced by it, and "auto" takes the
+# cheaper.
+
+
+def gradient_price(
+    kind: CollectiveKind, size_bytes: Any, network: Topology, ours: Topology | None, algorithm: str
+) -> CollectiveCost:
+    """``ours`` is `measured_schedules`; sizes are one number or an array."""
+    if ours is not None and algorithm not in UNNAMED:
+        return collective_price(kind, size_bytes, ours, named_on(algorithm, ours))
+    backend = collective_price(kind, size_bytes, network, algorithm)
+    if ours is None or algorithm != "auto":
+        return backend
+    own = collective_price(kind, size_bytes, ours, "auto")
+    pays = own.seconds < PAYS_BELOW * backend.seconds
+    if not is_array(size_bytes):
+        return own if pays else backend
+    return cheapest_where([backend, own], [~pays, pays])
+
+
+@dataclass(frozen=True)
+class GradientTime:
+    """Seconds per step of a gradient reduction, alone on the network, by the chosen schedule and by the backend."""
+
+    payload: Payload
+    choice: Choice
+    times: float
+
+    @property
+    def seconds(self) -> float:
+        return self.times * self.choice.seconds
+
+    @property
+    def backend_seconds(self) -> float:
+        return self.times * self.choice.backend_seconds
+
+
+def gradient_times(analysis: Analysis) -> list[GradientTime]:
+    """Every gradient reduction that one of our schedules takes over from the backend."""
+    job, times = analysis.job, []
+    runs_of = {(group.share, group.kind): group.runs for group in gradient_groups(job)}
+    for traffic in analysis.dimension_traffics("dp"):
+        runs = runs_of.get((traffic.payload.share, traffic.kind))
+        if runs is None or traffic.payload.role not in (Role.GRADIENTS, Role.LATE_GRADIENTS):
+            continue
+        try:
+            choice = choose(traffic.kind, traffic.size_bytes, job.cluster, runs, job.strategy.collective)
+        except SpecError:  # priced by the cheapest, and refused by the engine
+            continue
+        if choice.schedule is not None:
+            times.append(GradientTime(traffic.payload, choice, traffic.count))
+    return times
+
+
+# -- what is sent ---------------------------------------------------------------------------------
 
 
 def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> tuple[float, float]:
@@ -222,8 +294,7 @@ def data_lines(
     Numbers of one strategy, or columns of a table of them.
     """
     gradient, weight = wire.gradient, wire.weight
-    # Our engine sums what no other device has a part of with the last microbatch (`Sharding.reduced_to_shards`).
-    always = sharding.gradients_sharded and (not wire.ends_once or shards > 1)
+    always = sharding.reduced_to_shards(shards) if wire.ends_once else sharding.gradients_sharded
     reductions, share = select(always, microbatches, 1), select(always, 1.0, last)
     gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
     whole, part = unit.all * gradient, unit.all * gradient / shards
@@ -322,3 +393,46 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
             )
         )
     return traffics
+
+
+# -- Parameter servers: which weights each server keeps, what crosses its link, and how long that takes
+# Workers push gradients to the servers, which update the weights; workers pull these (Li et al., OSDI 2014). All
+# workers' bytes cross a server's link, those of an all-reduce are spread over all links: with one server and n workers
+# it carries n·G in and n·W out, a ring 2·(n−1)/n·G each way at every rank. With as many servers as workers, each with a
+# link of its own, both carry about the same (Jiang et al., OSDI 2020, section 3).
+
+
+@dataclass(frozen=True)
+class ServerPrice:
+    """Seconds of one step's exchange, beside those of an all-reduce of the same gradients.
+
+    ``synchronous``: all push, then all pull. ``saturated``: what the busiest link needs for one gradient of every
+    worker, both directions at once; asynchronous workers cannot be faster, however little they compute.
+    ``unhindered``: one worker alone with the servers.
+    """
+
+    synchronous: float
+    saturated: float
+    unhindered: float
+    all_reduce: CollectiveCost
+
+    def asynchronous(self, compute_seconds: float) -> float:
+        """A step of every worker: computing and exchanging by itself, unless the servers' links are the limit."""
+        return max(compute_seconds + self.unhindered, self.saturated)
+
+
+def server_price(plan: ServerPlan, cluster: Cluster) -> ServerPrice:
+    """Over the outermost network of ``cluster``, whose devices are the workers; each server has a link like theirs."""
+    topology = network(cluster)
+    level = topology.levels[-1]
+
+    def over_link(size_bytes: float) -> float:
+        return float(p2p_latency(size_bytes, level).latency)
+
+    reduced = collective_cost(CollectiveKind.ALL_REDUCE, plan.elements * plan.gradient_bytes, topology, "auto")
+    return ServerPrice(
+        synchronous=over_link(plan.push_bytes) + over_link(plan.pull_bytes),
+        saturated=max(over_link(plan.push_bytes), over_link(plan.pull_bytes)),
+        unhindered=over_link(plan.elements * plan.gradient_bytes) + over_link(plan.elements * plan.weight_bytes),
+        all_reduce=reduced,
+    )

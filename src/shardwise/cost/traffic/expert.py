@@ -16,8 +16,7 @@ from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
 from shardwise.cost.compute.roofline import operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, priced
 from shardwise.layout.groups import expected_destinations, expert_runs
 from shardwise.layout.network import level_names, spanned
 from shardwise.layout.payloads import Pass, Payload, Role, sent_backward, sent_forward

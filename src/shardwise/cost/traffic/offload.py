@@ -16,11 +16,10 @@ from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.offload import first_elements, head_elements, last_layer_stays, moved_share, share_on_device
 from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes
+from shardwise.cost.memory.sum import first_elements, head_elements, last_layer_stays, moved_share, share_on_device
 from shardwise.cost.step.stage_time import part_seconds, stage_seconds
-from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Traffic, collective_price, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, collective_price, priced
 from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
 from shardwise.layout.pieces import update_chunk
 from shardwise.layout.sharding import Sharding, last_weights_stay, sharding_of, updates_on_device

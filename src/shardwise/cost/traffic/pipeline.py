@@ -12,11 +12,10 @@ from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import COST_FIGURES
 from shardwise.cost.traffic.traffic import Traffic, collective_price, priced
 from shardwise.layout.groups import group_runs
-from shardwise.layout.network import spanned
+from shardwise.layout.network import Neighbours, spanned
 from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
 from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
-from shardwise.layout.wired import Neighbours
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
 from shardwise.spec.job import Job

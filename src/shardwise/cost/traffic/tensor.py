@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.decomposed import share_beside_products
 from shardwise.cost.compute.operators import (
     fully_recomputed_share,
     layer_operators,
@@ -22,11 +21,11 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, priced
 from shardwise.layout.groups import expected_destinations, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
 from shardwise.layout.payloads import Payload, Phase, Role, Share, sent_backward, sent_forward
+from shardwise.layout.pieces import share_beside_products
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Split
@@ -52,12 +51,12 @@ def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
 
 def _blocks_of_layer(job: Job, moe: bool) -> int:
     """Attention and MLP of a layer, counted as one if they run in parallel; of the experts only the shared is split."""
-    if _joined(job):
+    if _is_one_block(job):
         return 1
     return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
 
 
-def _joined(job: Job) -> bool:
+def _is_one_block(job: Job) -> bool:
     """Whether attention and MLP run in parallel, with their inputs gathered and their outputs summed together."""
     return job.model.parallel_block and job.stack.parallel_blocks == "joined"
 
@@ -94,7 +93,7 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
 def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
     """How many of the `_blocks` begin with a split projection of the hidden states; latent attention does not."""
     dense, moe = _blocks(job, contents)
-    if job.model.mla is None or job.model.mla.q_rank is None or _joined(job):
+    if job.model.mla is None or job.model.mla.q_rank is None or _is_one_block(job):
         return dense, moe
     return dense - contents.dense_layers, moe - contents.moe_layers
 

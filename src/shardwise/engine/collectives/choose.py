@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule
+from shardwise.collectives.schedule import CollectiveKind, Schedule
 from shardwise.engine.collectives.communicator import Communicator
 from shardwise.engine.collectives.reductions import Completion, Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.engine.mesh import Mesh

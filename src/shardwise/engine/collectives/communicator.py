@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Schedule
+from shardwise.collectives.schedule import CollectiveKind, Schedule
 from shardwise.engine.collectives.program import (
     IN_PLACE,
     INPUT,

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.schedule import Round, Schedule, Transfer
-from shardwise.collectives.verifier import goals, starts
+from shardwise.collectives.schedule import CollectiveKind, Round, Schedule, Transfer, goals, starts
 
 INPUT, OUTPUT, STAGING = "input", "output", "staging"
 IN_PLACE = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE)

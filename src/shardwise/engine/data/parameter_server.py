@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout.servers import ServerPlan
+from shardwise.layout.pieces import ServerPlan
 
 MakeOptimizer = Callable[[Tensor, float], torch.optim.Optimizer]  # of weights, with the learning rate times this
 

@@ -27,7 +27,7 @@ from shardwise.engine.patterns import Patterns, change_attribute, matching, repl
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import Dropout, is_view
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.models.experts import TokenExchange

@@ -17,7 +17,7 @@ from shardwise.engine.labels import Called, message_sent, pass_name, stage_input
 from shardwise.engine.profiler_ranges import named, sent, wait_for, waited
 from shardwise.engine.torch_private import PipelineStageBase
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, deferring
-from shardwise.layout.boundaries import SharedPiece, pieces_received, pieces_sent
+from shardwise.layout.views import SharedPiece, pieces_received, pieces_sent
 from shardwise.models import Decoder
 from shardwise.spec.job import Job
 

@@ -14,10 +14,9 @@ from typing import Any
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.job_fields import effective_fields
+from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
-from shardwise.interop.frameworks.results import Exported, Imported, Lost
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.recognise import own_kind, suffix_of

@@ -131,11 +131,11 @@ JSON = Format(
 # -- YAML and TOML ------------------------------------------------------------------------------------------
 
 
-def _render_yaml(settings: Settings, names: Names) -> str:
-    return f"# {names.version}\n" + dump_yaml(unflatten(settings))
-
-
-YAML = Format((".yaml", ".yml"), lambda text, what, names: flatten(parse_yaml(text, what), what), _render_yaml)
+YAML = Format(
+    (".yaml", ".yml"),
+    lambda text, what, names: flatten(parse_yaml(text, what), what),
+    lambda settings, names: f"# {names.version}\n" + dump_yaml(unflatten(settings)),
+)
 
 
 def _render_toml(settings: Settings, names: Names) -> str:

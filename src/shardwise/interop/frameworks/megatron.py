@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import megatron_model, megatron_stack, training_values
+from shardwise.interop.frameworks import megatron_model, training_values
 from shardwise.interop.frameworks.documents import Settings
-from shardwise.interop.frameworks.job_fields import with_schedule
+from shardwise.interop.frameworks.job_fields import Imported, with_schedule
 from shardwise.interop.frameworks.megatron_files import ARGUMENTS
-from shardwise.interop.frameworks.results import Imported
 from shardwise.interop.frameworks.target import Option, Reading, Target, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -126,7 +125,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_optimizer(reading, fields)
     _read_sharding(reading, fields)
     _read_pipeline(reading, fields, layers)
-    megatron_stack.interpret(reading, fields)
+    megatron_model.interpret_stack(reading, fields)
     interpret_recompute(reading, fields)
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
     if reading.flag("--use-tp-pp-dp-mapping"):
@@ -158,7 +157,7 @@ def _read_precision(reading: Reading) -> str:
     if narrow or half or not brain:
         return narrow or ("fp16" if half else "fp32")
     # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
-    return "bf16" if megatron_stack.reads_bf16_gradients(reading) else "bf16-fp32-grads"
+    return "bf16" if megatron_model.reads_bf16_gradients(reading) else "bf16-fp32-grads"
 
 
 _FP8 = {"tensorwise": "fp8", "delayed": "fp8-delayed", "blockwise": "fp8-blockwise", "mxfp8": "mxfp8", "custom": "fp8"}
@@ -186,15 +185,15 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
     if name == "dist_muon":
         fields["strategy.zero"] = 1
     fields["training.optimizer"] = "sgd-momentum" if name == "sgd" and momentum else name.removeprefix("dist_")
-    if name == "adamw" and reading.settings.get(megatron_stack.AWARE):
+    if name == "adamw" and reading.settings.get(megatron_model.AWARE):
         moments = [reading.choice(option, ("fp32", "fp16", "bf16", "fp8"), "fp32") for option in _MOMENTS]
         if moments != ["fp32", "fp32"]:
-            reading.flag(megatron_stack.AWARE)
+            reading.flag(megatron_model.AWARE)
             fields["training.optimizer"] = "adamw-bf16-moments"
         if moments not in (["fp32", "fp32"], ["bf16", "bf16"]):
             reading.notes.append(f"moments in {moments[0]} and {moments[1]} are priced as bf16")
     if reading.flag("--optimizer-cpu-offload"):
-        reading.flag(megatron_stack.AWARE)  # which it needs
+        reading.flag(megatron_model.AWARE)  # which it needs
         fields["strategy.offload.optimizer"] = reading.number("--optimizer-offload-fraction", 1.0)
         fields["strategy.overlap.offload"] = reading.flag("--overlap-cpu-optimizer-d2h-h2d")
 
@@ -319,7 +318,7 @@ def _compose(job: Job) -> Settings:
     settings: Settings = {
         **megatron_model.compose(job),
         **_PRECISION.get(training.precision, _PRECISION["bf16"]),
-        **(megatron_stack.compose(job) if job.stack.base in MEGATRON.stacks else {}),
+        **(megatron_model.compose_stack(job) if job.stack.base in MEGATRON.stacks else {}),
         **_sharding(job),
         **_pipeline(job),
         **compose_recompute(job),

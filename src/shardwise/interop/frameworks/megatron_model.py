@@ -1,4 +1,4 @@
-"""The model in Megatron-LM's arguments: its dimensions, and the few switches that decide biases and layer kinds."""
+"""The model in Megatron-LM's arguments, and what they change of its software stack."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ast
 from typing import Any
 
 from shardwise.interop.frameworks.documents import Settings
-from shardwise.interop.frameworks.target import Reading, word_for
+from shardwise.interop.frameworks.target import Reading, Table, word_for, written
 from shardwise.interop.keys import integer
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.training import RECIPES
 
 # -- The constants a model computes with -------------------------------------------------------------
 # Some are fixed in ``megatron/core``: Llama 3's scaling has 8192 original positions and frequency factors 1 and 4
@@ -101,11 +102,18 @@ def _read_scaling(reading: Reading, latent: bool) -> dict[str, Any]:
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# Our field -> its option and default there.
-_LATENT = {
+_LATENT: Table = {
     "kv_rank": ("--kv-lora-rank", 32), "nope_dim": ("--qk-head-dim", 128), "rope_dim": ("--qk-pos-emb-head-dim", 64),
     "value_dim": ("--v-head-dim", 128), "q_rank": ("--q-lora-rank", None),
 }  # fmt: skip
+_EXPERTS: Table = {
+    "experts": ("--num-experts", None), "top_k": ("--moe-router-topk", 2), "ffn": ("--moe-ffn-hidden-size", None),
+    "shared_ffn": ("--moe-shared-expert-intermediate-size", 0), "shared_gate": ("--moe-shared-expert-gate", False),
+}  # fmt: skip
+_ROUTER: Table = {
+    "router": ("--moe-router-score-function", "softmax"), "router_bias": ("--moe-router-enable-expert-bias", False),
+}  # fmt: skip
+_GROUPS: Table = {"groups": ("--moe-router-num-groups", 1), "groups_used": ("--moe-router-group-topk", 1)}
 
 REASONS = {
     "model.activation": "only gelu, squared relu, swiglu and quick-geglu",
@@ -148,8 +156,7 @@ def compose(job: Job) -> Settings:
 
 def _attention(model: Model) -> Settings:
     if model.mla is not None:
-        latent = {option: getattr(model.mla, name) for name, (option, _) in _LATENT.items()}
-        return {"--multi-latent-attention": True, **latent}
+        return {"--multi-latent-attention": True, **written(model.mla, _LATENT)}
     settings: Settings = {"--kv-channels": model.head_size}
     if model.key_value_heads != model.heads:
         settings.update({"--group-query-attention": True, "--num-query-groups": model.key_value_heads})
@@ -160,19 +167,10 @@ def _experts(model: Model) -> Settings:
     moe = model.moe
     if moe is None:
         return {}
-    grouped = moe.groups > 1 or moe.groups_used > 1
-    return {
-        "--num-experts": moe.experts,
-        "--moe-router-topk": moe.top_k,
-        "--moe-ffn-hidden-size": moe.ffn,
-        "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
-        "--moe-shared-expert-gate": moe.shared_gate or None,
-        "--moe-layer-freq": _pattern(model),
-        "--moe-router-score-function": moe.router,
-        "--moe-router-enable-expert-bias": _balancing_bias(moe) or None,
-        "--moe-router-num-groups": moe.groups if grouped else None,
-        "--moe-router-group-topk": moe.groups_used if grouped else None,
-    }
+    router = {**written(moe, _ROUTER), "--moe-router-enable-expert-bias": _balancing_bias(moe)}
+    grouped = written(moe, _GROUPS) if moe.groups > 1 or moe.groups_used > 1 else {}
+    settings = {**written(moe, _EXPERTS), "--moe-layer-freq": _pattern(model), **router, **grouped}
+    return {option: value or None for option, value in settings.items()}
 
 
 def _balancing_bias(moe: MixtureOfExperts) -> bool:
@@ -206,15 +204,11 @@ _NOT_DESCRIBED = {
 }
 
 
-def _refuse_other_models(reading: Reading) -> None:
+def interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    """Adds ``model.*`` if the arguments describe a model, which --num-layers shows."""
     for option, what in _NOT_DESCRIBED.items():
         if reading.has(option):
             raise SpecError(option, f"asks for {what}, which is not priced here", "leave it out for a run without")
-
-
-def interpret(reading: Reading, fields: dict[str, Any]) -> None:
-    """Adds ``model.*`` if the arguments describe a model, which --num-layers shows."""
-    _refuse_other_models(reading)
     layers = reading.count("--num-layers", reading.count("--encoder-num-layers"))
     if layers is None:
         return
@@ -259,7 +253,7 @@ def _read_attention(reading: Reading, shape: dict[str, Any]) -> None:
     shape["kv_heads"] = groups if reading.flag("--group-query-attention") else shape["heads"]
     shape["head_dim"] = reading.count("--kv-channels")
     if reading.flag("--multi-latent-attention"):
-        shape.update({f"mla.{name}": reading.count(option, usual) for name, (option, usual) in _LATENT.items()})
+        shape.update({f"mla.{name}": value for name, value in reading.table(_LATENT).items()})
         if not reading.flag("--qk-layernorm"):
             reading.notes.append("without --qk-layernorm latent features are not normed: priced as if they were")
 
@@ -276,23 +270,11 @@ def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
 
 
 def _read_experts(reading: Reading, fields: dict[str, Any], layers: int, ffn: int) -> None:
-    experts = reading.integer("--num-experts")
-    if not experts:
+    if not reading.integer("--num-experts"):
         return
-    moe = {
-        "experts": experts,
-        "top_k": reading.count("--moe-router-topk", 2),
-        "ffn": reading.count("--moe-ffn-hidden-size", ffn),
-        "shared_ffn": reading.integer("--moe-shared-expert-intermediate-size", 0),
-        "shared_gate": reading.flag("--moe-shared-expert-gate"),
-        "router": reading.text("--moe-router-score-function", "softmax"),
-        "router_bias": reading.flag("--moe-router-enable-expert-bias"),
-        "groups": reading.count("--moe-router-num-groups", 1),
-        "groups_used": reading.count("--moe-router-group-topk", 1),
-    }
-    dense, every = expert_layers(reading.text("--moe-layer-freq", "1"), layers)
-    fields.update({f"model.moe.{name}": value for name, value in moe.items()})
-    fields.update({"model.moe.dense_layers": dense, "model.moe.every": every})
+    moe = reading.table({**_EXPERTS, **_ROUTER, **_GROUPS})
+    moe["dense_layers"], moe["every"] = expert_layers(reading.text("--moe-layer-freq", "1"), layers)
+    fields.update({f"model.moe.{name}": ffn if value is None else value for name, value in moe.items()})
 
 
 def expert_layers(text: str, layers: int) -> tuple[int, int]:
@@ -341,3 +323,103 @@ def _needed(reading: Reading, option: str) -> int:
     if value is None:
         raise SpecError(option, "is missing", "--num-layers names a model: give its sizes too")
     return int(value)
+
+
+# -- What Megatron-LM's arguments change of its software stack: formats of gradients, masters and gathers, loss, graphs
+# An option is read only where it has an effect; elsewhere it is named among the settings that are not used.
+
+# Our value -> its options; the first that is written (megatron/core/model_parallel_config.py, transformer_config.py).
+_LOSSES = {"native": "steps", "te": "fused"}
+_GRAPHS = {"none": "none", "local": "partial", "transformer_engine": "partial", "full_iteration": "full"}
+_OLD_GRAPHS = ("--enable-cuda-graph", "--external-cuda-graph")
+AWARE = "--use-precision-aware-optimizer"
+
+
+def reads_bf16_gradients(reading: Reading) -> bool:
+    """Whether gradients are kept and reduced in bf16 (``arguments.py``: only where the weights are)."""
+    if not reading.settings.get("--bf16"):
+        return False
+    narrow = reading.flag("--grad-reduce-in-bf16")
+    if reading.settings.get(AWARE):
+        narrow = narrow or reading.choice("--main-grads-dtype", ("fp32", "bf16"), "fp32") == "bf16"
+    return narrow
+
+
+def interpret_stack(reading: Reading, fields: dict[str, Any]) -> None:
+    """Adds what of the stack is not as its preset has it, as ``stack.*``."""
+    changes: dict[str, Any] = {}
+    recipe = RECIPES[fields["training.precision"]]
+    if recipe.compute in ("fp8", "fp4") and reads_bf16_gradients(reading):
+        changes["gradient_reduce"] = "bf16"
+    if recipe.compute == "fp8" and reading.flag("--fp8-param-gather"):
+        changes["parameter_gather"] = "fp8"
+    if reading.flag("--cross-entropy-loss-fusion"):
+        changes["loss"] = reading.choice("--cross-entropy-fusion-impl", _LOSSES, "steps")
+    if reading.flag("--no-gradient-accumulation-fusion"):
+        changes["dummy_gradients"] = False
+    if reading.flag("--deterministic-mode"):
+        changes["deterministic"] = True
+    if fields.get("model.moe.experts") and not reading.flag("--moe-grouped-gemm"):
+        changes["experts"] = "in turn"
+    if fields["strategy.pp"] > 1 and reading.flag("--defer-embedding-wgrad-compute"):
+        if (limit := reading.integer("--wgrad-deferral-limit", 0)) > 0:
+            changes["deferred_head_gradients"] = limit
+        else:
+            reading.notes.append("gradients of the head wait for the end of all microbatches: not priced")
+    changes |= _masters(reading, fields) | _layers(reading, fields) | _graphs(reading)
+    fields.update({f"stack.{name}": value for name, value in changes.items()})
+
+
+def _masters(reading: Reading, fields: dict[str, Any]) -> dict[str, Any]:
+    """A precision-aware optimizer keeps the lower halves of fp32 masters, or masters in fp16: 2 bytes either way.
+
+    Not beside FP8 weights, which are no upper halves, nor on the host (megatron/core/optimizer/optimizer_config.py).
+    """
+    adam, offloaded = fields["training.optimizer"].startswith("adam"), fields.get("strategy.offload.optimizer")
+    if not (adam and reading.settings.get(AWARE) and reading.settings.get("--bf16")) or offloaded:
+        return {}
+    half = reading.choice("--main-params-dtype", ("fp32", "fp16"), "fp32") == "fp16"
+    if reading.settings.get("--fp8-param-gather") and not half:
+        return {}
+    reading.flag(AWARE)
+    return {"masters": "rest"}
+
+
+def _layers(reading: Reading, fields: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's own layers have no fused attention, and no empty gradients of Transformer Engine's."""
+    changes: dict[str, Any] = {}
+    if reading.choice("--transformer-impl", ("local", "transformer_engine", "inference_optimized")) == "local":
+        fields["training.attention"] = "unfused"
+        changes = {"layers": "megatron", "dummy_gradients": False}
+    return {**changes, "attention": "unfused"} if fields.get("training.attention") == "unfused" else changes
+
+
+def _graphs(reading: Reading) -> dict[str, Any]:
+    old = True in list(map(reading.flag, _OLD_GRAPHS))
+    graphs = reading.choice("--cuda-graph-impl", _GRAPHS, "partial" if old else "none")
+    if graphs == "none":
+        return {}
+    scopes = [reading.value(option, []) for option in ("--cuda-graph-scope", "--cuda-graph-modules")]
+    whole = any("full_iteration" in scope for scope in scopes)
+    return {"cuda_graphs": "full" if whole else graphs}
+
+
+def compose_stack(job: Job) -> Settings:
+    """The options of what differs from its defaults in a stack of Megatron-LM's."""
+    stack, compute = job.stack, job.training.recipe.compute
+    settings: Settings = {
+        "--cuda-graph-impl": {"partial": "local", "full": "full_iteration"}.get(stack.cuda_graphs),
+        "--no-gradient-accumulation-fusion": not stack.dummy_gradients or None,
+        "--deterministic-mode": stack.deterministic or None,
+        "--transformer-impl": "local" if stack.layers == "megatron" else None,
+    }
+    word = word_for(_LOSSES, stack.loss)
+    settings |= {"--cross-entropy-loss-fusion": True, "--cross-entropy-fusion-impl": word} if word else {}
+    if compute in ("fp8", "fp4"):
+        settings["--grad-reduce-in-bf16"] = stack.gradient_reduce == "bf16" or None
+    if compute == "fp8" and stack.parameter_gather == "fp8" and job.strategy.zero:  # which the option needs
+        settings["--fp8-param-gather"] = True
+    if stack.deferred_head_gradients and job.strategy.pp > 1:
+        settings["--defer-embedding-wgrad-compute"] = True
+        settings["--wgrad-deferral-limit"] = stack.deferred_head_gradients
+    return settings

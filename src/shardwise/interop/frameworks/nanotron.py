@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import YAML, Settings
-from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.interop.frameworks.target import Option, Reading, Table, Target, written
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -21,16 +21,20 @@ _FACTORY = "optimizer.optimizer_factory."
 _SCHEDULES = {PLAIN: PLAIN, "afab": "gpipe"}
 # Required by nanotron, unknown to a job: values to replace.
 _PLACEHOLDERS = {"general.project": "shardwise", "general.run": "%date_%jobid", "model.init_method.std": 0.02}
-# Our field -> its key and default there.
-_SHAPE: dict[str, tuple[str, int | None]] = {
-    "layers": ("num_hidden_layers", 32),
-    "hidden": ("hidden_size", 4096),
-    "heads": ("num_attention_heads", 32),
-    "kv_heads": ("num_key_value_heads", None),
-    "ffn": ("intermediate_size", 11008),
-    "vocab": ("vocab_size", 32000),
-    "max_seq": ("max_position_embeddings", 2048),
+_SHAPE: Table = {
+    "layers": (_MODEL + "num_hidden_layers", 32),
+    "hidden": (_MODEL + "hidden_size", 4096),
+    "heads": (_MODEL + "num_attention_heads", 32),
+    "kv_heads": (_MODEL + "num_key_value_heads", None),
+    "ffn": (_MODEL + "intermediate_size", 11008),
+    "vocab": (_MODEL + "vocab_size", 32000),
+    "max_seq": (_MODEL + "max_position_embeddings", 2048),
 }
+_SWITCHES: Table = {
+    "tied_embeddings": (_MODEL + "tie_word_embeddings", False), "qkv_bias": (_MODEL + "attention_bias", False),
+}  # fmt: skip
+_NUMERICS: Table = {"norm_epsilon": (_MODEL + "rms_norm_eps", 1e-6), "rope_theta": (_MODEL + "rope_theta", 10_000.0)}
+_EXPERTS: Table = {"experts": (_MODEL + "moe_config.num_experts", 8), "top_k": (_MODEL + "moe_config.top_k", 2)}
 
 
 def _compose(job: Job) -> Settings:
@@ -54,12 +58,8 @@ def _compose(job: Job) -> Settings:
 
 
 def _model(model: Model) -> Settings:
-    settings: Settings = {_MODEL + key: getattr(model, name) for name, (key, _) in _SHAPE.items()}
-    settings[_MODEL + "hidden_act"] = "silu"
-    settings[_MODEL + "tie_word_embeddings"] = model.tied_embeddings
-    settings[_MODEL + "attention_bias"] = model.qkv_bias
-    settings[_MODEL + "rms_norm_eps"] = model.numerics.norm_epsilon
-    settings[_MODEL + "rope_theta"] = model.numerics.rope_theta
+    settings: Settings = {**written(model, _SHAPE), _MODEL + "hidden_act": "silu"}
+    settings |= written(model, _SWITCHES) | written(model.numerics, _NUMERICS)
     # Experts and windows exist in the Qwen2 code only, the rest in both.
     qwen = model.moe is not None or model.sliding_window is not None or model.qkv_bias
     settings[_MODEL + ("is_qwen2_config" if qwen else "is_llama_config")] = True
@@ -67,8 +67,7 @@ def _model(model: Model) -> Settings:
         settings[_MODEL + "sliding_window_size"] = model.sliding_window
     if model.moe is not None:
         settings[_MODEL + "intermediate_size"] = model.moe.ffn
-        settings[_MODEL + "moe_config.num_experts"] = model.moe.experts
-        settings[_MODEL + "moe_config.top_k"] = model.moe.top_k
+        settings |= written(model.moe, _EXPERTS)
         settings[_MODEL + "moe_config.enable_shared_expert"] = model.moe.shared_ffn > 0
         settings[_MODEL + "moe_config.token_dispatcher_type"] = "alltoall"
         settings[_MODEL + "moe_config.layers"] = [i for i in range(model.layers) if model.is_moe_layer(i)]
@@ -122,15 +121,12 @@ def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
         return
     if reading.flag(_MODEL + "is_starcoder2_config"):
         raise SpecError(_MODEL + "is_starcoder2_config", "is not supported", "llama and qwen2 configurations are")
-    shape: dict[str, Any] = {name: reading.count(_MODEL + key, usual) for name, (key, usual) in _SHAPE.items()}
+    shape = reading.table({**_SHAPE, **_SWITCHES})
     reading.choice(_MODEL + "hidden_act", {"silu": "swiglu"})
     qwen = reading.flag(_MODEL + "is_qwen2_config")
     reading.flag(_MODEL + "is_llama_config")
     shape.update({"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"})
-    shape["tied_embeddings"] = reading.flag(_MODEL + "tie_word_embeddings")
-    shape["qkv_bias"] = reading.flag(_MODEL + "attention_bias")
-    shape["numerics.norm_epsilon"] = reading.number(_MODEL + "rms_norm_eps", 1e-6)
-    shape["numerics.rope_theta"] = reading.number(_MODEL + "rope_theta", 10_000.0)
+    shape.update({f"numerics.{name}": value for name, value in reading.table(_NUMERICS).items()})
     if qwen:
         shape["sliding_window"] = reading.count(_MODEL + "sliding_window_size")
     if reading.section(_MODEL + "moe_config"):
@@ -147,8 +143,7 @@ def _read_experts(reading: Reading, shape: dict[str, Any]) -> dict[str, Any]:
         every = held[1] - held[0] if dense == 0 and len(held) > 1 else 1
     reading.text(section + "token_dispatcher_type")
     return {
-        "moe.experts": reading.count(section + "num_experts", 8),
-        "moe.top_k": reading.count(section + "top_k", 2),
+        **{f"moe.{name}": value for name, value in reading.table(_EXPERTS).items()},
         "moe.ffn": shape["ffn"],
         "moe.shared_ffn": shape["ffn"] if reading.flag(section + "enable_shared_expert") else 0,
         "moe.dense_layers": dense,

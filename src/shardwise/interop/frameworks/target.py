@@ -13,14 +13,17 @@ from typing import Any
 
 from shardwise.interop.frameworks.documents import OUTSIDE, Format, Names, Settings, recorded
 from shardwise.interop.frameworks.job_fields import (
+    Exported,
+    Imported,
+    Lost,
     comparable,
     default_of,
     effective_fields,
     effects_of,
+    plain,
     shape_of,
     value_at,
 )
-from shardwise.interop.frameworks.results import Exported, Imported, Lost, plain
 from shardwise.interop.shell import Unset
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
@@ -30,11 +33,17 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.stack import stack_from
 
+Table = Mapping[str, tuple[str, Any]]  # our fields of one noun -> the key of each, and what its absence means
 Meanings = Mapping[str, Any] | Sequence[str]  # of words; of a sequence each word is its own meaning
 
 
 def wrong_type(key: str, value: object, wanted: str) -> SpecError:
     return SpecError(key, f"{shown(value)} is not {wanted}", "correct that value of the configuration")
+
+
+def written(noun: Any, table: Table) -> Settings:
+    """The fields of ``noun`` under the keys of a table."""
+    return {key: getattr(noun, name) for name, (key, _) in table.items()}
 
 
 def word_for(meanings: Meanings, value: Any) -> str | None:
@@ -177,6 +186,18 @@ class Reading:
             raise SpecError(key, f"{shown(word)} is not understood", "use one of " + ", ".join(meanings))
         return folded[word.lower()]
 
+    def table(self, table: Table) -> dict[str, Any]:
+        """The fields of a table, each read by the type of its default: a switch, text, a number, or a count."""
+
+        def reader(usual: Any) -> Callable[[str, Any], Any]:
+            if isinstance(usual, bool):
+                return self.flag
+            if isinstance(usual, (str, float)):
+                return self.text if isinstance(usual, str) else self.number
+            return self.integer if usual == 0 else self.count
+
+        return {name: reader(usual)(key, usual) for name, (key, usual) in table.items()}
+
     def data_ranks(self, fields: Mapping[str, Any]) -> int | None:
         """Data-parallel ranks: as given, or from the devices and the other degrees; None if neither is known."""
         given = self.given.get("strategy.dp")
@@ -190,11 +211,6 @@ class Reading:
 def product_of(fields: Mapping[str, Any], *names: str) -> int:
     """The devices that some degrees take together."""
     return math.prod(int(fields.get(f"strategy.{name}") or 1) for name in names)
-
-
-def _devices(fields: Mapping[str, Any]) -> int | None:
-    """The devices of all degrees together, where none is left to the cluster."""
-    return None if fields.get("strategy.dp") is None else product_of(fields, "tp", "cp", "pp", "dp")
 
 
 @dataclass(frozen=True)
@@ -354,7 +370,8 @@ class Target:
         fields = _with_stack(fields, self.stacks[0])
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
-        devices = reading.devices or _devices(fields)
+        all_given = fields.get("strategy.dp") is not None  # so that none is left to the cluster
+        devices = reading.devices or (product_of(fields, "tp", "cp", "pp", "dp") if all_given else None)
         notes = tuple(reading.notes)
         return Imported(self.name, fields, shown_unused, notes, reading.no_model, devices, self.title)
 

@@ -13,8 +13,7 @@ from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import shape_of, with_schedule
 from shardwise.interop.frameworks.target import Option, Reading, Target, word_for
-from shardwise.interop.frameworks.torchtitan_files import FILES, SHAPE
-from shardwise.interop.frameworks.torchtitan_flavors import FLAVORS, flavor_named, known_flavors, model_of
+from shardwise.interop.frameworks.torchtitan_files import FILES, FLAVORS, SHAPE, flavor_named, known_flavors, model_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -255,18 +254,6 @@ def _notes(job: Job) -> list[str]:
     return notes
 
 
-def _tensor_mix(job: Job) -> bool:
-    """Whether experts are split in a way that TorchTitan cannot: neither unsplit nor as everything else."""
-    strategy = job.strategy
-    choices = (1, strategy.tp) if strategy.ep > 1 else (strategy.tp,)
-    return job.model.moe is not None and strategy.expert_tensor_parallel not in choices
-
-
-def _stretched(job: Job) -> bool:
-    """Whether the flavor stretches rotary positions and the model does not."""
-    return (flavor_named(job.model.name) or ("",))[0] == "llama3" and job.model.numerics.rope_scaling is None
-
-
 # fmt: off
 TORCHTITAN = Target(
     name="torchtitan",
@@ -330,8 +317,11 @@ TORCHTITAN = Target(
          1, "replication without sharding cannot be combined with other dimensions"),
         ("strategy.recompute", lambda job: job.strategy.recompute == "selective" and job.model.moe is not None,
          "its selective recomputation of expert layers has no price here"),
-        ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
-        ("model.numerics.rope_scaling", _stretched,
+        ("strategy.expert_tp", lambda job: job.model.moe is not None and job.strategy.expert_tensor_parallel
+         not in ((1, job.strategy.tp) if job.strategy.ep > 1 else (job.strategy.tp,)),
+         "experts are split by tp or not at all"),
+        ("model.numerics.rope_scaling", lambda job: job.model.numerics.rope_scaling is None
+         and (flavor_named(job.model.name) or ("",))[0] == "llama3",
          "the flavor stretches rotary positions as Llama 3.1 does: register one without rope_scaling_args"),
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
          and job.strategy.sharding_group > 1

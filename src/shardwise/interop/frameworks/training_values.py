@@ -7,18 +7,16 @@ fields by dotted path.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import steps_of
-from shardwise.interop.frameworks.target import Reading, word_for
+from shardwise.interop.frameworks.target import Reading, Table, word_for, written
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 OPTIMIZATION, SCALING, SCHEDULE = "training.optimization.", "training.optimization.loss_scaling.", "run.schedule."
 Fields = dict[str, Any]
-Table = Mapping[str, tuple[str, float | None]]  # our field -> its key in the framework, and the default there
 
 
 def read_length(fields: Fields, steps: int | None) -> None:
@@ -28,11 +26,6 @@ def read_length(fields: Fields, steps: int | None) -> None:
         fields["training.tokens"] = steps * batch * seq
     elif steps:
         fields["run.steps"] = steps
-
-
-def written(noun: Any, table: Table) -> Settings:
-    """The fields of ``noun`` under the keys of a table."""
-    return {key: getattr(noun, name) for name, (key, _) in table.items()}
 
 
 def read_numbers(reading: Reading, fields: Fields, table: Table) -> None:

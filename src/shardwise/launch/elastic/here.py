@@ -21,7 +21,7 @@ from shardwise.launch.outcome import Failure
 from shardwise.launch.ranks import Gang, NodeSeats, RankGroup, RankProcesses
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import HostRanks
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import node_of
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.layout.groups import along, division
-from shardwise.layout.ranks import node_of
+from shardwise.layout.groups import along, division, node_of
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.space import plain_strategy

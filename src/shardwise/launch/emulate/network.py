@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from shardwise.launch.emulate import namespace, switch
 from shardwise.launch.pool import Pool
-from shardwise.layout.ranks import local_rank, node_of
+from shardwise.layout.groups import local_rank, node_of
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.wiring import Wiring

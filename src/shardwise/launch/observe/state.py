@@ -17,7 +17,7 @@ from socket import gethostname
 from typing import Any, Literal
 
 from shardwise.launch.outcome import STOPPED_WITHOUT_CHECKPOINT, STOPS
-from shardwise.layout.ranks import coordinate
+from shardwise.layout.groups import coordinate
 from shardwise.run.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.flight import Lateness, OutOfStep, lateness, out_of_step, read_flights

@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.interop.fabric.node_list import nodes_of
-from shardwise.interop.fabric.slurm import Switches, read_slurm
-from shardwise.interop.fabric.switches import of_hosts
+from shardwise.interop.fabric import Switches, nodes_of, of_hosts, read_slurm
 from shardwise.launch.job_file import write_job
 from shardwise.launch.placed import on_nodes
 from shardwise.run.checkpoint.folder import RunFolder

@@ -17,7 +17,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import copy_stream
 from shardwise.engine.world import joined
-from shardwise.layout.ranks import local_rank
+from shardwise.layout.groups import local_rank
 from shardwise.measure.calibrate.gpu_samples import CopyFigure, GpuSamples, ProductFigure, measure_gpu
 from shardwise.measure.calibrate.ranks import ROUNDS, Rank, StoreBarrier, seconds_of, undisturbed
 from shardwise.measure.calibrate.steps import update_again

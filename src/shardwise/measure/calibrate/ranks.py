@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.engine.world import silence_blas_fallback
 from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.layout.ranks import local_rank
+from shardwise.layout.groups import local_rank
 from shardwise.run.environment import Started, host_name
 from shardwise.spec.errors import SpecError
 from shardwise.training.agreement import store_of

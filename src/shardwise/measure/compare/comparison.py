@@ -11,8 +11,8 @@ from typing import Any
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.cost.step.trace import step_trace
 from shardwise.engine.labels import DIMENSIONS, label_of
+from shardwise.layout.groups import coordinate
 from shardwise.layout.mesh import mesh_divisions
-from shardwise.layout.ranks import coordinate
 from shardwise.layout.views import kind_of
 from shardwise.measure.compare.recorded import Exchange, SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import (

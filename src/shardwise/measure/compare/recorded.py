@@ -11,7 +11,7 @@ from itertools import pairwise
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, Label, backend_kind, label_of
-from shardwise.layout.ranks import coordinate
+from shardwise.layout.groups import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor

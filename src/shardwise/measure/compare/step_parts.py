@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.step.parts import step_parts
+from shardwise.cost.step.simulation import step_parts
 from shardwise.cost.traffic.traffic import collective_price
 from shardwise.engine.labels import label_of
-from shardwise.layout.groups import expert_runs, group_runs
+from shardwise.layout.groups import coordinate, expert_runs, group_runs, node_of
 from shardwise.layout.network import network, spanned
-from shardwise.layout.ranks import coordinate, node_of
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.measure.compare.recorded import Exchange, Step, device_steps, exchanges_of, steps_of
 from shardwise.planner.candidate import Candidate, candidate

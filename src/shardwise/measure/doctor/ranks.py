@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.world import joined
-from shardwise.interop.fabric.switches import of_hosts
-from shardwise.layout.ranks import node_of
-from shardwise.layout.wired import joining_level, rate_for_each
+from shardwise.interop.fabric import of_hosts
+from shardwise.layout.groups import node_of
+from shardwise.layout.network import joining_level, rate_for_each
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, StoreBarrier, hosts_of, node_names, started_ranks
 from shardwise.measure.collectives.pairs import LATE, SLOW, Pair, PairFigures, measured_matrix, usual, wiring_of
 from shardwise.measure.doctor.facts import compared, file_system_of, gpu_findings, node_facts

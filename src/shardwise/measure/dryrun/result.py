@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardwise.cost.memory.device import DeviceMemory, device_memories, memory_of_rank
 from shardwise.cost.memory.room import room_of
-from shardwise.layout.ranks import rank_at
+from shardwise.layout.groups import rank_at
 from shardwise.layout.views import seen_by
 from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.errors import SpecError

@@ -13,8 +13,8 @@ from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
+from shardwise.layout.groups import coordinate, coordinates
 from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role, sent_forward
-from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.dryrun.memory import StepPlace

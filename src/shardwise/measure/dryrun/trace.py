@@ -21,8 +21,8 @@ from shardwise.engine.parameters import local
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.engine.torch_private import unset_fake_temporarily
+from shardwise.layout.groups import coordinate
 from shardwise.layout.payloads import Payload
-from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import built_layers, stages_of_rank
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import Bytes, Holder, TracedCollective

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.memory import offload as memory_of_offload
+from shardwise.cost.memory import sum as memory_sum
 from shardwise.cost.memory.states import owned_parameters
 from shardwise.engine import profiler_ranges
 from shardwise.engine.collectives.reductions import SCRATCH
@@ -134,7 +134,7 @@ def chunks_of_all_layers(job: Job, pipeline_rank: int) -> AbstractContextManager
     def chunk(of_traced: int, most: int = UPDATE_CHUNK_ELEMENTS) -> int:
         return int(update_chunk(elements, most))
 
-    return replaced((states, "update_chunk", chunk), (memory_of_offload, "update_chunk", chunk))
+    return replaced((states, "update_chunk", chunk), (memory_sum, "update_chunk", chunk))
 
 
 def block_kernel(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:

@@ -9,14 +9,22 @@ from typing import Literal
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.step.verdict import SendingLess, sending_less
-from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
-from shardwise.planner.advice.explanation import PlanExplanation, explain, textbook
+from shardwise.cost.traffic.data import GradientTime, gradient_times
+from shardwise.planner.advice.explanation import (
+    NotRun,
+    PlanExplanation,
+    WhyNot,
+    difference_words,
+    explain,
+    judged,
+    not_run,
+    textbook,
+    wish,
+)
 from shardwise.planner.advice.frameworks import FrameworkVerdict, who_can_run
 from shardwise.planner.advice.what_if import Size, WhatIf, faster_part, sizes, what_if
-from shardwise.planner.advice.why_not import NotRun, WhyNot, difference_words, judged, not_run, wish
-from shardwise.planner.candidate import Candidate
+from shardwise.planner.candidate import Candidate, strategy_words
 from shardwise.planner.constraints import Allowed
-from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan
 from shardwise.spec.units import readable_duration, readable_seconds
 from shardwise.uncertainty.residuals import ErrorBar, error_bar, memory_quantile

@@ -10,7 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 from shardwise.interop.frameworks import TARGETS, Target, as_run_by, lacking, own_stack, target
-from shardwise.interop.frameworks.results import Lost
+from shardwise.interop.frameworks.job_fields import Lost
 from shardwise.planner.advice.exported import differences
 from shardwise.planner.candidate import Candidate, candidate, job_with
 from shardwise.planner.constraints import ACTS, OFFLOADS, Allowed, Constraints, field_value
@@ -251,7 +251,7 @@ def _products(values: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]
 def _is_plain(fields: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> bool:
     """Whether all fields without effect have their first value."""
     strategy = Strategy().unchecked(**fields)
-    return all(fields[name] == ones[0] or name not in ACTS or ACTS[name](strategy) for name, ones in values.items())
+    return all(fields[name] == usual[0] or name not in ACTS or ACTS[name](strategy) for name, usual in values.items())
 
 
 def _every(field: str, value: Any) -> Allowed:

@@ -27,7 +27,7 @@ class WhatIf:
 
     change: str
     request: Request
-    found: Plan | Search
+    result: Plan | Search
 
 
 def what_if(request: Request, change: str) -> WhatIf:

@@ -22,8 +22,7 @@ from shardwise.layout.stages import stages_of_rank
 from shardwise.layout.views import replicas_by_kind
 from shardwise.pipeline import Place
 from shardwise.planner.candidate import Candidate, candidate, complexity
-from shardwise.planner.mixed.space import FIXED, MixedRequest, MixedSpace, estimated
-from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
+from shardwise.planner.mixed.step import FIXED, Arrangement, MixedRequest, MixedSpace, MixedStep, estimated, mixed_step
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Deadline, Request
 from shardwise.planner.search.space import plain_strategy

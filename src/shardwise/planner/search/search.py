@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.room import room_of
-from shardwise.cost.sweep.group import Group
+from shardwise.cost.sweep.columns import Group
 from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.request import Deadline

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from shardwise.collectives import Topology
-from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
 from shardwise.layout.sharding import dense_ranks, expert_ranks

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.memory.device import DeviceMemory
-from shardwise.cost.memory.terms import MemoryFactor, MemoryTerm, memory_terms
+from shardwise.cost.memory.device import DeviceMemory, MemoryFactor, MemoryTerm, memory_terms
+from shardwise.layout.groups import coordinates, node_of, rank_at
 from shardwise.layout.mesh import mesh_divisions
-from shardwise.layout.ranks import coordinates, node_of, rank_at
 from shardwise.layout.views import ranks_to_price
 from shardwise.report.charts.chart import (
     TONES,

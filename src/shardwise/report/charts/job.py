@@ -8,12 +8,10 @@ from itertools import islice
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
-from shardwise.cost.step.operator_points import operator_points
-from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.step.scaling import ScalingRow
-from shardwise.cost.step.simulation import step_timeline
-from shardwise.cost.step.topologies import PricedTopology
+from shardwise.cost.step.scaling import PricedTopology, ScalingRow
+from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS, step_timeline
+from shardwise.cost.step.stage_time import operator_points
 from shardwise.pipeline import ActionKind, Timeline
 from shardwise.report.campaign import SHARES
 from shardwise.report.charts.chart import (

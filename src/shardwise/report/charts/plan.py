@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.planner.candidate import PARTS, Candidate
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.candidate import PARTS, Candidate, strategy_words
 from shardwise.planner.plan import Plan
 from shardwise.report.charts.chart import (
     BarChart,

@@ -7,14 +7,13 @@ from dataclasses import replace
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.context import exchanged_features
-from shardwise.cost.traffic.data import communication_units, wire_bytes
+from shardwise.cost.traffic.data import ServerPrice, communication_units, server_price, wire_bytes
 from shardwise.cost.traffic.expert import places_of_levels
-from shardwise.cost.traffic.parameter_server import ServerPrice, server_price
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.groups import expert_runs
 from shardwise.layout.network import network, spanned
 from shardwise.layout.payloads import Payload, Role, Share
-from shardwise.layout.servers import ServerPlan
+from shardwise.layout.pieces import ServerPlan
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents
 from shardwise.report.explain.explanation import (

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.interop.fabric.infiniband import read_ports
-from shardwise.interop.fabric.kubernetes import read_kubernetes
-from shardwise.interop.fabric.nvidia import read_nvlinks, read_topology
-from shardwise.interop.fabric.slurm import read_slurm
-from shardwise.interop.fabric.switches import of_hosts, read_switches
+from shardwise.interop.fabric import (
+    of_hosts,
+    read_kubernetes,
+    read_nvlinks,
+    read_ports,
+    read_slurm,
+    read_switches,
+    read_topology,
+)
 from shardwise.spec import SpecError
 
-FILES = Path(__file__).parent
+FILES = Path(__file__).with_name("fabric")
 
 
 def text(name: str) -> str:

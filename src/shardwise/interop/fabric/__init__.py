@@ -1,1 +1,0 @@
-"""How machines are wired, as other tools say it: nvidia-smi, InfiniBand's sysfs, Slurm, labels of Kubernetes."""
