@@ -21,7 +21,7 @@ TOO_LARGE = "analyze --model llama3-70b --cluster dgx-h100:1 --tp 8 --global-bat
 STEPS = (
     (
         "The best way to train Llama-3 70B on 16 DGX H100, and why not the usual one",
-        "plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --seq 8192 --why-not tp=8,pp=1 --output -",
+        "plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --seq 8192 --why-not tp=8,pp=1 --out -",
     ),
     (
         "A job that fits: Llama-3 70B on 64 DGX H100",
@@ -34,7 +34,7 @@ STEPS = (
     ),
     (
         "One formula behind it, with the numbers put in",
-        "explain allreduce --topology hierarchical --n 64 --gpus-per-node 8 --size 1GiB "
+        "explain allreduce --topology hierarchical --gpus 64 --gpus-per-node 8 --size 1GiB "
         "--bandwidth 450GB/s,50GB/s --latency 2us,5us",
     ),
     (
@@ -45,7 +45,7 @@ STEPS = (
         "Its own size of job: how to split a small model over the two processes",
         f"plan --model tiny --cluster {CLUSTER} --global-batch 16 --seq 128 --precision fp32 "
         "--set training.optimization.learning_rate=3e-3 --set run.steps=150 --set run.schedule.warmup=10 "
-        f"--output {JOB}",
+        f"--out {JOB}",
     ),
     (
         "That plan, trained on real text: the sources of Python's own library",
@@ -57,7 +57,7 @@ STEPS = (
     ),
     (
         "All of it in pictures, in one file: open it in a browser",
-        f"report {FOLDER} --output {FOLDER}/report.html",
+        f"report {FOLDER} --out {FOLDER}/report.html",
     ),
 )
 NEXT = f"""Next:

@@ -43,6 +43,6 @@ def test_a_step_ends_as_the_demo_expects(command: str) -> None:
 def test_what_the_demo_proposes_next_works() -> None:
     proposed = [line.split("#")[0].split() for line in demo().NEXT.splitlines() if "shardwise " in line.split("#")[0]]
     assert [words[1] for words in proposed] == ["plan", "ui"]
-    planned = run(*proposed[0][1:], "--output", "-")
+    planned = run(*proposed[0][1:], "--out", "-")
     assert planned.status == 0 and "64 × h100-sxm" in planned.out, planned.err
     assert run("ui", "--help").status == 0

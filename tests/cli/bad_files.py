@@ -182,13 +182,13 @@ def data_readers(folder: Path) -> list[Reader]:
         rows["a.parquet"] = (folder / "a.parquet").read_bytes()
     except ImportError:
         pass
-    build = ["data", "build", "--workers", "1", "--out", "@/out"]
+    build = ["data", "build", "--processes", "1", "--out", "@/out"]
     found = [
         Reader(name, {name: raw}, command(*build, f"@/{name}"), packed=name[2:] != "jsonl")
         for name, raw in rows.items()
     ]
     (folder / "b.jsonl").write_bytes(TEXT * 9)
-    run("data", "build", str(folder / "b.jsonl"), "--out", str(folder / "pair"), "--workers", "1")
+    run("data", "build", str(folder / "b.jsonl"), "--out", str(folder / "pair"), "--processes", "1")
     pair = {f"pair{end}": (folder / f"pair{end}").read_bytes() for end in (".idx", ".sums.json", ".bin")}
     return [*found, Reader("pair", pair, command("data", "check", "@/pair"))]
 

@@ -52,7 +52,6 @@ def test_a_job_file_and_the_same_flags_agree(job_file: str) -> None:
         ("--tp 4", "strategy.tp", 4),
         ("--zero 3", "strategy.zero", 3),
         ("--seq 4096", "training.seq", 4096),
-        ("--batch 128", "training.global_batch", 128),
         ("--no-sp", "strategy.sequence_parallel", False),
         ("--dropout", "training.dropout", True),
         ("--order dp,tp,cp,pp", "strategy.order", ["dp", "tp", "cp", "pp"]),
@@ -256,7 +255,7 @@ def test_the_catalogue_is_listed_as_text_and_as_json(what: str, monkeypatch: pyt
 def test_a_named_stack_brings_its_overlap_unless_the_strategy_says_otherwise(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = "analyze --model llama3-8b --cluster dgx-h100 --tp 8 --batch 8 --json --stack megatron-core"
+    command = "analyze --model llama3-8b --cluster dgx-h100 --tp 8 --global-batch 8 --json --stack megatron-core"
 
     def overlap(*more: str) -> object:
         assert main([*command.split(), *more]) == 0

@@ -26,7 +26,7 @@ from shardwise.spec.emulation import Emulation, cluster_of
 @pytest.mark.slow
 def test_every_collective_is_measured_and_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, plot = tmp_path / "bench.csv", tmp_path / "bench.svg"
-    how = ["--max-bytes", "1KiB", "--repeats", "2", "--warm-up", "1", "--out", str(out), "--plot", str(plot)]
+    how = ["--max-bytes", "1KiB", "--repeats", "2", "--warmup", "1", "--out", str(out), "--picture", str(plot)]
     status = main(["bench", "collectives", "--processes", "3", *how, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert status == 0
@@ -84,9 +84,9 @@ def test_the_levels_of_a_network_and_the_world() -> None:
         (["collectives", "--levels", "moon"], "--levels"),
         (["collectives", "--max-bytes", "4"], "--min-bytes"),
         (["collectives", "--cluster", "dgx-h100:2"], "--cluster"),
-        (["collectives", "--seconds", "nan"], "--seconds: nan is not a time"),
+        (["collectives", "--time-limit", "nan"], "--time-limit: nan"),
         (["collectives", "--out", "/no/where.csv"], "--out: /no/where.csv cannot be written"),
-        (["collectives", "--plot", "/no/where.svg"], "--plot: /no/where.svg cannot be written"),
+        (["collectives", "--picture", "/no/where.svg"], "--picture: /no/where.svg cannot be written"),
         (["collectives", "--max-bytes", "100TB"], "--max-bytes: 2 ranks need at least"),
         (["collectives", "--run-device", "cuda"], "--run-device: cuda is for ranks that a launcher starts"),
         (["collectives", "--processes", "100000"], "--processes: 100,000 processes on"),

@@ -14,7 +14,7 @@ from shardwise.cli.main import main
 from shardwise.measure.step import PRESETS, cluster_name_here
 from shardwise.spec.clusters import cluster_from
 
-JOB = ["--model", "tiny", "--batch", "4", "--microbatch", "2", "--seq", "32", "--precision", "fp32"]
+JOB = ["--model", "tiny", "--global-batch", "4", "--microbatch", "2", "--seq", "32", "--precision", "fp32"]
 ON_CPU = ["--cluster", "laptop:1"]  # also where there is a GPU
 
 
@@ -31,7 +31,12 @@ def test_a_step_is_measured_beside_its_prediction(capsys: pytest.CaptureFixture[
     assert found["least_seconds"] == min(found["step_seconds"]) <= max(found["step_seconds"]) == found["most_seconds"]
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["seconds"])
     predicted = shardwise.predict(
-        model="tiny", cluster="laptop:1", batch=4, seq=32, strategy={"microbatch": 2}, training={"precision": "fp32"}
+        model="tiny",
+        cluster="laptop:1",
+        global_batch=4,
+        seq=32,
+        strategy={"microbatch": 2},
+        training={"precision": "fp32"},
     )
     assert found["predicted_seconds"] == pytest.approx(predicted.predicted_seconds)
     assert found["seconds_error"] == pytest.approx(predicted.predicted_seconds / found["seconds"] - 1)

@@ -14,7 +14,7 @@ from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Device
 
-SMALL = "--global-batch 64 --seq 2048 --microbatch 1 --schedule 1f1b --recompute full --cp 1 --zero 0,1,3 --output -"
+SMALL = "--global-batch 64 --seq 2048 --microbatch 1 --schedule 1f1b --recompute full --cp 1 --zero 0,1,3 --out -"
 
 
 def plan(cluster: str, *more: str, model: str = "llama3-70b") -> Any:
@@ -83,6 +83,6 @@ def test_the_risk_that_is_named_is_enough() -> None:
     job = ["--model", "llama3-8b", "--cluster", "dgx-h100:1", *fields.split()]
     line = does_not_fit_line(run("plan", *job))
     (risk,) = re.findall(r"accept --memory-risk (\d+%)", line)
-    again = ["--memory-risk", risk, "--output", "-"]
+    again = ["--memory-risk", risk, "--out", "-"]
     assert run("plan", *job, *again).status == 0
     assert "--memory-risk" in run("plan", "--model", "llama3-8b", "--max-memory", "70GB", *again).err

@@ -228,7 +228,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     "command",
     [
         "status {}", "compare {}", "validate {}", "analyze {}.yaml", "data check {}", "checkpoint {}",
-        f"{JOB.replace('analyze', 'report')} --output {{}}.html", "calibrate --out {}.yaml", "generate {} --prompt x",
+        f"{JOB.replace('analyze', 'report')} --out {{}}.html", "calibrate --out {}.yaml", "generate {} --prompt x",
         "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --run-folder {}",
         "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --precision fp32 --data {}",
         "train --model tiny --cluster laptop:1 --seq 32 --global-batch 4 --on {}",

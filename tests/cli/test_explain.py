@@ -41,7 +41,7 @@ def test_every_figure_is_a_number_with_its_unit(topic: str) -> None:
 
 
 def test_the_text_shows_the_same_numbers() -> None:
-    arguments = ("explain", "allreduce", "--topology", "torus", "--n", "64", "--size", "1GiB", "--latency", "2us")
+    arguments = ("explain", "allreduce", "--topology", "torus", "--gpus", "64", "--size", "1GiB", "--latency", "2us")
     data, text = run_json(*arguments), run(*arguments).out
     assert data["numbers"][0] == {"symbol": "n", "meaning": "ranks", "number": 64}
     assert data["numbers"][1]["bytes"] == 2**30
@@ -60,10 +60,10 @@ def test_mfu_says_of_which_peak() -> None:
 
 SWITCH = ("--topology", "switch", "--bandwidth", "50GB/s", "--latency", "5us")
 ON_ONE_SWITCH = {
-    "ulysses": ("llama3-8b", "cp", ("--cp", "8", "--context-method", "ulysses", "--batch", "8")),
-    "experts": ("tiny-moe", "ep", ("--ep", "8", "--batch", "8")),
-    "tensors": ("llama3-8b", "tp", ("--tp", "8", "--batch", "8")),
-    "zero": ("llama3-8b", "dp", ("--dp", "8", "--zero", "3", "--batch", "8")),
+    "ulysses": ("llama3-8b", "cp", ("--cp", "8", "--context-method", "ulysses", "--global-batch", "8")),
+    "experts": ("tiny-moe", "ep", ("--ep", "8", "--global-batch", "8")),
+    "tensors": ("llama3-8b", "tp", ("--tp", "8", "--global-batch", "8")),
+    "zero": ("llama3-8b", "dp", ("--dp", "8", "--zero", "3", "--global-batch", "8")),
 }
 
 
@@ -75,7 +75,7 @@ def test_analyze_prints_what_explain_says_of_the_same_collective(name: str) -> N
     lines = found["dimensions"][dimension]["collectives"]
     assert lines
     for line in lines:
-        asked = ("--n", "8", "--size", repr(line["size_bytes"]), "--algorithm", line["algorithm"])
+        asked = ("--gpus", "8", "--size", repr(line["size_bytes"]), "--algorithm", line["algorithm"])
         told = run_json("explain", line["kind"], *SWITCH, *asked)
         values = {one["what"]: one for one in told["result"]}
         assert line["seconds"] == pytest.approx(line["count"] * values["total"]["seconds"])
@@ -159,7 +159,7 @@ def networks(draw: Random) -> tuple[str, ...]:
     links = len(sizes) if kind == "hierarchical" else 1
     speeds = ",".join(f"{draw.randint(10, 500)}GB/s" for _ in range(links))
     waits = ",".join(f"{draw.randint(1, 20)}us" for _ in range(links))
-    size = ("--shape", "x".join(map(str, sizes))) if shaped else ("--n", str(draw.randint(1, 33)))
+    size = ("--shape", "x".join(map(str, sizes))) if shaped else ("--gpus", str(draw.randint(1, 33)))
     return ("--topology", kind, *size, "--bandwidth", speeds, "--latency", waits)
 
 

@@ -14,7 +14,7 @@ PRINT_NO_TABLES = {"data", "convert", "export", "generate", "ui"}
 NOT_OFFERED = {"doctor"}
 JOB = ("--model", "llama3-8b", "--cluster", "dgx-h100:1", "--global-batch", "16", "--seq", "2048")
 COMMANDS = {
-    "plan": ("plan", *JOB, "--tp", "8", "--output", "-"),
+    "plan": ("plan", *JOB, "--tp", "8", "--out", "-"),
     "analyze": ("analyze", *JOB, "--tp", "8"),
     "explain": ("explain", "zero", "--params", "7.5e9", "--dp", "64"),
     "validate": ("validate", "collectives"),

@@ -141,9 +141,9 @@ EXPLAINED = ["all-reduce", "allgather", "reduce-scatter", "all-to-all", "broadca
              "p2p", "zero", "activations", "flops", "mfu", "bubble", "scaling", "tp", "dp", "pp", "cp", "ep",
              "tea"]  # fmt: skip
 EXPLAIN_FLAGS = {
-    "--size": ["1GiB", "1", "0", "3MB"], "--n": ["8", "64", "7"], "--algorithm": ["ring", "auto", "textbook", "magic"],
+    "--size": ["1GiB", "1", "0", "3MB"], "--algorithm": ["ring", "auto", "textbook", "magic"],
     "--link": ["infiniband-ndr", "pcie"], "--tokens": ["300B"], "--microbatches": ["32"], "--step-seconds": ["12s"],
-    "--t1": ["10s"], "--strong": ["1.5s"], "--weak": ["11s"],
+    "--t1": ["10s"], "--factor": ["8", "64", "7"], "--strong": ["1.5s"], "--weak": ["11s"],
     **{flag: PLAUSIBLE[flag] for flag in (*BARE, "--dp", "--tp", "--pp", "--cp", "--ep", "--seq", "--gpus")},
 }  # fmt: skip
 

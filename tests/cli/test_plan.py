@@ -16,7 +16,7 @@ SMALL = "plan --model llama3.2-1b --cluster dgx-h100:1 --global-batch 64 --seq 2
 
 
 def planned(tmp_path: Path, *more: str) -> Result:
-    return run(*SMALL.split(), "--output", str(tmp_path / "job.yaml"), *more)
+    return run(*SMALL.split(), "--out", str(tmp_path / "job.yaml"), *more)
 
 
 def test_the_job_it_writes_is_the_best_it_names_and_runs(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.symlink_to(path)
-    assert "--output" in (line := error_line(planned(tmp_path))) and "Errno" not in line
+    assert "--out" in (line := error_line(planned(tmp_path))) and "Errno" not in line
     path.unlink()
     path.write_bytes(bytes(range(256)))
     assert "not written by plan" in error_line(planned(tmp_path))
@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt2"])
 def test_a_search_that_is_stopped_at_once_has_an_answer(model: str) -> None:
-    command = f"plan --model {model} --cluster dgx-h100:4 --output - --time-limit 1e-9s --json"
+    command = f"plan --model {model} --cluster dgx-h100:4 --out - --time-limit 1e-9s --json"
     data = json.loads(run(*command.split()).out)
     assert all(one["least_memory_bytes"] > 0 for one in data["families"])
 
@@ -132,13 +132,13 @@ def test_a_plan_for_a_stack_overlaps_as_that_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
     """`analyze` proposes it for a plan without; the job file has it, and a search from that file too."""
-    command = "plan --model llama3-70b --cluster dgx-h100:8 --global-batch 64 --tp 8 --pp 1 --cp 1 --json --output"
+    command = "plan --model llama3-70b --cluster dgx-h100:8 --global-batch 64 --tp 8 --pp 1 --cp 1 --json --out"
     plain = json.loads(run(*command.split(), "-").out)["layouts"][0]["predicted_seconds"]
     path = str(tmp_path / "job.yaml")
     asked = run(*command.split(), path, "--set", "strategy.overlap.tp=true")
     found = json.loads(asked.out)["layouts"][0]["predicted_seconds"]
     assert found < plain and "overlap:\n    tp: true" in Path(path).read_text()
-    again = run("plan", path, "--tp", "8", "--pp", "1", "--cp", "1", "--json", "--output", "-")
+    again = run("plan", path, "--tp", "8", "--pp", "1", "--cp", "1", "--json", "--out", "-")
     assert json.loads(again.out)["layouts"][0]["predicted_seconds"] == pytest.approx(found)
 
 
@@ -166,11 +166,11 @@ def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
         ("--offload --no-offload", "are mutually exclusive"),
         ("--tokens -1", "-1"),
         ("--price 2/h", "--tokens"),
-        ("--output /nonexistent/job.yaml", "not a directory"),
+        ("--out /nonexistent/job.yaml", "not a directory"),
         ("--top 0", "positive"),
         ("--microbatch 0", "out of range"),
-        ("--output .", "is a folder"),
-        ("--output /dev/zero", "not written by plan"),
+        ("--out .", "is a folder"),
+        ("--out /dev/zero", "not written by plan"),
         ("--zero=--", "'--' is not a value"),
         ("--why-not=--", "'--' is not a value"),
         ("--set training=auto", "training: 'auto' should be a mapping of fields"),
@@ -181,7 +181,7 @@ def test_a_plan_overlaps_tp_where_that_is_asked_for(tmp_path: Path) -> None:
 )
 def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:
     given = flags.split()
-    kept = [] if "--output" in given else ["--output", str(tmp_path / "job.yaml")]
+    kept = [] if "--out" in given else ["--out", str(tmp_path / "job.yaml")]
     result = run(*SMALL.split(), *kept, *given)
     assert says in error_line(result)
     assert not (tmp_path / "job.yaml").exists()
@@ -191,7 +191,7 @@ def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:
 def test_two_kinds_of_nodes_share_a_job(tmp_path: Path) -> None:
     command = "plan --model llama3.2-1b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 2048 --schedule 1f1b"
     file = str(tmp_path / "job.yaml")
-    text = run(*command.split(), "--microbatch", "1", "--output", file)
+    text = run(*command.split(), "--microbatch", "1", "--out", file)
     assert text.status == 0
     assert f"Wrote {file}" in text.out and "dgx-h100" in text.out and "dgx-a100" in text.out
     priced = run_json("analyze", file)

@@ -122,7 +122,7 @@ def test_a_large_plan_opens_from_disk_with_the_figures_of_json(page: Page, large
 @pytest.mark.slow
 def test_a_large_plan_opens_among_other_strategies(page: Page, tmp_path: Path) -> None:
     """What `plan` says of the same model, cluster and batch."""
-    found = run_json("plan", str(ROOT / FILE), "--pareto", "memory", "--output", "-")
+    found = run_json("plan", str(ROOT / FILE), "--pareto", "memory", "--out", "-")
     done = run("report", str(ROOT / FILE), "--tokens", "15T", "-o", str(tmp_path / "report.html"))
     assert done.status == 0, done.err
     page.open((tmp_path / "report.html").as_uri())
@@ -285,7 +285,7 @@ def test_a_run_that_failed_half_way_says_so(trained: Path, tmp_path: Path) -> No
         (["{folder}"], "is not a run's folder"),
         (["{folder}/last"], "is not a run's folder"),
         (["{run}", "--tp", "2"], "flags do not change a run that was trained; leave them out, or give its job.yaml"),
-        (["--model", "llama3-8b", "-o", "{folder}"], "--output: {folder} cannot be written"),
+        (["--model", "llama3-8b", "-o", "{folder}"], "--out: {folder} cannot be written"),
         (["--model", "llama3-8b", "-o", "{folder}/none/report.html"], "cannot be written"),
         (
             ["--model", "llama3-8b", "--cluster", "dgx-h100:1", "--price", "2/h"],

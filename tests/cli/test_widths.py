@@ -29,9 +29,9 @@ VERBS = {
     "analyze, experts": "analyze --model deepseek-v3 --cluster hgx-h800:256 --pp 16 --ep 64 --zero 1 --seq 4096 "
     "--global-batch 15360 --schedule dualpipe --stage-layers balanced --recompute full",
     "plan": "plan --model llama3-8b --cluster dgx-h100:4 --seq 8192 --global-batch 1024 --tp 1 --cp 1 --pp 1..2 "
-    "--output - --what-if memory=141GB --pareto memory --tokens 1T --price 2.5/h",
+    "--out - --what-if memory=141GB --pareto memory --tokens 1T --price 2.5/h",
     "plan, several kinds": "plan --model llama3-8b --cluster dgx-h100:1+dgx-a100:1 --tp 8 --global-batch 64 --seq 2048 "
-    "--output -",
+    "--out -",
     "explain allreduce": "explain allreduce --cluster dgx-h100:4",
     "explain zero": "explain zero --params 7.5e9 --dp 64",
     "explain flops": "explain flops --model gpt3-175b",

@@ -34,7 +34,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(source: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    settings = {"data": source / "in.jsonl", "out": out, "max_new_tokens": NEW, "batch": 5, "temperature": 0.9}
+    settings = {
+        "prompt_file": source / "in.jsonl",
+        "out": out,
+        "max_new_tokens": NEW,
+        "batch_size": 5,
+        "temperature": 0.9,
+    }
     return {"source": source, **settings, **changes}
 
 

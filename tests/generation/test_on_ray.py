@@ -18,7 +18,7 @@ from models.families import saved
 from shardwise.generation.files import batch_offsets, read_prompts
 
 PROMPTS, BATCH = 48, 4
-SETTINGS = ("--batch", str(BATCH), "--temperature", "0.9", "--max-new-tokens", "40", "--stop", "none")
+SETTINGS = ("--batch-size", str(BATCH), "--temperature", "0.9", "--max-new-tokens", "40", "--stop", "none")
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,16 @@ def test_batches_are_found_where_they_begin(source: Path, tmp_path: Path) -> Non
 
 
 def test_what_is_refused(source: Path, tmp_path: Path) -> None:
-    files = ("--data", str(source / "in.jsonl"), "--out", str(tmp_path / "out.jsonl"))
+    files = ("--prompt-file", str(source / "in.jsonl"), "--out", str(tmp_path / "out.jsonl"))
 
     def refused(*more: str) -> str:
         return refusal("generate", str(source), *more)
 
     assert "--on: 'slurm': files of prompts are generated here or on ray" in refused(*files, "--on", "slurm")
-    assert "--on: ray is for a file of prompts" in refused("--tokens", "1,2", "--on", "ray")
-    assert "--workers: is for --on ray" in refused(*files, "--workers", "2")
+    assert "--on: ray is for a file of prompts" in refused("--prompt-tokens", "1,2", "--on", "ray")
+    assert "--replicas: is for --on ray" in refused(*files, "--replicas", "2")
     assert "--ray-address: is for --on ray" in refused(*files, "--ray-address", "10.0.0.1:6379")
-    assert "--workers" in refused(*files, "--on", "ray", "--workers", "none")
+    assert "--replicas" in refused(*files, "--on", "ray", "--replicas", "none")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -70,14 +70,14 @@ def nodes() -> Iterator[RayNodes]:
 def undisturbed(source: Path) -> bytes:
     """The file without Ray."""
     out = source / "undisturbed.jsonl"
-    found = shardwise("generate", str(source), "--data", str(source / "in.jsonl"), "--out", str(out), *SETTINGS)
+    found = shardwise("generate", str(source), "--prompt-file", str(source / "in.jsonl"), "--out", str(out), *SETTINGS)
     assert found.status == 0, found.err
     return out.read_bytes()
 
 
 def command(source: Path, out: Path, *more: str) -> tuple[str, ...]:
-    files = ("--data", str(source / "in.jsonl"), "--out", str(out))
-    return ("generate", str(source), *files, *SETTINGS, "--on", "ray", "--workers", "2", *more)
+    files = ("--prompt-file", str(source / "in.jsonl"), "--out", str(out))
+    return ("generate", str(source), *files, *SETTINGS, "--on", "ray", "--replicas", "2", *more)
 
 
 def actors(nodes: RayNodes, stage: str) -> list[int]:
@@ -208,9 +208,9 @@ def test_a_node_is_lost_and_another_comes(nodes: RayNodes, source: Path, undistu
 @pytest.mark.slow
 def test_a_model_on_two_ranks_of_an_actor_one_of_which_is_killed(nodes: RayNodes, source: Path, tmp_path: Path) -> None:
     here, out, log = tmp_path / "here.jsonl", tmp_path / "out.jsonl", tmp_path / "log.txt"
-    files = ("--data", str(source / "in.jsonl"), "--out")
+    files = ("--prompt-file", str(source / "in.jsonl"), "--out")
     assert shardwise("generate", str(source), *files, str(here), *SETTINGS, "--tp", "2").status == 0
-    asked = ("generate", str(source), *files, str(out), *SETTINGS, "--tp", "2", "--on", "ray", "--workers", "1")
+    asked = ("generate", str(source), *files, str(out), *SETTINGS, "--tp", "2", "--on", "ray", "--replicas", "1")
     running = nodes.shardwise(*asked, log=log)
     try:
         wait_until(lambda: lines(out) >= 2 * BATCH or running.poll() is not None, 300)

@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_text_goes_in_and_comes_out(folder: Path) -> None:
     pieces: list[tuple[int, str]] = []
-    found = generate(folder, "w5 w7", tokens=[[0, 5, 7]], max_new_tokens=6, on_text=lambda *one: pieces.append(one))
+    found = generate(
+        folder, "w5 w7", prompt_tokens=[[0, 5, 7]], max_new_tokens=6, on_text=lambda *one: pieces.append(one)
+    )
     assert found.tokens[0] == found.tokens[1]  # the tokenizer begins a text
     assert found.texts[0] == "".join(f" w{token}" for token in found.tokens[0])  # as it follows the prompt
     for number in (0, 1):
@@ -67,12 +69,12 @@ def test_a_checkpoint_keeps_the_tokenizer_of_the_weights_it_came_from(folder: Pa
 
 
 def test_the_folder_says_which_token_ends_a_text(folder: Path, tmp_path: Path) -> None:
-    free = run_json("generate", str(folder), "--tokens", IDS, "--max-new-tokens", "5", "--stop", "none")
+    free = run_json("generate", str(folder), "--prompt-tokens", IDS, "--max-new-tokens", "5", "--stop", "none")
     (ends,) = (one["tokens"] for one in free["results"])
     for flags, config in ((["--stop", str(ends[1])], None), ([], {"eos_token_id": [60, ends[1]]})):
         if config is not None:
             (folder / "generation_config.json").write_text(json.dumps(config))
-        found = run_json("generate", str(folder), "--tokens", IDS, "--max-new-tokens", "5", *flags)
+        found = run_json("generate", str(folder), "--prompt-tokens", IDS, "--max-new-tokens", "5", *flags)
         (one,) = found["results"]
         assert one["tokens"] == ends[: ends.index(ends[1]) + 1] and one["reason"] == "stop"
     (folder / "generation_config.json").write_text("{}")
@@ -84,7 +86,18 @@ def test_local_ranks_are_started_and_give_the_same_text(folder: Path, tmp_path: 
     outs = []
     for tp in ("1", "2"):
         outs.append(tmp_path / f"out-{tp}.jsonl")
-        flags = ["--data", str(data), "--out", str(outs[-1]), "--tp", tp, "--batch", "2", "--max-new-tokens", "4"]
+        flags = [
+            "--prompt-file",
+            str(data),
+            "--out",
+            str(outs[-1]),
+            "--tp",
+            tp,
+            "--batch-size",
+            "2",
+            "--max-new-tokens",
+            "4",
+        ]
         found = run_json("generate", str(folder), *flags)
         assert found["prompts"] == 5 and found["tokens"] == 20 and found["tp"] == int(tp)
     assert outs[0].read_bytes() == outs[1].read_bytes()
@@ -110,33 +123,33 @@ def test_weights_are_read_from_any_layout(strategy: dict[str, Any], tmp_path: Pa
     decoder = Decoder(job.model).eval()
     initialise(decoder, 3, job.model)
     wanted = tokens_of(NextToken(decoder), GenerationRequest("", max_new_tokens=6), [PROMPTS[0]])
-    found = generate(tmp_path, tokens=[PROMPTS[0]], max_new_tokens=6)
+    found = generate(tmp_path, prompt_tokens=[PROMPTS[0]], max_new_tokens=6)
     assert found.tokens == wanted and found.texts == (None,)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tokens 1 --pp 2", "--pp: '2': a pipeline does not generate"),
-        ("--tokens 1 --cp 4", "--cp: '4': context parallelism does not generate"),
-        ("--tokens 1 --dp 2", "--dp: '2': copies of the model do not generate together"),
-        ("--tokens 1 --ep 2", "--ep: '2': expert parallelism does not generate"),
-        ("--tokens 1 --tp 3", "--tp: 3 does not divide 4 query heads; use 2 or 4"),
-        ("--tokens 1 --tp 0", "--tp: '0' is not a positive whole number"),
-        ("--tokens 1 --device cuda", "--device: cuda"),
-        ("--tokens 1,x", "--tokens: '1,x' are not token ids"),
-        ("--tokens 61", "--tokens: holds the token 61, and"),
-        ("--tokens 1 --stop 61", "--stop: 61 is not a token"),
-        ("--tokens 1 --top-p 0.5", "--top-p: is for sampling"),
-        ("--tokens 1 --temperature 1 --top-p 1.5", "--top-p: 1.5 is not a probability"),
-        ("--tokens 1 --temperature nan", "--temperature: nan is not a finite number"),
-        ("--tokens 1 --temperature 1 --top-k 0", "--top-k: 0; use 1 or more"),
-        ("--tokens 1 --max-new-tokens 0", "--max-new-tokens: '0' is not a positive whole number"),
-        ("--tokens 1 --seed -1", "--seed: -1 is out of range"),
+        ("--prompt-tokens 1 --pp 2", "--pp: '2': a pipeline does not generate"),
+        ("--prompt-tokens 1 --cp 4", "--cp: '4': context parallelism does not generate"),
+        ("--prompt-tokens 1 --dp 2", "--dp: '2': copies of the model do not generate together"),
+        ("--prompt-tokens 1 --ep 2", "--ep: '2': expert parallelism does not generate"),
+        ("--prompt-tokens 1 --tp 3", "--tp: 3 does not divide 4 query heads; use 2 or 4"),
+        ("--prompt-tokens 1 --tp 0", "--tp: '0' is not a positive whole number"),
+        ("--prompt-tokens 1 --run-device cuda", "--run-device: cuda"),
+        ("--prompt-tokens 1,x", "--prompt-tokens: '1,x' are not token ids"),
+        ("--prompt-tokens 61", "--prompt-tokens: holds the token 61, and"),
+        ("--prompt-tokens 1 --stop 61", "--stop: 61 is not a token"),
+        ("--prompt-tokens 1 --top-p 0.5", "--top-p: is for sampling"),
+        ("--prompt-tokens 1 --temperature 1 --top-p 1.5", "--top-p: 1.5 is not a probability"),
+        ("--prompt-tokens 1 --temperature nan", "--temperature: nan is not a finite number"),
+        ("--prompt-tokens 1 --temperature 1 --top-k 0", "--top-k: 0; use 1 or more"),
+        ("--prompt-tokens 1 --max-new-tokens 0", "--max-new-tokens: '0' is not a positive whole number"),
+        ("--prompt-tokens 1 --seed -1", "--seed: -1 is out of range"),
         ("", "--prompt: there is none"),
-        ("--tokens 1 --data x --out y", "--data: cannot be combined with prompts"),
-        ("--data x", "--out: is needed with --data"),
-        ("--tokens 1 --tokenizer nowhere.json", "nowhere.json: is not there"),
+        ("--prompt-tokens 1 --prompt-file x --out y", "--prompt-file: cannot be combined with prompts"),
+        ("--prompt-file x", "--out: is needed with --prompt-file"),
+        ("--prompt-tokens 1 --tokenizer nowhere.json", "nowhere.json: is not there"),
         ("--prompt x --model gpt2", "but gpt2 makes it [50257, 768]"),
     ],
 )
@@ -147,10 +160,15 @@ def test_what_does_not_run_is_refused_in_one_line(flags: str, message: str, fold
 def test_lengths_that_do_not_run_are_refused(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "gpt2")
     saved("phi3-long", tmp_path / "phi3")
-    assert run("generate", str(tmp_path / "gpt2"), "--tokens", "1,2", "--max-new-tokens", "63", "--json").status == 0
-    line = error_line(run("generate", str(tmp_path / "gpt2"), "--tokens", "1,2", "--max-new-tokens", "64", "--json"))
+    assert (
+        run("generate", str(tmp_path / "gpt2"), "--prompt-tokens", "1,2", "--max-new-tokens", "63", "--json").status
+        == 0
+    )
+    line = error_line(
+        run("generate", str(tmp_path / "gpt2"), "--prompt-tokens", "1,2", "--max-new-tokens", "64", "--json")
+    )
     assert "2 tokens and 64 new ones, but gpt2 has 64 positions; lower --max-new-tokens" in line
-    flags = ("--tokens", "1,2", "--json", "--max-new-tokens")
+    flags = ("--prompt-tokens", "1,2", "--json", "--max-new-tokens")
     assert run("generate", str(tmp_path / "phi3"), *flags, "7").status == 0
     line = error_line(run("generate", str(tmp_path / "phi3"), *flags, "8"))
     assert "longrope rotates otherwise" in line
@@ -159,7 +177,7 @@ def test_lengths_that_do_not_run_are_refused(tmp_path: Path) -> None:
 def test_text_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     saved("gpt2", tmp_path)
     line = error_line(run("generate", str(tmp_path), "--prompt", "hello"))
-    assert "comes without a tokenizer.json; give token ids: --tokens 1,2,3" in line
+    assert "comes without a tokenizer.json; give token ids: --prompt-tokens 1,2,3" in line
 
 
 def test_a_character_appears_once_all_of_its_bytes_are_there() -> None:
@@ -187,7 +205,7 @@ def test_a_file_survives_a_lost_rank_and_a_killed_command(folder: Path, tmp_path
     """Ranks end with the command that started them; what they leave is whole, and is continued."""
     data, out, part = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "out.jsonl.part" / "lines.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"w{one % 61}", "n": one}) + "\n" for one in range(1200)))
-    flags = ["--data", str(data), "--out", str(out), "--tp", "2", "--max-new-tokens", "5", "--batch", "10"]
+    flags = ["--prompt-file", str(data), "--out", str(out), "--tp", "2", "--max-new-tokens", "5", "--batch-size", "10"]
     command = [sys.executable, "-m", "shardwise", "generate", str(folder), *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
@@ -232,6 +250,6 @@ def is_running(process: int) -> bool:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without the instructions, which is told
 def test_weights_of_half_precision_run_as_they_are_stored(folder: Path) -> None:
     for dtype in ("bf16", "fp16"):
-        found = generate(folder, tokens=PROMPTS, max_new_tokens=5, dtype=dtype)
+        found = generate(folder, prompt_tokens=PROMPTS, max_new_tokens=5, dtype=dtype)
         assert [len(one) for one in found.tokens] == [5, 5, 5]
     assert torch.get_default_dtype() == torch.float32

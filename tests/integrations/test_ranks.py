@@ -77,5 +77,5 @@ def test_the_other_verbs_read_what_was_recorded(recorded: tuple[Path, str]) -> N
     assert [one.row_id for one in scores.rows] == runs
     assert all(one.time_error is not None and one.memory_error is not None for one in scores.rows)
     assert status(recorded[0] / "sharded").to_dict()["state"] == "ended"
-    report = write_report(recorded[0] / "sharded", output=None, search=False)
+    report = write_report(recorded[0] / "sharded", out=None, search=False)
     assert report.measured is not None and report.measured.steps == 6

@@ -44,7 +44,7 @@ def priced(data: Any) -> Iterator[dict[str, Any]]:
 
 def check(command: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    data = run_json("plan", *command.split(), "--output", str(path))
+    data = run_json("plan", *command.split(), "--out", str(path))
     prices: dict[str, tuple[Any, ...]] = {}
     for one in priced(data):
         price = (one["strategy"], one["predicted_seconds"], one["memory"]["total_bytes"], one["mfu"])

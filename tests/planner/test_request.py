@@ -41,7 +41,7 @@ def test_the_command_says_so_at_once(tmp_path: Path) -> None:
     example = (Path(__file__).parents[2] / "examples" / "deepseek-v3-hgx-h800.yaml").read_text(encoding="utf-8")
     job = tmp_path / "job.yaml"
     job.write_text(example.replace("seq: 4096", f"seq: {ABSURD}"), encoding="utf-8")
-    for verb in ("plan --output -", "analyze", "dryrun"):
+    for verb in ("plan --out -", "analyze", "dryrun"):
         found = run(*verb.split(), str(job))
         assert found.status == 2 and len(found.err.strip().splitlines()) == 1
         assert f"training.seq: {ABSURD} is above" in found.err
@@ -77,7 +77,7 @@ def test_where_there_was_no_time_to_find_anything_that_is_said(monkeypatch: pyte
 
 def test_one_limit_holds_for_all_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is no time for is left out and named; the plan is there."""
-    command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --output - --json --pp 1 --time-limit 6s"
+    command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --out - --json --pp 1 --time-limit 6s"
     clock = Clock()
     monkeypatch.setattr(time, "process_time", clock)
     found = run(*command.split(), *(["--why-not", "tp=2", "--what-if", "memory=192GB", "--what-if", "device=cpu"]))
@@ -102,7 +102,7 @@ LARGEST = [
 def test_the_largest_jobs_are_answered(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the largest numbers that are taken: an answer or one line, and no figure that is none."""
     monkeypatch.setattr(time, "process_time", Clock())
-    for verb in ("plan --output - --json --time-limit 6s", "analyze --json"):
+    for verb in ("plan --out - --json --time-limit 6s", "analyze --json"):
         found = run(*verb.split(), *asked.split())
         assert found.status in (0, 1, 2), found.err
         if found.out:
@@ -137,7 +137,7 @@ def test_a_mixed_cluster_has_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_the_command_takes_a_limit() -> None:
-    command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --output - --json --time-limit"
+    command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --out - --json --time-limit"
     assert run(*command.split(), "0s").status == 2
     found = run(*command.split(), "10min")
     assert found.status == 0 and not any("stopped" in note for note in json.loads(found.out)["notes"])

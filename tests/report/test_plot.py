@@ -43,7 +43,7 @@ def test_no_line_is_longer_than_the_console(columns: int) -> None:
 
 @pytest.mark.slow
 def test_a_plan_in_pictures(tmp_path: object) -> None:
-    asked = "plan --model llama3-8b --cluster dgx-h100:1 --global-batch 64 --seq 4096 --output - --plot"
+    asked = "plan --model llama3-8b --cluster dgx-h100:1 --global-batch 64 --seq 4096 --out - --plot"
     shown = run(*asked.split(), columns=80)
     assert shown.status == 0
     assert max(map(len, shown.out.splitlines())) <= 80
@@ -55,7 +55,7 @@ def test_a_plan_in_pictures(tmp_path: object) -> None:
 def test_pictures_are_not_for_machines() -> None:
     line = error_line(run("analyze", *FLAGS.split(), "--plot", "--json"))
     assert "--json" in line and "--plot" in line
-    mixed = run("plan", "--model", "llama3-8b", "--cluster", "dgx-h100:1+dgx-a100:1", "--plot", "--output", "-")
+    mixed = run("plan", "--model", "llama3-8b", "--cluster", "dgx-h100:1+dgx-a100:1", "--plot", "--out", "-")
     assert error_line(mixed).startswith("--plot: is not supported for several kinds of nodes")
 
 

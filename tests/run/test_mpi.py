@@ -65,7 +65,7 @@ def test_other_verbs_run_on_the_ranks(launcher: str, tmp_path: Path) -> None:
     small = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
     verified = mpirun(launcher, 2, "verify", *small, "--steps", "1", "--json")
     assert verified.returncode == 0 and json.loads(verified.stdout)["ok"], verified
-    examined = mpirun(launcher, 2, "doctor", "--run-device", "cpu", "--folder", str(tmp_path), "--json")
+    examined = mpirun(launcher, 2, "doctor", "--run-device", "cpu", "--run-folder", str(tmp_path), "--json")
     findings = {one["check"]: one for one in json.loads(examined.stdout)["findings"]}
     assert "over 2 cpu processes" in findings["all-reduce"]["figure"], examined
     timed = mpirun(launcher, 2, "bench", "collectives", "--kinds", "all_reduce", "--max-bytes", "1KiB", "--json")

@@ -30,7 +30,7 @@ def test_rotary_positions_go_on_with_a_note() -> None:
     assert sequence_note(short.model, short.training) is None
 
 
-@pytest.mark.parametrize("verb", ["plan --output -", "analyze", "verify", "dryrun"])
+@pytest.mark.parametrize("verb", ["plan --out -", "analyze", "verify", "dryrun"])
 def test_every_verb_refuses_them_in_one_line(verb: str) -> None:
     command = f"{verb} --model gpt2 --cluster laptop:2 --seq 2048 --global-batch 2"
     found = run(*command.split())

@@ -71,7 +71,7 @@ def test_every_verb_takes_the_precision_that_the_device_is_fast_at(
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text(dump_yaml(fast_at(formats).to_dict()), encoding="utf-8")
     flags = [verb, "--model", "tiny", "--cluster", "cluster.yaml", "--seq", "16", "--global-batch", "2"]
-    flags += {"plan": ["--output", "job.yaml"], "analyze": ["--dp", "2"], "train": ["--dp", "2", "--steps", "1"]}[verb]
+    flags += {"plan": ["--out", "job.yaml"], "analyze": ["--dp", "2"], "train": ["--dp", "2", "--steps", "1"]}[verb]
     chosen = "bf16" if "bf16" in formats else "fp32"
     found = run(*flags)
     assert found.status == 0

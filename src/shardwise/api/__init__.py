@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from shardwise.api.renamed import keywords_now
 from shardwise.spec.errors import SpecError
 
 VERBS = {
@@ -44,7 +45,7 @@ def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
     def called(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return verb(*arguments, **keywords)
+            return verb(*arguments, **keywords_now(verb.__name__.removeprefix("write_"), keywords))
         except SpecError as error:
             raise _by_keyword(error.worded(), keywords) from None
 

@@ -85,8 +85,8 @@ def generate(
     source: str | PathLike[str],
     prompt: str | Sequence[str] = (),
     *,
-    tokens: Sequence[Sequence[int]] = (),
-    data: str | PathLike[str] | None = None,
+    prompt_tokens: Sequence[Sequence[int]] = (),
+    prompt_file: str | PathLike[str] | None = None,
     out: str | PathLike[str] | None = None,
     max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
@@ -94,9 +94,9 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop: Sequence[int] | Literal["none"] | None = None,
-    batch: int = BATCH,
+    batch_size: int = BATCH,
     tp: int | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
+    run_device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     model: str | None = None,
     tokenizer: str | PathLike[str] | None = None,
@@ -104,49 +104,49 @@ def generate(
     on: Literal["ray"] | None = None,
     ray_address: str | None = None,
     wait_for_resources: Size | None = None,
-    workers: int | None = None,
+    replicas: int | None = None,
     on_text: OnText | None = None,
     on_done: OnDone | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> GenerationResult:
-    """Continues prompts, given as text, as ``tokens`` (a list of ids each) or in a file of JSON lines (``data``).
+    """Continues prompts: text, ``prompt_tokens`` (a list of ids each), or a ``prompt_file`` of JSON lines.
 
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
     at a token of ``stop`` (default: those that the weights' folder names; "none": no token ends it) or after
     ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. With
-    ``on="ray"`` a file is divided among ``workers`` models on a Ray cluster (the one at ``ray_address``, or one started
-    here), each on ``tp`` ranks of one node. ``on_text`` is called with the index of a prompt and what was added to its
-    text; ``on_done`` with how many prompts of a file are done, and how many there are.
+    ``on="ray"`` a file is divided among ``replicas`` of the model on a Ray cluster (the one at ``ray_address``, or one
+    started here), each on ``tp`` ranks of one node. ``on_text`` is called with the index of a prompt and what was added
+    to its text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
     request = GenerationRequest(
-        str(Path(path_text(source, "source")).resolve()), model, dtype, device, _ranks(tp, here),
+        str(Path(path_text(source, "source")).resolve()), model, dtype, run_device, _ranks(tp, here),
         _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "⟨max_new_tokens⟩"),
-        (), whole_number(batch, "⟨batch⟩"), cache,
+        (), whole_number(batch_size, "⟨batch_size⟩"), cache,
     )  # fmt: skip
     request.sampling.check()
-    place = _ray_place(on, here, request, data, ray_address, wait_for_resources, workers)
+    place = _ray_place(on, here, request, prompt_file, ray_address, wait_for_resources, replicas)
     texts = list(given_texts(prompt, "⟨prompt⟩"))
-    _check_prompts(texts, tokens, data, out)
+    _check_prompts(texts, prompt_tokens, prompt_file, out)
     require_packages("generate", "torch", "safetensors")
     from shardwise.engine.refuse import require_devices
     from shardwise.generation.ranks import opened_weights, stored_dtype
     from shardwise.generation.request import layout_of
 
     if place is None:
-        require_devices(device, request.tp if here is None else here.ranks_per_host, "device")
-    if here is None and place is None and device == "cpu":
+        require_devices(run_device, request.tp if here is None else here.ranks_per_host, "run_device")
+    if here is None and place is None and run_device == "cpu":
         require_cores("⟨tp⟩", request.tp, "use fewer")
     weights = opened_weights(request)
     layout_of(weights.model, request.tp, stored_dtype(weights))
     reader, reader_name, notes = _tokenizer(weights, tokenizer, needed=bool(texts))
-    if device == "cpu" and (stored := stored_dtype(weights)) in slow_formats():
+    if run_device == "cpu" and (stored := stored_dtype(weights)) in slow_formats():
         notes = (*notes, f"this CPU has no {stored} instructions: --dtype fp32 is many times as fast")
     request = _with_stop(request, stop, weights, reader)
     asked = _Asked(request, weights, reader, reader_name, here, notes, note)
-    if data is not None:
-        return _of_file(asked, Path(data), Path(str(out)), on_done, place)
-    return _of_prompts(asked, texts, tokens, on_text)
+    if prompt_file is not None:
+        return _of_file(asked, Path(prompt_file), Path(str(out)), on_done, place)
+    return _of_prompts(asked, texts, prompt_tokens, on_text)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _of_prompts(
         prompts.append(tuple(prompt_tokens(text, reader, "⟨prompt⟩")))
     prompts += [tuple(ids) for ids in tokens]
     for number, prompt in enumerate(prompts):
-        require_prompt(model, prompt, asked.request, "⟨prompt⟩" if number < len(texts) else "⟨tokens⟩")
+        require_prompt(model, prompt, asked.request, "⟨prompt⟩" if number < len(texts) else "⟨prompt_tokens⟩")
     growing = [GrowingText(reader, prompt) for prompt in prompts]
 
     def on_step(step: list[list[int]]) -> None:
@@ -210,18 +210,18 @@ def _of_prompts(
 class _RayPlace:
     address: str | None
     wait_seconds: float
-    workers: int | None
+    replicas: int | None
 
 
 def _ray_place(
-    on: str | None, here: Started | None, request: GenerationRequest, data: str | PathLike[str] | None,
-    ray_address: str | None, wait_for_resources: Size | None, workers: int | None,
+    on: str | None, here: Started | None, request: GenerationRequest, prompt_file: str | PathLike[str] | None,
+    ray_address: str | None, wait_for_resources: Size | None, replicas: int | None,
 ) -> _RayPlace | None:  # fmt: skip
     """Where the models run; None: here."""
     target = TARGETS["ray"] if on == "ray" else None
     require_ray_for(ray_address, target)
     if on is None:
-        for flag, value in (("⟨workers⟩", workers), ("⟨wait_for_resources⟩", wait_for_resources)):
+        for flag, value in (("⟨replicas⟩", replicas), ("⟨wait_for_resources⟩", wait_for_resources)):
             if value is not None:
                 raise SpecError(flag, "is for ⟨on=ray⟩", "leave it out")
         return None
@@ -229,10 +229,10 @@ def _ray_place(
         raise SpecError("⟨on⟩", f"{shown(on)}: files of prompts are generated here or on ray", "use ⟨on=ray⟩")
     if here is not None:
         raise SpecError("⟨on⟩", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
-    if data is None:
-        raise SpecError("⟨on⟩", "ray is for a file of prompts", "give ⟨data=FILE⟩ and ⟨out=FILE⟩, or leave it out")
+    if prompt_file is None:
+        raise SpecError("⟨on⟩", "ray is for a file of prompts", "give ⟨prompt_file=FILE⟩ and ⟨out=FILE⟩, or leave it out")
     wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "⟨wait_for_resources⟩")
-    number = None if workers is None else whole_number(workers, "⟨workers⟩", 10_000)
+    number = None if replicas is None else whole_number(replicas, "⟨replicas⟩", 10_000)
     return _RayPlace(ray_address, float(wait), number)
 
 
@@ -259,7 +259,7 @@ def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place
 
         for text in asked.notes:
             asked.note(text)
-        _, times = RayPrompts(*files, place.address, place.wait_seconds, place.workers).run(asked.request, on_event)
+        _, times = RayPrompts(*files, place.address, place.wait_seconds, place.replicas).run(asked.request, on_event)
     return GenerationResult(Generation(asked.weights.model.name, asked.request.tp, number, times, out=out))
 
 
@@ -284,15 +284,15 @@ def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> Sampling:
 
 
 def _check_prompts(
-    texts: Sequence[str], tokens: Sequence[Sequence[int]], data: str | PathLike[str] | None,
+    texts: Sequence[str], tokens: Sequence[Sequence[int]], prompt_file: str | PathLike[str] | None,
     out: str | PathLike[str] | None,
 ) -> None:  # fmt: skip
-    if data is None and not texts and not tokens:
-        raise SpecError("⟨prompt⟩", "there is none", "give ⟨prompt=TEXT⟩, ⟨tokens=IDS⟩, or ⟨data=FILE⟩ with ⟨out=FILE⟩")
-    if data is not None and (texts or tokens):
-        raise SpecError("⟨data⟩", "cannot be combined with prompts", "give one of them")
-    if (data is None) != (out is None):
-        missing, given = ("⟨out⟩", "⟨data⟩") if out is None else ("⟨data⟩", "⟨out⟩")
+    if prompt_file is None and not texts and not tokens:
+        raise SpecError("⟨prompt⟩", "there is none", "give ⟨prompt=TEXT⟩, ⟨prompt_tokens=IDS⟩, or ⟨prompt_file=FILE⟩ with ⟨out=FILE⟩")
+    if prompt_file is not None and (texts or tokens):
+        raise SpecError("⟨prompt_file⟩", "cannot be combined with prompts", "give one of them")
+    if (prompt_file is None) != (out is None):
+        missing, given = ("⟨out⟩", "⟨prompt_file⟩") if out is None else ("⟨prompt_file⟩", "⟨out⟩")
         raise SpecError(missing, f"is needed with {given}", "give both")
 
 
@@ -317,7 +317,7 @@ def _tokenizer(
                 raise
             return None, None, (f"token ids instead of text: {in_flags(error.line)}",)
     if needed:
-        remedy = "give token ids: ⟨tokens=1,2,3⟩; or ⟨tokenizer=FILE⟩ (or bytes)"
+        remedy = "give token ids: ⟨prompt_tokens=1,2,3⟩; or ⟨tokenizer=FILE⟩ (or bytes)"
         raise SpecError("⟨prompt⟩", f"needs a tokenizer, and {weights.origin} comes without a {FILE}", remedy)
     return None, None, (f"{weights.origin} comes without a {FILE}: token ids instead of text",)
 

@@ -102,7 +102,7 @@ class ReportResult(Result):
 def write_report(
     job: JobSource | None = None,
     *,
-    output: str | PathLike[str] | None = "report.html",
+    out: str | PathLike[str] | None = "report.html",
     search: bool = True,
     time_limit: Size | None = None,
     tokens: Size | None = None,
@@ -113,14 +113,14 @@ def write_report(
     on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
 ) -> ReportResult:
-    """A job, or the folder of a run, as one HTML file with every picture; ``output=None`` writes nothing.
+    """A job, or the folder of a run, as one HTML file with every picture; ``out=None`` writes nothing.
 
     ``search`` plans for the same model, cluster and batch, to show the job among other strategies; ``time_limit`` is
     that of `plan`. The rest is as for `analyze`.
     """
-    path = None if output is None else Path(path_text(output, "⟨output⟩"))
+    path = None if out is None else Path(path_text(out, "⟨out⟩"))
     if path is not None:
-        require_writable(path, "⟨output⟩")
+        require_writable(path, "⟨out⟩")
     if time_limit is not None:
         amount(time_limit, "seconds", "⟨time_limit⟩", "10min")
         if not search:
@@ -155,7 +155,7 @@ def write_report(
         title = f"{folder.path.resolve().name}: {title}"
     result = ReportResult(title, assessment, tuple(sections), (*notes, *analysis.notes), path, summary, state)
     if path is not None:
-        write_text(path, result.html, "⟨output⟩")
+        write_text(path, result.html, "⟨out⟩")
     return result
 
 

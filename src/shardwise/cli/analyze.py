@@ -24,18 +24,21 @@ def run(arguments: list[str]) -> int:
         "analyze",
         "Prices one job: communication, memory, FLOPs, what bounds it. The exit status is 1 if it does not fit.",
         _EXAMPLE,
+        "--model --cluster --gpus --tp --pp --dp --zero --global-batch --seq --tokens",
     )
     add_job_arguments(parser)
     add_campaign_arguments(parser)
-    inside = parser.add_argument_group("inside one step")
-    inside.add_argument("--trace", metavar="FILE.json", help="write the predicted step as a trace (ui.perfetto.dev)")
+    inside = parser.add_argument_group("questions")
+    inside.add_argument(
+        "--trace", metavar="FILE.json", help="trace to write, for ui.perfetto.dev; of the predicted step"
+    )
     inside.add_argument("--memory-over-time", action="store_true", help="peak of every pipeline rank: when, and what")
     inside.add_argument("--memory-picture", metavar="FILE.svg", help="draw what every pipeline rank holds over time")
-    add_plot_argument(add_output_arguments(parser))
-    parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
+    inside.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
     others = "the same devices and links as a ring, tree, hierarchy, switch, mesh and torus, side by side"
-    parser.add_argument("--compare-topologies", action="store_true", help=others)
-    parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
+    inside.add_argument("--compare-topologies", action="store_true", help=others)
+    inside.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
+    add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
     job = job_from(parsed)
     for flag in ("--trace", "--memory-picture", "--memory-over-time"):

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.inputs import CLUSTER_HELP, require_torch
 from shardwise.cli.on_target import (
+    EMULATE_HELP,
+    RUN_DEVICE_HELP,
     RUN_DEVICES,
+    WIRING_HELP,
     a_rank_for_each_device,
     add_target_argument,
     run_on_target,
@@ -145,6 +148,7 @@ def _parser() -> Parser:
         "`shardwise bench step --help`: one training step beside its prediction. "
         "`shardwise bench parameter-server --help`: parameter servers beside an all-reduce.",
         _EXAMPLE,
+        "--kinds --algorithms --min-bytes --max-bytes --repeats --processes --run-device --on --out --picture",
     )
     parser.add_argument("what", metavar="collectives", help="what to measure")
     parser.add_argument("--kinds", metavar="LIST", help="such as all_reduce,all_gather (default: all)")
@@ -152,33 +156,31 @@ def _parser() -> Parser:
     parser.add_argument("--levels", metavar="LIST", help="network levels, and world (default: all)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="the smallest size (default: 8 B)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (default: what fits, at most 1 GiB)")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default: 10)")
-    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="warm-up runs of each size (default: 2)")
-    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time limit for one size (default: 3)")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default: 2)")
-    parser.add_argument(
-        "--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root)"
-    )
-    parser.add_argument("--cluster", metavar="NAME", help="the cluster to predict for (default: laptop)")
-    device = "under a launcher or with --on: where the tensors are (default cpu)"
-    parser.add_argument("--run-device", choices=RUN_DEVICES, default="cpu", help=device)
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default 10)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="untimed runs before (default 2)")
+    parser.add_argument("--time-limit", default="3s", metavar="TIME", help="time limit; for one size (default 3s)")
+    parser.add_argument("--cluster", metavar="NAME", help=f"{CLUSTER_HELP}; to predict for (default laptop)")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default 2)")
+    where.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
+    device = f"{RUN_DEVICE_HELP}; under a launcher or with --on (default cpu)"
+    where.add_argument("--run-device", choices=RUN_DEVICES, default="cpu", help=device)
     add_target_argument(parser)
-    parser.add_argument("--out", metavar="FILE", help="CSV file to write: every figure, in SI units")
-    parser.add_argument("--plot", metavar="FILE", help="SVG file to write: time against size, and the model")
-    wiring = "on several nodes: measure every two of them too and write it, for cluster.wiring of a job"
-    parser.add_argument("--wiring", metavar="FILE", help=wiring)
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", metavar="FILE", help="file or folder to write; a CSV of every figure, in SI units")
+    output.add_argument("--picture", metavar="FILE", help="SVG file to write; time against size, and the model")
+    output.add_argument("--wiring", metavar="FILE", help=f"{WIRING_HELP}; measures every two nodes too")
     add_output_arguments(parser)
     return parser
 
 
 def _check(parsed: Namespace, here: Started | None) -> None:
     """Raises SpecError for flags that are invalid, or impossible on this machine."""
-    for name in ("repeats", "warm_up"):
+    for name in ("repeats", "warmup"):
         if getattr(parsed, name) < 1:
-            raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
-    if not 0 < parsed.seconds < math.inf:
-        raise SpecError("--seconds", f"{parsed.seconds:g} is not a time", "give seconds, such as 3")
-    for flag, path in (("--out", parsed.out), ("--plot", parsed.plot), ("--wiring", parsed.wiring)):
+            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    parsed.time_limit = amount(parsed.time_limit, "seconds", "--time-limit", "3s")
+    for flag, path in (("--out", parsed.out), ("--picture", parsed.picture), ("--wiring", parsed.wiring)):
         if path is not None and (here is None or here.rank == 0):
             require_writable(Path(path), flag)
     if parsed.wiring is not None and (parsed.emulate is None if here is None else here.hosts == 1):
@@ -223,7 +225,7 @@ def _requests(parsed: Namespace, cluster: Cluster) -> list[CollectiveRequest]:
     wanted = list(
         requests(
             cluster, _levels(parsed, levels_of(cluster)), kinds, algorithms, sizes_between(smallest, largest),
-            warm_up=parsed.warm_up, repeats=parsed.repeats, most_seconds=parsed.seconds,
+            warm_up=parsed.warmup, repeats=parsed.repeats, most_seconds=parsed.time_limit,
         )
     )  # fmt: skip
     if not wanted:
@@ -291,7 +293,7 @@ def _pool(parsed: Namespace, wiring: Wiring | None) -> Pool:
 def _report(parsed: Namespace, measured: Sequence[MeasuredCollective], between: Wiring | None) -> int:
     from shardwise.report.bench import collectives_picture, measured_csv, measured_data, measured_page
 
-    for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
+    for flag, path, text in (("--out", parsed.out, measured_csv), ("--picture", parsed.picture, collectives_picture)):
         if path is not None:
             write_text(path, text(measured), flag)
     if between is not None:

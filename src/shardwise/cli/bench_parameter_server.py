@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.api.calibration import named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.inputs import model_from, require_torch, whole_number
+from shardwise.cli.inputs import CLUSTER_HELP, MODEL_HELP, model_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.pool import told_in_one_line
@@ -21,7 +21,7 @@ from shardwise.spec.job import Job
 
 _EXAMPLE = """
 shardwise bench parameter-server --workers 2 --steps 8
-shardwise bench parameter-server --workers 4 --servers 2 --staleness 2 --slow 50ms --plot losses.svg
+shardwise bench parameter-server --workers 4 --servers 2 --staleness 2 --slow 50ms --picture losses.svg
 """
 _DOES = """Trains one model in three ways on processes of this machine: by an all-reduce, as `train` does; by parameter
 servers that wait for all workers; and by servers that do not, with workers at most --staleness steps apart. Prints the
@@ -34,19 +34,21 @@ _MOST_STALENESS = 10**6
 def run(arguments: list[str]) -> int:
     parser = Parser("bench parameter-server", _DOES, _EXAMPLE)
     parser.add_argument("--workers", default="2", metavar="N", help="processes that compute gradients (default 2)")
-    parser.add_argument("--servers", default="1", metavar="N", help="processes that share the weights (default 1)")
+    parser.add_argument("--servers", default="1", metavar="N", help="servers that share the weights (default 1)")
     ahead = "steps that an asynchronous worker may be ahead of the slowest (default 2)"
     parser.add_argument("--staleness", default="2", metavar="N", help=ahead)
-    parser.add_argument("--steps", default="20", metavar="N", help="steps per method (default 20)")
-    parser.add_argument("--model", default="tiny", help="preset or file of a dense model (default tiny)")
+    parser.add_argument("--steps", default="20", metavar="N", help="steps to train; by each method (default 20)")
+    parser.add_argument("--model", default="tiny", help=f"{MODEL_HELP}; a dense one (default tiny)")
     parser.add_argument("--global-batch", default="8", metavar="N", help="sequences per step (default 8)")
     parser.add_argument("--seq", default="64", metavar="N", help="tokens per sequence (default 64)")
-    parser.add_argument("--optimizer", default="sgd", help="sgd or adamw (default sgd)")
+    parser.add_argument("--optimizer", default="sgd", help="optimizer; sgd or adamw (default sgd)")
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
     parser.add_argument("--learning-rate", metavar="RATE", help=f"default {rates}")
     parser.add_argument("--slow", metavar="TIME", help="extra time per step for the last worker")
-    parser.add_argument("--cluster", default="laptop", metavar="NAME", help="whose network is priced (default laptop)")
-    parser.add_argument("--plot", metavar="FILE", help="SVG file to write: the loss of each way, step by step")
+    parser.add_argument(
+        "--cluster", default="laptop", metavar="NAME", help=f"{CLUSTER_HELP}; whose network is priced (default laptop)"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="SVG file to write; the loss of each way, step by step")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     require_torch("bench")
@@ -54,8 +56,8 @@ def run(arguments: list[str]) -> int:
         raise SpecError("bench", f"{here.launcher} has started this as a rank", "start it alone: its ranks are local")
     workers, servers = (whole_number(getattr(parsed, name), f"--{name}") for name in ("workers", "servers"))
     require_cores("--workers", workers + servers, "use fewer workers or servers")
-    if parsed.plot is not None:
-        require_writable(Path(parsed.plot), "--plot")
+    if parsed.picture is not None:
+        require_writable(Path(parsed.picture), "--picture")
     return _compare(parsed, workers, servers)
 
 
@@ -71,8 +73,8 @@ def _compare(parsed: Namespace, workers: int, servers: int) -> int:
     again = "run it again; a process that the system killed needs more memory"
     with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
         comparison = compare_servers(request, update)
-    if parsed.plot is not None:
-        write_text(parsed.plot, losses_picture(comparison), "--plot")
+    if parsed.picture is not None:
+        write_text(parsed.picture, losses_picture(comparison), "--picture")
     data = versioned("bench parameter-server", servers_data(comparison))
     show(parsed, lambda: servers_page(comparison), lambda: data)
     for fault in comparison.faults:

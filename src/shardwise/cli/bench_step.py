@@ -16,24 +16,31 @@ from shardwise.spec.errors import SpecError
 
 STEPS, WARMUP = 10, 5
 _EXAMPLE = """
-shardwise bench step --model tiny --batch 4 --microbatch 4 --seq 128 --precision fp32 --steps 5
-shardwise bench step --model gpt2 --batch 8 --microbatch 8 --seq 1024 --compile --json
-torchrun --nproc-per-node 8 -m shardwise bench step --model llama3-8b --cluster dgx-h100:1 --zero 3 --batch 8 --seq 8192
+shardwise bench step --model tiny --global-batch 4 --microbatch 4 --seq 128 --precision fp32 --steps 5
+shardwise bench step --model gpt2 --global-batch 8 --microbatch 8 --seq 1024 --compile --json
+torchrun --nproc-per-node 8 -m shardwise bench step --model llama3-8b --cluster dgx-h100:1 --zero 3 --global-batch 8
 """
+_FIRST = "--model --cluster --global-batch --microbatch --seq --precision --compile --steps --warmup --on"
 _DOES = """Trains a model for a few steps on random tokens, as `train` would, and prints the time of a step, tokens/s,
 MFU and memory beside what the planner predicts. Without --cluster the device is this machine's GPU, or its CPU."""
 
 
 def run(arguments: list[str]) -> int:
-    parser = Parser("bench step", _DOES, _EXAMPLE)
+    parser = Parser("bench step", _DOES, _EXAMPLE, _FIRST)
     add_job_arguments(parser)
     parser.add_argument("--compile", action="store_true", help="compile every layer (training.compile)")
     parser.add_argument("--graphs", choices=("auto", "true", "false"), help="one CUDA graph per step (training.graphs)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"timed steps (default {STEPS})")
-    parser.add_argument("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before (default {WARMUP})")
-    nvtx = "mark the timed steps, their phases and layers as NVTX ranges for nsys"
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"steps to train; timed (default {STEPS})"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP, metavar="N", help=f"untimed runs before; of the step (default {WARMUP})"
+    )
+    nvtx = "mark steps, their phases and layers as NVTX ranges for nsys; the timed ones"
     parser.add_argument("--nvtx", action="store_true", help=nvtx)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of what is random; weights and tokens (default 0)"
+    )
     add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

@@ -6,8 +6,10 @@ from argparse import Namespace
 
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
 from shardwise.cli.arguments import keywords
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.inputs import CLUSTER_HELP, require_torch
 from shardwise.cli.on_target import (
+    EMULATE_HELP,
+    RUN_DEVICE_HELP,
     RUN_DEVICES,
     a_rank_for_each_device,
     add_target_argument,
@@ -36,16 +38,15 @@ def run(arguments: list[str]) -> int:
     parser = Parser("calibrate", _DOES, _EXAMPLE)
     parser.add_argument("--from", dest="run", metavar="RUN", help="the folder of a run with --profile, or runs/last")
     parser.add_argument(
-        "--out", metavar="FILE", help=f"output file (default {CLUSTER}; with --from {RECUT} in the run)"
+        "--out", metavar="FILE", help=f"file or folder to write (default {CLUSTER}; with --from {RECUT} in the run)"
     )
     parser.add_argument(
-        "--cluster", metavar="NAME", help="the preset that this hardware is (default: by its GPUs, or laptop)"
+        "--cluster", metavar="NAME", help=f"{CLUSTER_HELP}; what this hardware is (default: by its GPUs, or laptop)"
     )
-    parser.add_argument("--processes", metavar="N", help="CPU processes (default: one per core)")
-    parser.add_argument("--emulate", metavar="LINK", help="measure virtual nodes, such as 2x2,1Gbit,1ms (needs root)")
-    parser.add_argument(
-        "--run-device", choices=("auto", *RUN_DEVICES), help="device to measure (default: GPUs if any; with --on cpu)"
-    )
+    parser.add_argument("--processes", metavar="N", help="processes on this machine (default: one per core)")
+    parser.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
+    device = f"{RUN_DEVICE_HELP}; the device to measure (default: GPUs if any; with --on cpu)"
+    parser.add_argument("--run-device", choices=("auto", *RUN_DEVICES), help=device)
     parser.add_argument("--only", metavar="PARTS", help="only some of device,host,links,storage; the rest is unchanged")
     add_target_argument(parser)
     add_output_arguments(parser)

@@ -21,7 +21,11 @@ def run(arguments: list[str]) -> int:
         _EXAMPLE,
     )
     parser.add_argument("run", help="the run's folder; runs/last is the newest")
-    parser.add_argument("--trace", metavar="FILE", help=f"both timelines (default: RUN/profile/{TRACE})")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help=f"trace to write, for ui.perfetto.dev; both timelines (default: RUN/profile/{TRACE})",
+    )
     add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
     require_torch("compare")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cli.inputs import path_from, require_torch
+from shardwise.cli.inputs import MODEL_HELP, path_from, require_torch
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
@@ -23,12 +23,17 @@ shardwise convert deepspeed-run --to checkpoint --out /tmp/start --model llama3-
 def run(arguments: list[str]) -> int:
     parser = Parser("convert", _DOES, _EXAMPLE)
     parser.add_argument("source", help="what to read; its kind is detected")
-    parser.add_argument("--to", choices=("full", "huggingface", "checkpoint"), required=True, help="what to write")
-    parser.add_argument("--out", required=True, metavar="PATH", help="a new file or folder; a folder for step-NNNNNNNN")
+    parser.add_argument("--to", choices=("full", "huggingface", "checkpoint"), required=True, help="format to write")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the parameters (default: unchanged)"
+        "--out",
+        required=True,
+        metavar="PATH",
+        help="file or folder to write; a new one, of --to checkpoint a folder for step-NNNNNNNN",
     )
-    parser.add_argument("--model", help="model name or config.json, where the source does not include it")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the weights (default: as stored)"
+    )
+    parser.add_argument("--model", help=f"{MODEL_HELP}; where the source does not include it")
     parser.add_argument("--names", choices=("ours", "huggingface"), default="ours", help="in the one file of --to full")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)

@@ -25,8 +25,10 @@ def run(arguments: list[str]) -> int:
     parser = Parser("data", _DOES, "shardwise data build python --out /tmp/corpus")
     parser.add_argument("what", choices=("build", "check"))
     parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
-    parser.add_argument("--out", help="the shards to write, without a suffix")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder")
+    parser.add_argument("--out", help="file or folder to write; the shards, without a suffix")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)"
+    )
     parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
     parser.add_argument(
         "--max-record", default="32MiB", metavar="SIZE", help="largest record that is read (default 32MiB)"
@@ -35,11 +37,12 @@ def run(arguments: list[str]) -> int:
         "--on-bad-record", choices=("stop", "skip"), default="stop",
         help="stop: end with an error; skip: leave it out, and say how many",
     )  # fmt: skip
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to tokenize with")
+    processes = "processes on this machine; that tokenize (default: one per core)"
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
-    if parsed.workers < 1:
-        raise SpecError("--workers", str(parsed.workers), "use 1 or more")
+    if parsed.processes < 1:
+        raise SpecError("--processes", str(parsed.processes), "use 1 or more")
     if parsed.what == "check":
         return _check(parsed.files, parsed)
     if parsed.out is None:
@@ -56,7 +59,8 @@ def _files(names: list[str]) -> list[Path]:
 def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     from shardwise.run.data.build import build
 
-    settings = {name: getattr(parsed, name) for name in ("tokenizer", "field", "workers")}
+    settings = {name: getattr(parsed, name) for name in ("tokenizer", "field")}
+    settings["workers"] = parsed.processes
     settings["max_record_bytes"] = int(amount(parsed.max_record, "bytes", "--max-record", "32MiB"))
     settings["skip_bad_records"] = parsed.on_bad_record == "skip"
     try:

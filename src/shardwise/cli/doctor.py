@@ -20,7 +20,9 @@ from shardwise.api.quantities import require_writable
 from shardwise.cli.arguments import add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.on_target import (
+    RUN_DEVICE_HELP,
     RUN_DEVICES,
+    WIRING_HELP,
     a_rank_for_each_device,
     add_target_argument,
     run_on_target,
@@ -50,6 +52,7 @@ shardwise doctor
 shardwise doctor --model tiny --cluster laptop:2 --global-batch 8 --seq 64
 shardwise doctor job.yaml --on hosts.txt --wiring wiring.yaml
 """
+_FIRST = "--cluster --on --run-device --run-folder --hosts --wiring --switches --json"
 _DOES = """Checks what a long run needs from this machine: loopback and ports, shared memory, open files, clocks, disk
 space and speed, versions, device memory, and a small all-reduce. On several nodes (--on, or under torchrun, srun or
 mpirun) each is checked, and all are compared: versions, open ports, clocks, NVLink and InfiniBand, the folder that
@@ -78,20 +81,17 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("doctor", _DOES, _EXAMPLE)
+    parser = Parser("doctor", _DOES, _EXAMPLE, _FIRST)
     add_job_arguments(parser)
-    parser.add_argument(
-        "--folder", metavar="DIR", help="folder that the run will write to (default: the job's, or this one)"
-    )
-    device = "what the ranks use (default: the job's, or GPUs if there are any)"
-    parser.add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    parser.add_argument("--run-folder", metavar="DIR", help="folder of the run (default: the job's, or this one)")
+    device = f"{RUN_DEVICE_HELP} (default: the job's, or GPUs if there are any)"
+    parser.add_argument_group("where it runs").add_argument("--run-device", choices=RUN_DEVICES, help=device)
     add_target_argument(parser)
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
-    wiring = "on several nodes: write what was measured between them, for cluster.wiring of a job"
-    parser.add_argument("--wiring", metavar="FILE", help=wiring)
+    parser.add_argument("--wiring", metavar="FILE", help=WIRING_HELP)
     switches = "with --wiring: Slurm's topology.conf, or the output of `kubectl get nodes -o json`"
     parser.add_argument("--switches", metavar="FILE", help=switches)
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    parser.add_argument_group("output").add_argument("--json", action="store_true", help="JSON output")
     return parser
 
 
@@ -130,7 +130,7 @@ def _examination(parsed: argparse.Namespace, here: Started | None) -> Examinatio
 def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | None) -> Examination:
     given = job_arguments(parsed)
     if given == replace(JobArguments(), cluster=given.cluster) and (given.cluster is None or here is not None):
-        folder = _existing(parsed.folder or ".")
+        folder = _existing(parsed.run_folder or ".")
         devices = 0 if parsed.run_device == "cpu" else _visible_devices()
         device = parsed.run_device or ("cuda" if devices else "cpu")
         cluster = None if given.cluster is None or here is None else started_cluster(given.cluster, device, here)
@@ -138,7 +138,7 @@ def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | 
     job = job_from(parsed, runs_here=True)
     processes = min(job.cluster.node_devices, job.strategy.world)
     return Examination(
-        folder=_existing(parsed.folder) if parsed.folder else _nearest(Path(job.run.folder or ".")),
+        folder=_existing(parsed.run_folder) if parsed.run_folder else _nearest(Path(job.run.folder or ".")),
         processes=processes,
         device=parsed.run_device or job.run_device,
         host_count=max(1 + len(hosts), job.strategy.world // processes),
@@ -161,7 +161,7 @@ def _switches(parsed: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 def _existing(name: str) -> Path:
     if "\0" in name or not Path(name).is_dir():
-        raise SpecError("--folder", f"{shown(name)} is not a folder", "make it, or name another")
+        raise SpecError("--run-folder", f"{shown(name)} is not a folder", "make it, or name another")
     return Path(name)
 
 

@@ -28,6 +28,7 @@ def run(arguments: list[str]) -> int:
         "every collective, FLOPs. A difference of more than 2% from the planner's figures is a defect. The exit "
         "status is 1 if the rank does not fit its device.",
         _EXAMPLE,
+        "--model --cluster --gpus --tp --pp --zero --global-batch --seq --world --rank",
     )
     add_job_arguments(parser)
     parser.add_argument("--world", metavar="N", help="number of ranks: data parallelism is resized to it")

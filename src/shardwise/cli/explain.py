@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.api import bare
 from shardwise.api.quantities import amount, exclusive
 from shardwise.cli.arguments import add_job_arguments, bare_numbers, job_arguments
-from shardwise.cli.inputs import job_from, model_from, whole_number
+from shardwise.cli.inputs import CLUSTER_HELP, MODEL_HELP, job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
@@ -22,6 +22,8 @@ from shardwise.spec.network import Link
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology
     from shardwise.report.explain.explanation import Explanation
+
+_FIRST = "--model --cluster --gpus --tp --pp --dp --cp --zero --global-batch --seq"  # of a topic with a job
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Topic:
     explained: Callable[[str, argparse.Namespace], Explanation]
     """Called with the name of the topic and the parsed flags."""
     flags: tuple[tuple[str, str | None, str | None], ...] = ()
-    """Name, default and help of each; of several names the last is the attribute."""
+    """Name, default and help of each."""
     job: Mapping[str, str] | None = None
     """Defaults of the job behind it, by the attribute of their flag; None if it needs no job."""
 
@@ -54,13 +56,12 @@ def explained(arguments: list[str]) -> tuple[argparse.Namespace, Explanation]:
     """The parsed options of a topic, and its explanation."""
     name, *rest = arguments
     topic = _topic(name)
-    parser = Parser(f"explain {name}", topic.does, topic.example)
+    parser = Parser(f"explain {name}", topic.does, topic.example, "" if topic.job is None else _FIRST)
     add_output_arguments(parser)
     if topic.job is not None:
         add_job_arguments(parser)
-    for flags, default, help_text in topic.flags:
-        *others, last = flags.split()
-        parser.add_argument(*others, last, dest=last[2:].replace("-", "_"), default=default, help=help_text)
+    for flag, default, help_text in topic.flags:
+        parser.add_argument(flag, default=default, help=help_text)
     parsed = parser.parse(rest)
     if topic.job is not None:
         _take_job_defaults(parsed, topic.job)
@@ -127,7 +128,7 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
             raise exclusive("--cluster", parsed.cluster, "--topology")
         cluster = cluster_from(parsed.cluster)
         if parsed.gpus:
-            cluster = cluster.with_devices(whole_number(parsed.gpus, "--n"))
+            cluster = cluster.with_devices(whole_number(parsed.gpus, "--gpus"))
         return network(cluster), "auto"
     parsed.topology = parsed.topology or "ring"
     if parsed.gpus is None and parsed.shape is None:
@@ -199,7 +200,7 @@ def _scaling(name: str, parsed: argparse.Namespace) -> Explanation:
     from shardwise.report.explain.device import explain_scaling
 
     times = [amount(getattr(parsed, flag), "seconds", f"--{flag}", "10s") for flag in ("t1", "strong", "weak")]
-    return explain_scaling(whole_number(parsed.n, "--n"), *times)
+    return explain_scaling(whole_number(parsed.factor, "--factor"), *times)
 
 
 def _dimension(name: str, parsed: argparse.Namespace) -> Explanation:
@@ -226,31 +227,34 @@ def _sent(name: str, line: str, job: Mapping[str, str]) -> Topic:
 # fmt: off
 _COLLECTIVE = Topic(
     "", "A collective on a topology, or on a cluster of the catalogue.",
-    "shardwise explain allreduce --topology torus --n 64 --size 1GiB --bandwidth 50GB/s --latency 2us", _collective,
+    "shardwise explain allreduce --topology torus --gpus 64 --size 1GiB --bandwidth 50GB/s --latency 2us", _collective,
     (
-        ("--topology", None, ", ".join(bare.TOPOLOGIES)),
-        ("--n --gpus", None, "ranks"),
-        ("--shape", None, "axes of a mesh or torus, widths of a hierarchy: 8x8"),
-        ("--gpus-per-node", None, "width of the inner level of a hierarchy"),
-        ("--size", "1GiB", "bytes of the whole buffer"),
-        ("--bandwidth", None, "one direction, per level: 50GB/s or 450GB/s,50GB/s"),
-        ("--latency", None, "per message, per level: 2us or 2us,5us"),
-        ("--cluster", None, "a cluster in place of a topology: dgx-h100:4"),
-        ("--algorithm", None, "one algorithm, textbook or auto"),
+        ("--topology", None, "ring, tree, hierarchical, switch, mesh, torus, line, fully-connected (default ring)"),
+        ("--gpus", None, "number of devices"),
+        ("--shape", None, "axes of a mesh or torus: 8x8, 4x4x8; widths of a hierarchy"),
+        ("--gpus-per-node", None, "devices of a node in use; the width of the inner level of a hierarchy"),
+        ("--size", "1GiB", "bytes to send; the whole buffer (default 1GiB)"),
+        ("--bandwidth", None, "one direction, per level innermost first: 450GB/s,50GB/s"),
+        ("--latency", None, "per message, per level innermost first: 2us,5us"),
+        ("--cluster", None, f"{CLUSTER_HELP}; in place of a topology"),
+        ("--algorithm", None, "algorithm of this collective; its name, textbook or auto"),
     ),
 )
 TOPICS = {
     "p2p": Topic(
         "one message over one link", "One message over one link.",
         "shardwise explain p2p --size 64MiB --link infiniband-ndr", _one_message,
-        (("--size", "64MiB", None), ("--link", None, "link preset or file"),
-         ("--bandwidth", None, "in place of a link"), ("--latency", None, "in place of a link")),
+        (("--size", "64MiB", "bytes to send (default 64MiB)"),
+         ("--link", None, "link preset or file (default infiniband-ndr)"),
+         ("--bandwidth", None, "one direction, per level innermost first: 450GB/s,50GB/s; in place of a link"),
+         ("--latency", None, "per message, per level innermost first: 2us,5us; in place of a link")),
     ),
     "zero": Topic(
         "model states under ZeRO 0 to 3", "Model states of one device under ZeRO.",
         "shardwise explain zero --params 7.5e9 --dp 64", _zero,
-        (("--params", None, "parameters (default 7.5e9, as in the paper)"),
-         ("--model", None, "take the parameters of a model"), ("--dp", "64", "devices that share the states"),
+        (("--params", None, "parameters, such as 70e9 or 70B (default 7.5e9, as in the paper)"),
+         ("--model", None, f"{MODEL_HELP}; whose parameters are taken"),
+         ("--dp", "64", "data parallel degree; devices that share the states (default 64)"),
          ("--precision", "bf16", None), ("--optimizer", "adamw", None)),
     ),
     "activations": Topic(
@@ -260,31 +264,35 @@ TOPICS = {
     "flops": Topic(
         "training FLOPs by every published convention", "Training FLOPs by every published convention.",
         "shardwise explain flops --model gpt3-175b --tokens 300B", _flops,
-        (("--model", "gpt3-175b", None), ("--seq", "2048", None), ("--tokens", "300B", "tokens trained on"),
-         ("--device", "a100-80gb", None)),
+        (("--model", "gpt3-175b", f"{MODEL_HELP} (default gpt3-175b)"),
+         ("--seq", "2048", "tokens per sequence (default 2048)"),
+         ("--tokens", "300B", "tokens of the whole run (default 300B)"),
+         ("--device", "a100-80gb", "device preset or file (default a100-80gb)")),
     ),
     "mfu": Topic(
         "model and hardware FLOPs utilisation of a measured step", "Utilisation from a measured step time.",
-        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --batch 1024 --seq 8192", _mfu,
-        (("--step-seconds", "10s", "measured time of one step"),), job={},
+        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --global-batch 1024", _mfu,
+        (("--step-seconds", "10s", "measured time of one step (default 10s)"),), job={},
     ),
     "bubble": Topic(
         "the pipeline bubble of every schedule", "Pipeline bubble of every schedule.",
         "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2", _bubble,
-        (("--pp", "8", "stages"), ("--microbatches", "32", None), ("--interleave", "2", "chunks per rank"),
-         ("--schedule", None, "draw the timeline of this one")),
+        (("--pp", "8", "pipeline stages (default 8)"), ("--microbatches", "32", "microbatches per step (default 32)"),
+         ("--interleave", "2", "model chunks per pipeline rank (default 2)"),
+         ("--schedule", None, "pipeline schedule; the one whose timeline is drawn")),
     ),
     "scaling": Topic(
         "strong and weak scaling efficiency", "Scaling efficiency from measured step times.",
-        "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s", _scaling,
-        (("--n", "8", "how many times as many devices"), ("--t1", "10s", "step on the smaller machine"),
+        "shardwise explain scaling --factor 8 --t1 10s --strong 1.5s --weak 11s", _scaling,
+        (("--factor", "8", "how many times as many devices (default 8)"),
+         ("--t1", "10s", "step on the smaller machine"),
          ("--strong", "1.5s", "step on the larger machine with the same batch"),
          ("--weak", "11s", "step on the larger machine with n times the batch")),
     ),
     "parameter-server": Topic(
         "parameter servers beside an all-reduce", "What parameter servers send and wait for, beside an all-reduce.",
         "shardwise explain parameter-server --model llama3-8b --cluster dgx-h100:8", _parameter_server,
-        (("--servers", None, "how many servers share the weights (default: 1 up to one for each worker)"),), job={},
+        (("--servers", None, "servers that share the weights (default: 1 up to one for each worker)"),), job={},
     ),
     "tp": _sent("tp", "what tensor parallelism sends", {"strategy.tp": "8"}),
     "dp": _sent("dp", "what data parallelism and ZeRO send", {"strategy.zero": "1"}),

@@ -21,17 +21,19 @@ _EXAMPLE = """
 shardwise export --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --zero 1 --global-batch 1024 --to megatron
 """
 
+_FIRST = "--to --out --model --cluster --tp --pp --dp --zero --global-batch --strict"
+
 
 def run(arguments: list[str]) -> int:
-    parser = Parser("export", "Writes a job as the configuration of another training framework.", _EXAMPLE)
+    parser = Parser("export", "Writes a job as the configuration of another training framework.", _EXAMPLE, _FIRST)
     add_job_arguments(parser)
-    parser.add_argument("--to", help="framework: " + ", ".join(TARGETS))
-    parser.add_argument("--out", metavar="PATH", help="file or folder to write to (default: standard output)")
+    parser.add_argument("--to", help="format to write; a framework's: " + ", ".join(TARGETS))
+    parser.add_argument("--out", metavar="PATH", help="file or folder to write (default: standard output)")
     parser.add_argument("--strict", action="store_true", help="refuse a job that the framework cannot run as it is")
     parser.add_argument(
         "--anyway", action="store_true", help="also write a job that does not fit in memory under that framework"
     )
-    parser.add_argument("--json", action="store_true", help="JSON output: files, losses and notes")
+    parser.add_argument_group("output").add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     if parsed.to is None:
         raise SpecError("--to", "is missing", "choose one of " + ", ".join(TARGETS))

@@ -8,7 +8,8 @@ from argparse import SUPPRESS, Namespace
 
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
 from shardwise.cli.arguments import keywords
-from shardwise.cli.inputs import path_from, print_notes, require_torch
+from shardwise.cli.inputs import MODEL_HELP, path_from, print_notes, require_torch
+from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES
 from shardwise.cli.parser import Parser
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
@@ -17,15 +18,16 @@ from shardwise.spec.errors import SpecError, shown
 
 _DOES = """Continues prompts with the weights of a run, a checkpoint (saved in any layout), a Hugging Face folder, or
 anything else that `shardwise convert` reads. Text needs a tokenizer: the folder's tokenizer.json, --tokenizer, or token
-ids instead (--tokens). --data reads prompts from JSON lines and writes one line for each, in their order; run again
-after it was killed, it goes on where it was."""
+ids instead (--prompt-tokens). --prompt-file reads prompts from JSON lines and writes one line for each, in their
+order; run again after it was killed, it goes on where it was."""
 _EXAMPLE = """
 shardwise generate runs/job --tokenizer bytes --prompt "def " --max-new-tokens 100
 shardwise generate models/Llama-3.2-1B --prompt "The sea" --temperature 0.7 --top-p 0.9 --tp 2
-shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --batch 32
-shardwise generate runs/job --data prompts.jsonl --out texts.jsonl --on ray --workers 8 --device cuda
-torchrun --nproc-per-node 2 -m shardwise generate runs/job --tokens 1,2,3
+shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --batch-size 32
+shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --on ray --replicas 8 --run-device cuda
+torchrun --nproc-per-node 2 -m shardwise generate runs/job --prompt-tokens 1,2,3
 """
+_FIRST = "--prompt --prompt-file --out --max-new-tokens --temperature --top-p --tp --run-device --tokenizer"
 # Parallel dimensions that training has and generation has not.
 _REFUSED = {
     "pp": "a pipeline does not generate: a token would wait for every stage in turn",
@@ -43,7 +45,7 @@ def run(arguments: list[str]) -> int:
             raise SpecError(f"--{name}", f"{shown(getattr(parsed, name))}: {why}", remedy)
     path_from(parsed.source)
     require_torch("generate", "safetensors")
-    parsed.tokens = [_ids(ids, "--tokens") for ids in parsed.tokens]
+    parsed.prompt_tokens = [_ids(ids, "--prompt-tokens") for ids in parsed.prompt_tokens]
     parsed.stop = parsed.stop if parsed.stop in (None, "none") else _ids(parsed.stop, "--stop")
     here = started()
     if here is None or here.rank == 0:
@@ -57,8 +59,8 @@ def run(arguments: list[str]) -> int:
 
 def _run_and_show(parsed: Namespace) -> int:
     """As the only rank, or the first."""
-    prompts = [*parsed.prompt, *("" for _ in parsed.tokens)]
-    text, file = (not parsed.json and (parsed.data is None) == wanted for wanted in (True, False))
+    prompts = [*parsed.prompt, *("" for _ in parsed.prompt_tokens)]
+    text, file = (not parsed.json and (parsed.prompt_file is None) == wanted for wanted in (True, False))
     with (
         shown_text(prompts, shown=text) as on_text,
         counted_progress("generating", "prompts", quiet=not file) as on_done,
@@ -77,37 +79,42 @@ def _run_and_show(parsed: Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("generate", _DOES, _EXAMPLE)
+    parser = Parser("generate", _DOES, _EXAMPLE, _FIRST)
     add = parser.add_argument
     add("source", help="run, checkpoint, Hugging Face folder or file of weights; its kind is detected")
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; several are one batch")
-    add("--tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")
-    add("--data", metavar="FILE", help='JSON lines with "prompt" or "prompt_tokens"')
-    add("--out", metavar="FILE", help='a new file: the same lines, with "generated"')
+    add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")
+    add("--prompt-file", metavar="FILE", help='JSON lines with "prompt" or "prompt_tokens"')
+    add("--out", metavar="FILE", help='file or folder to write; a new file: the same lines, with "generated"')
     add("--max-new-tokens", default=NEW_TOKENS, metavar="N", help=f"at most so many (default {NEW_TOKENS})")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
     add("--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities add up to P")
     add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    add("--seed", type=int, default=0, help="sampling seed (default 0)")
+    add("--seed", type=int, default=0, help="seed of what is random; drawing tokens (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
-    add("--batch", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
-    tp = "tensor parallel ranks, with --on ray of each worker (default 1; under a launcher all its ranks)"
+    add("--batch-size", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
+    tp = "tensor parallel degree; with --on ray of each replica (default 1; under a launcher all its ranks)"
     add("--tp", metavar="N", help=tp)
-    add("--on", metavar="ray", help="with --data: CPU actors tokenise, model actors generate, by Ray Data")
-    add("--workers", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
+    on = "run on other hosts; ray, with --prompt-file: CPU actors tokenise, model actors generate, by Ray Data"
+    add("--on", metavar="ray", help=on)
+    add("--replicas", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
     add(
         "--ray-address", metavar="ADDRESS", help="with --on ray: the cluster (default RAY_ADDRESS, or one started here)"
     )
-    wait = f"with --on ray: how long to wait for room (default {WAIT_SECONDS:g}s)"
+    wait = f"how long to wait for missing devices; with --on ray (default {WAIT_SECONDS:g}s)"
     add("--wait-for-resources", metavar="TIME", help=wait)
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="what to run on (default cpu)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as stored)")
-    add("--model", help="model name or config.json, where the source does not include it")
-    add("--tokenizer", metavar="FILE", help="tokenizer.json, or bytes (default: the one beside the weights)")
+    add("--run-device", choices=RUN_DEVICES, default="cpu", help=f"{RUN_DEVICE_HELP} (default cpu)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="data type of the weights (default: as stored)")
+    add("--model", help=f"{MODEL_HELP}; where the source does not include it")
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="bytes, or a Hugging Face tokenizer.json or its folder (default: the one beside the weights)",
+    )
     add("--no-cache", dest="cache", action="store_false", help="read the whole text again for every token")
     for name in _REFUSED:
         add(f"--{name}", help=SUPPRESS)  # accepted only to say why it is refused
-    add("--json", action="store_true", help="JSON output")
+    parser.add_argument_group("output").add_argument("--json", action="store_true", help="JSON output")
     return parser
 
 

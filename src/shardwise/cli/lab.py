@@ -53,7 +53,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the lab to run")
     parser.add_argument("--short", action="store_true", help="measure less of the same, in seconds")
-    parser.add_argument("--out", metavar="FOLDER", help="folder for its pictures and traces")
+    parser.add_argument("--out", metavar="FOLDER", help="file or folder to write; a folder for its pictures and traces")
     parser.add_argument(
         "--contradict", action="store_true", help="judge by a theory that is wrong by ten times: the lab has to fail"
     )

@@ -31,11 +31,14 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
 RUN_DEVICES = ("cpu", "cuda")
+RUN_DEVICE_HELP = "what to run on, cpu or cuda"
+EMULATE_HELP = "run on virtual nodes of this machine; 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
+WIRING_HELP = "on several nodes: file to write of what was measured between them, for cluster.wiring of a job"
 
 
 def add_target_argument(parser: Parser) -> None:
-    on = "run on other hosts: a file of them (`host slots=8`, over ssh), ray, or slurm (by srun)"
-    parser.add_argument("--on", metavar="TARGET", help=on)
+    on = "run on other hosts; a file of them (`host slots=8`, over ssh), ray, or slurm (by srun)"
+    parser.add_argument_group("where it runs").add_argument("--on", metavar="TARGET", help=on)
 
 
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from shardwise.report.page import Page
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """--json, --markdown and --csv, which are mutually exclusive; returns their group."""
-    group = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("output").add_mutually_exclusive_group()
     group.add_argument("--json", action="store_true", help="JSON output")
     group.add_argument("--markdown", action="store_true", help="Markdown output, tables included")
     group.add_argument("--csv", action="store_true", help="CSV output: the tables alone")
@@ -23,7 +23,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
 
 def add_plot_argument(group: argparse._MutuallyExclusiveGroup) -> None:
     """--plot, for verbs that have pictures."""
-    group.add_argument("--plot", action="store_true", help="pictures in place of the tables")
+    group.add_argument("--plot", action="store_true", help="pictures in place of tables")
 
 
 def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:

@@ -20,6 +20,7 @@ _EXAMPLE = """
 shardwise plan --model llama3-405b --cluster dgx-h100:2048 --global-batch 16M-tokens --seq 8192
 shardwise plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --tp 2..8 --zero 1,3 --why-not tp=8,pp=1
 """
+_FIRST = "--model --cluster --gpus --global-batch --seq --tp --pp --zero --why-not --out"
 _HEADER = "# Written by `shardwise plan`; run it again to replace this file.\n"
 _NOT_MIXED = {
     "--why-not": "why_not",
@@ -41,7 +42,7 @@ def run(arguments: list[str]) -> int:
     if parsed.cluster is not None and parse_mixed(parsed.cluster) is not None:
         return _plan_mixed(parsed)
     parsed.offload = False if parsed.no_offload else parsed.offload
-    output = _output(parsed.output)
+    output = _output(parsed.out)
     with status("searching", quiet=parsed.json) as on_progress:
         result = plan(job_arguments(parsed), **keywords(plan, parsed), on_progress=on_progress)
     _write_and_show(parsed, result, output)
@@ -53,7 +54,7 @@ def _plan_mixed(parsed: argparse.Namespace) -> int:
     for flag, name in _NOT_MIXED.items():
         if getattr(parsed, name):
             raise SpecError(flag, "is not supported for several kinds of nodes", "leave it out, or plan for one kind")
-    output = _output(parsed.output)
+    output = _output(parsed.out)
     with status("searching", quiet=parsed.json):
         result = plan_mixed(job_arguments(parsed), **keywords(plan_mixed, parsed))
     _write_and_show(parsed, result, output)
@@ -62,7 +63,7 @@ def _plan_mixed(parsed: argparse.Namespace) -> int:
 
 def _write_and_show(parsed: argparse.Namespace, result: PlanResult | MixedPlanResult, output: Path | None) -> None:
     if output is not None:
-        write_text(output, _HEADER + result.job.to_yaml(), "--output")
+        write_text(output, _HEADER + result.job.to_yaml(), "--out")
     show(
         parsed, lambda: result.plots if isinstance(result, PlanResult) and parsed.plot else result.page, result.to_dict
     )
@@ -71,7 +72,9 @@ def _write_and_show(parsed: argparse.Namespace, result: PlanResult | MixedPlanRe
 
 
 def _parser() -> Parser:
-    parser = Parser("plan", "Finds the best way to split a training job, explains it, and writes job.yaml.", _EXAMPLE)
+    parser = Parser(
+        "plan", "Finds the best way to split a training job, explains it, and writes job.yaml.", _EXAMPLE, _FIRST
+    )
     add_job_arguments(parser)
     search = parser.add_argument_group(
         "the search", "strategy flags constrain the search: --tp 8, --tp 2,4,8, --pp 1..16, --schedule 1f1b,zbv"
@@ -92,21 +95,21 @@ def _parser() -> Parser:
     search.add_argument("--any", dest="any_priced", action="store_true", help=any_priced)
     search.add_argument("--for", dest="framework", metavar="NAME", help="only what this framework can express, or ddp")
     search.add_argument("--thorough", action="store_true", help="search the whole space, however long it takes")
-    limit = "stop after this much CPU time, with the best so far (default 1min; with --thorough 1h)"
+    limit = "time limit; in CPU time, after which the best so far is shown (default 1min; with --thorough 1h)"
     search.add_argument("--time-limit", metavar="10min", help=limit)
     questions = parser.add_argument_group("questions")
     questions.add_argument(
-        "--why-not", action="append", default=[], metavar="tp=8,pp=1", help="explain why this strategy does not win"
+        "--why-not", action="append", default=[], metavar="tp=8,pp=1", help="why this strategy does not win"
     )
     changes = "the plan on changed hardware: LEVEL=RATE, LEVEL-size=N, memory=192GB, device=b200, sm-free"
     questions.add_argument("--what-if", action="append", default=[], metavar="ib=800Gb/s", help=changes)
     questions.add_argument("--pareto", choices=("memory", "money"), help="trade time against memory, or against money")
     add_campaign_arguments(parser)
-    parser.add_argument("--top", default="8", metavar="N", help="how many layouts to show (default 8)")
-    parser.add_argument("--all", dest="unfolded", action="store_true", help="list near-duplicate layouts separately")
-    parser.add_argument(
-        "--output", default="job.yaml", metavar="FILE", help="job file to write (default job.yaml); - for none"
-    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--top", default="8", metavar="N", help="how many layouts --details ranks (default 8)")
+    output.add_argument("--all", dest="unfolded", action="store_true", help="list near-duplicate layouts separately")
+    out = "file or folder to write; the plan as a job file, or - for none (default job.yaml)"
+    output.add_argument("--out", default="job.yaml", metavar="FILE", help=out)
     add_plot_argument(add_output_arguments(parser))
     return parser
 
@@ -118,17 +121,17 @@ def _output(text: str) -> Path | None:
     path = Path(text)
     try:
         if path.is_dir():
-            raise SpecError("--output", f"{shown(text)} is a folder", "name a file in it, or - for none")
+            raise SpecError("--out", f"{shown(text)} is a folder", "name a file in it, or - for none")
         if path.exists() and not _was_planned(path):
             problem = f"{shown(text)} exists and was not written by plan"
-            raise SpecError("--output", problem, "give another name, or - for none")
+            raise SpecError("--out", problem, "give another name, or - for none")
         if not path.parent.is_dir():
             problem = f"{shown(str(path.parent))} is not a directory"
-            raise SpecError("--output", problem, "make it, or give another name")
+            raise SpecError("--out", problem, "make it, or give another name")
     except SpecError:
         raise
     except (OSError, ValueError) as error:
-        raise not_written(path, error, "--output") from None
+        raise not_written(path, error, "--out") from None
     return path
 
 

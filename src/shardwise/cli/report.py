@@ -22,14 +22,14 @@ def run(arguments: list[str]) -> int:
         "strategies, scaling, cost and days. Of a run's folder also loss, throughput, and predicted beside measured. "
         "The exit status is 1 if the job does not fit.",
         _EXAMPLE,
+        "--model --cluster --gpus --tp --pp --dp --zero --global-batch --seq --out",
     )
     add_job_arguments(parser, "job file (YAML), which flags override; or the folder of a run: runs/last is the newest")
     add_campaign_arguments(parser)
-    parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="file to write (default report.html)"
-    )
+    out = "file or folder to write; one HTML file (default report.html)"
+    parser.add_argument("-o", "--out", default="report.html", metavar="FILE", help=out)
     parser.add_argument("--no-search", dest="search", action="store_false", help="do not search for other strategies")
-    parser.add_argument("--time-limit", metavar="10min", help="of that search, in CPU time (default 1min)")
+    parser.add_argument("--time-limit", metavar="10min", help="time limit; of that search, in CPU time (default 1min)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     with status("reading", quiet=parsed.json) as on_progress:

@@ -27,6 +27,7 @@ from shardwise.api.execution import (
 )
 from shardwise.cli.arguments import add_job_arguments, job_arguments, keywords
 from shardwise.cli.inputs import print_notes, whole_number
+from shardwise.cli.on_target import EMULATE_HELP
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.as_rank import FollowsRankZero
@@ -53,6 +54,7 @@ _DOES = """Prices the job, starts one process per device, trains, shows progress
 Everything is kept in the run's folder; the same command resumes from the last checkpoint.
 SIGTERM or Ctrl-C writes a checkpoint first: exit 76 if it could within the time of --grace, else 75."""
 
+_FIRST = "--model --cluster --dp --tp --zero --global-batch --seq --steps --data --on"
 # Flags for targets that write a file: flag, kind of target, names of such targets.
 _FILE_FLAGS = (
     ("submit", "writes", "slurm"), ("sbatch", "writes", "slurm"),
@@ -61,26 +63,27 @@ _FILE_FLAGS = (
 
 
 def run(arguments: list[str]) -> int:
-    parser = Parser("train", _DOES, _EXAMPLE)
+    parser = Parser("train", _DOES, _EXAMPLE, _FIRST)
     add_job_arguments(parser)
-    parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
+    parser.add_argument("--run-folder", metavar="DIR", help="folder of the run (default runs/NAME of the job)")
     other = "resume from the folder's weights and position even if data, sequence, batch or optimizer differ"
     parser.add_argument("--go-on", action="store_true", help=other)
-    parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
+    parser.add_argument(
+        "--steps", metavar="N", help="steps to train; in the whole run (default: of training.tokens, or 1000)"
+    )
     shards = "token shards to train on, without a suffix; repeat for several (default: the built-in corpus)"
     parser.add_argument("--data", action="append", metavar="SHARDS", help=shards)
     grace = f"time allowed for the final checkpoint (default {GRACE})"
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=grace)
-    emulate = "virtual nodes on this machine: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
-    parser.add_argument("--emulate", metavar="NODES", help=emulate)
+    parser.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
     on = (
-        "start the processes elsewhere: ray, a file of hosts (`host slots=8`, over ssh); or write what starts them: "
+        "run on other hosts; ray, a file of hosts (`host slots=8`, over ssh); or write what starts the processes: "
         "slurm (a script), kubernetes (manifests), skypilot (a task)"
     )
     parser.add_argument("--on", metavar="TARGET", help=on)
-    address = "with --on ray: the cluster (default RAY_ADDRESS; without it one is started here)"
+    address = "with --on ray: the cluster (default RAY_ADDRESS, or one started here)"
     parser.add_argument("--ray-address", metavar="ADDRESS", help=address)
-    wait = f"how long to wait for devices that are missing (run.restarts.wait; default {Restarts().wait:g}s)"
+    wait = f"how long to wait for missing devices; run.restarts.wait (default {Restarts().wait:g}s)"
     parser.add_argument("--wait-for-resources", metavar="TIME", help=wait)
     least = "after a loss go on with at least N devices, replanned, and with all when they return (run.restarts.shrink)"
     parser.add_argument("--least-devices", metavar="N", help=least)
@@ -92,15 +95,15 @@ def run(arguments: list[str]) -> int:
         "repeat for several (docs/kubernetes.md)"
     )
     parser.add_argument("--manifest", action="append", default=[], metavar="OPTION", help=manifest)
-    out = "with --on kubernetes or skypilot: the file to write, or - to print it (default RUN.TARGET.yaml)"
+    out = "file or folder to write; with --on kubernetes or skypilot, - prints it (default RUN.TARGET.yaml)"
     parser.add_argument("--out", metavar="FILE", help=out)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     rehearse = "run N steps of the job in a separate folder, and check them"
     parser.add_argument("--rehearse", metavar="N", help=rehearse)
     parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
-    nvtx = "mark these steps, their phases, layers and collectives as NVTX ranges for nsys, such as steps=10:12"
+    nvtx = "mark steps, their phases and layers as NVTX ranges for nsys; such as steps=10:12"
     parser.add_argument("--nvtx", metavar="STEPS", help=nvtx)
-    port = "serve step, loss, speed, memory, stragglers, restarts to Prometheus on 127.0.0.1 (0: any free port)"
+    port = "serve the state of the run to Prometheus on 127.0.0.1; 0 is any free port"
     parser.add_argument("--metrics-port", metavar="PORT", help=port)
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
     add_output_arguments(parser)

@@ -23,7 +23,9 @@ _PORT = 8765
 
 
 def run(arguments: list[str]) -> int:
-    parser = Parser("ui", _DOES, _EXAMPLE)
+    parser = Parser(
+        "ui", _DOES, _EXAMPLE, "--port --open --model --cluster --gpus --tp --pp --zero --global-batch --seq"
+    )
     parser.add_argument("--port", default=str(_PORT), help=f"port on 127.0.0.1 (default {_PORT}; 0: any free one)")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     add_job_arguments(parser)

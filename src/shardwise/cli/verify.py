@@ -5,7 +5,14 @@ from __future__ import annotations
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
 from shardwise.cli.arguments import add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
-from shardwise.cli.on_target import RUN_DEVICES, add_target_argument, run_on_target, target_of_verb, without_option
+from shardwise.cli.on_target import (
+    RUN_DEVICE_HELP,
+    RUN_DEVICES,
+    add_target_argument,
+    run_on_target,
+    target_of_verb,
+    without_option,
+)
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.verify import verification_progress
@@ -21,17 +28,18 @@ def run(arguments: list[str]) -> int:
         "verify",
         "Runs a layout and the single process side by side in fp32: loss, every gradient, every weight after 3 steps.",
         _EXAMPLE,
+        "--model --cluster --tp --pp --cp --zero --global-batch --seq --steps --on",
     )
     add_job_arguments(parser)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"AdamW steps (default {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to train; by AdamW (default {STEPS})")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest relative deviation (default 1e-5)")
     fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
     parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)
     parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
-    device = "what to run on (default cpu; with --on the job's)"
-    parser.add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    device = f"{RUN_DEVICE_HELP} (default cpu; with --on the job's)"
+    parser.add_argument_group("where it runs").add_argument("--run-device", choices=RUN_DEVICES, help=device)
     add_target_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is random; weights and tokens (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     here = started()

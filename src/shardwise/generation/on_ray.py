@@ -49,7 +49,7 @@ class RayPrompts:
     about: Mapping[str, Any]
     address: str | None  # of the cluster
     wait_seconds: float  # how long the cluster may take to make room
-    workers: int | None  # models; None for one on every GPU
+    replicas: int | None  # models; None for one on every GPU
 
     def run(self, request: GenerationRequest, emit: Emit) -> Done:
         """Raises SpecError if nodes differ, or the cluster is lost; DoesNotFit if there is no room in time."""
@@ -59,11 +59,11 @@ class RayPrompts:
     def times(self, request: GenerationRequest, emit: Emit) -> GenerationTimes:
         """The work, in the driver of Ray."""
         address = self.address or os.environ.get(ADDRESS)
-        wanted = _Wanted(self.workers or 1, request.device, request.tp)
+        wanted = _Wanted(self.replicas or 1, request.device, request.tp)
         cores = len(os.sched_getaffinity(0))
         part = PartialFile(Path(self.out), self.about)
         with part.opened(), ray_cluster(address, max(cores, wanted.whole_cores)):
-            if self.workers is None:
+            if self.replicas is None:
                 wanted = wanted.for_cluster()
             wanted.wait(self.wait_seconds)
             done = part.whole_batches(request.batch)
@@ -202,7 +202,7 @@ class _Wanted:
                     f"no place for {models} within {seconds:g} s: asked for {asked}; present: {there}, of which "
                     f"{unused} are free"
                 )
-                raise DoesNotFit("⟨on=ray⟩", problem, "use fewer (⟨workers⟩), wait (⟨wait_for_resources⟩), add nodes")
+                raise DoesNotFit("⟨on=ray⟩", problem, "use fewer (⟨replicas⟩), wait (⟨wait_for_resources⟩), add nodes")
             time.sleep(_LOOK_SECONDS)
 
 

@@ -62,8 +62,8 @@ def test_generation_says_only_its_own_words_and_loses_the_head(tmp_path: Path) -
 
     def given(count: int) -> tuple[str, ...]:
         prompts.write_text('{"prompt_tokens": [1, 2]}\n' * count)
-        files = ("--data", str(prompts), "--out", str(out))
-        return ("generate", str(tmp_path), *files, "--batch", "1", "--on", "ray", "--workers", "1")
+        files = ("--prompt-file", str(prompts), "--out", str(out))
+        return ("generate", str(tmp_path), *files, "--batch-size", "1", "--on", "ray", "--replicas", "1")
 
     with ray_nodes(2) as nodes:
         assert nodes.shardwise(*given(4), log=log).wait(200) == 0, log.read_text()

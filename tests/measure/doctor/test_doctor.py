@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_is_a_finding_and_the_rest_goes_on() -> 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--folder", "/no/such"], "--folder: '/no/such' is not a folder; make it, or name another"),
+        (["--run-folder", "/no/such"], "--run-folder: '/no/such' is not a folder; make it, or name another"),
         (["--hosts", "a,,b"], "--hosts: '' is not a host; write them like node-1,node-2"),
         (["--hosts=-oProxyCommand=x"], "--hosts: '-oProxyCommand=x' is not a host; write them like node-1,node-2"),
         (["no.yaml"], "is not there"),

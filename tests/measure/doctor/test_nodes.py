@@ -135,7 +135,15 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 def test_the_slow_one_of_three_hosts_is_named_and_all_pairs_are_written(three_hosts: SshHosts, tmp_path: Path) -> None:
     shape = f"tc qdisc add dev {three_hosts.interfaces[2]} root tbf rate 200mbit burst 256kb latency 50ms"
     subprocess.run(shape.split(), check=True)
-    given = ["--on", str(three_hosts.file), "--folder", str(tmp_path), "--wiring", str(tmp_path / "w.yaml"), "--json"]
+    given = [
+        "--on",
+        str(three_hosts.file),
+        "--run-folder",
+        str(tmp_path),
+        "--wiring",
+        str(tmp_path / "w.yaml"),
+        "--json",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SHARDWISE_SSH": three_hosts.ssh}
     command = [sys.executable, "-m", "shardwise", "doctor", *given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -55,7 +55,7 @@ def test_a_model_that_is_not_built_is_priced_with_a_note() -> None:
     assert isinstance(plan(Request(other, NARROW)), Plan)
 
 
-@pytest.mark.parametrize("verb", ["plan --output -", "train --steps 1", "verify", "dryrun"])
+@pytest.mark.parametrize("verb", ["plan --out -", "train --steps 1", "verify", "dryrun"])
 def test_mxfp8_is_refused_in_one_line(verb: str) -> None:
     command = f"{verb} --model tiny --cluster laptop:2 --seq 64 --global-batch 4 --precision mxfp8"
     found = run(*command.split())

@@ -111,7 +111,7 @@ def test_a_bad_file_is_named_in_one_line_or_skipped_and_counted(kind: str, tmp_p
 
 def test_the_limit_can_be_raised_and_skipping_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"x" * 3000 + b'"}\n{\n' + GOOD)
-    build_it = ["data", "build", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    build_it = ["data", "build", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert "a.jsonl:1: is larger than 1.00 KiB; raise --max-record" in error_line(
         run(*build_it, "--max-record", "1KiB")
     )

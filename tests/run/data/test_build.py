@@ -114,7 +114,7 @@ def test_a_killed_worker_ends_it_in_one_line(tmp_path: Path) -> None:
         if documents == 1:
             next(child for child in multiprocessing.active_children() if child not in others).kill()
 
-    with pytest.raises(SpecError, match="workers: one of 2 was killed"):
+    with pytest.raises(SpecError, match="processes: one of 2 was killed"):
         build([path], tmp_path / "out", workers=2, progress=kill_one)
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -123,7 +123,7 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "a.jsonl", [{"text": "text"}] * 640)
     command = [sys.executable, "-m", "shardwise", "data", "build", str(path), "--out", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([*command, "--workers", "2"], env=environment)
+    process = subprocess.Popen([*command, "--processes", "2"], env=environment)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     await_that(lambda: len(children.read_text(encoding="ascii").split()) == 3)  # one tracks what they share
     started = children.read_text(encoding="ascii").split()

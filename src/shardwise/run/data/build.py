@@ -145,7 +145,7 @@ def _encoded(portions: Iterable[list[Document]], tokenizer: str, workers: int) -
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
-            raise SpecError("⟨workers⟩", f"one of {workers} was killed", "use fewer, if memory was short") from None
+            raise SpecError("⟨processes⟩", f"one of {workers} was killed", "use fewer, if memory was short") from None
 
 
 _TOKENIZER: list[Tokenizer] = []  # of a worker process, created once when it starts
