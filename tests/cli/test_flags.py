@@ -29,11 +29,6 @@ COMMANDS = [[verb, *part] for verb in VERBS for part in ([name] for name in PART
 SWITCH_IN_SOME = {"--nvtx": "`bench step` marks the steps that it times, `train` those that it is told"}
 
 
-# Flags of a job, whose help comes from the table of its fields.
-WITHOUT_HELP = {"--ffn", "--heads", "--hidden", "--kv-heads", "--layers", "--vocab", "--batch"}
-OTHER_WORDS = {"--global-batch", "--optimizer", "--precision", "--schedule"}
-
-
 class Asked(BaseException):
     """Carries the parser of a verb out of it; no handler of errors takes it."""
 
@@ -71,10 +66,10 @@ def meaning(action: argparse.Action) -> str:
     return re.split(r"; | \(default|, default ", str(action.help))[0]
 
 
-@pytest.mark.parametrize("flag", sorted(flags().keys() - OTHER_WORDS))
+@pytest.mark.parametrize("flag", sorted(flags()))
 def test_a_flag_has_one_meaning(flag: str) -> None:
     assert len({meaning(action) for action in flags()[flag]}) == 1, {action.help for action in flags()[flag]}
-    assert flag in WITHOUT_HELP or None not in {action.help for action in flags()[flag]}
+    assert None not in {action.help for action in flags()[flag]}
     takes_value = {action.nargs != 0 for action in flags()[flag]}
     assert (len(takes_value) == 1) != (flag in SWITCH_IN_SOME), "a switch here, a value there"
 
@@ -82,8 +77,6 @@ def test_a_flag_has_one_meaning(flag: str) -> None:
 def test_a_meaning_has_one_flag() -> None:
     by_meaning, by_letters = defaultdict(set), defaultdict(set)
     for flag, actions in flags().items():
-        if flag in WITHOUT_HELP | OTHER_WORDS:
-            continue
         by_meaning[meaning(actions[0])].add(flag)
         by_letters[flag.replace("-", "")].add(flag)
     assert [same for same in (*by_meaning.values(), *by_letters.values()) if len(same) > 1] == []
@@ -99,21 +92,20 @@ OLD = [
     (name, old, new)
     for name, parser in parsers().items()
     for old, new in renamed(name).items()
-    if f"--{new}" in parser._option_string_actions and (old, new) != ("batch", "global-batch")
+    if f"--{new}" in parser._option_string_actions
 ]
 
 
 def test_every_old_word_is_known_to_a_verb() -> None:
     assert {(old, new) for words in OLD_WORDS.values() for old, new in words.items()} == {
-        ("batch", "global-batch"),
-        *((old, new) for _, old, new in OLD),
+        (old, new) for _, old, new in OLD
     }
 
 
 @pytest.mark.parametrize(("name", "old", "new"), OLD)
 def test_an_old_word_still_works(name: str, old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = parsers()[name]
-    assert f"--{old}" not in parser._option_string_actions or old == "batch"
+    assert f"--{old}" not in parser._option_string_actions
     assert f"--{old} " not in parser.format_help()
     named = {"?": [], None: ["x"], "+": ["x"]}
     before = [word for action in parser._actions if not action.option_strings for word in named[action.nargs]]
@@ -165,3 +157,11 @@ def test_help_shows_the_flags_used_most_and_uniform_groups(name: str) -> None:
     for flag in parser._option_string_actions:
         wanted = parser._option_string_actions[flag].help != argparse.SUPPRESS
         assert len(re.findall(rf"^  (?:-\w.*, )?{flag}(?![\w-])", text, re.M)) == int(wanted), flag
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "dryrun", "export", "doctor", "bench step"])
+def test_bare_numbers_are_for_verbs_that_price_them(verb: str) -> None:
+    line = error_line(run(*verb.split(), "--params", "7e9"))
+    assert line.startswith("--params: bare numbers are priced, not run: they are for plan, analyze, explain, report")
+    assert "--params" not in parsers()[verb].format_help()
+    assert "--params" in parsers()["analyze"].format_help()

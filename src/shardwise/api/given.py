@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Keywords whose name is not that of a field of strategy or training.
 _PATHS: dict[str, str] = {
-    "batch": "training.global_batch",
     "expert_tp": "strategy.expert_tp",
     "stack": "stack",
     "memory_risk": "run.memory_risk",
@@ -102,7 +101,6 @@ class JobKeywords(TypedDict, total=False):
     compression: str | Mapping[str, Any]
     synchronise: str | Mapping[str, Any]
     global_batch: int | str
-    batch: int | str
     seq: int
     precision: str
     optimizer: str

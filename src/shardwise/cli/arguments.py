@@ -10,34 +10,47 @@ from typing import Any
 
 from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import NAMED, JobArguments
+from shardwise.cli.parser import PRICE_BARE_NUMBERS, Parser
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.fields import FieldRecord, job_fields
+
+_NOT_PRICED = (
+    f"bare numbers are priced, not run: they are for {', '.join(PRICE_BARE_NUMBERS[:-1])} and {PRICE_BARE_NUMBERS[-1]}",
+    "give --model and --cluster: a preset, or a file of your own numbers",
+)
 
 
 class _FieldAction(argparse.Action):
     """A flag that sets a field of the job. Its help is read from the source of the field only when it is printed."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, record: FieldRecord) -> None:
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, record: FieldRecord, more: str = "", default: Any = None
+    ) -> None:
         kind: dict[str, Any] = {"nargs": 0, "const": not record.default} if record.is_switch else {"metavar": "X"}
-        super().__init__(option_strings, dest, **kind)
-        self._record = record
+        super().__init__(option_strings, dest, default=default, **kind)
+        self._record, self._more = record, more
 
     def __call__(self, parser: object, given: argparse.Namespace, values: object, option: str | None = None) -> None:
         setattr(given, self.dest, self.const if self._record.is_switch else values)
 
     @property
     def help(self) -> str:
-        record = self._record
-        text = record.help if record.flag in self.option_strings else f"the same as {record.flag}"
-        return text.replace("%", "%%")
+        return f"{self._record.help}{self._more}".replace("%", "%%")
 
     @help.setter
     def help(self, text: object) -> None:
         """The base class has none to set."""
 
 
-def add_job_arguments(parser: argparse.ArgumentParser, first: str = "job file (YAML); flags override it") -> None:
+def add_field_argument(parser: argparse.ArgumentParser, flag: str, more: str = "", default: str | None = None) -> None:
+    """A flag of the job in a verb that has none; ``more`` follows its help there."""
+    record = next(record for record in job_fields().values() if record.flag == flag)
+    usual = "" if default is None else f" (default {default})"
+    parser.add_argument(flag, action=_FieldAction, record=record, more=f"{more}{usual}", default=default)
+
+
+def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags override it") -> None:
     """A job file (``first`` is its help), and flags that override it."""
     parser.add_argument("job", nargs="?", help=first)
     what = parser.add_argument_group("the job")
@@ -46,8 +59,10 @@ def add_job_arguments(parser: argparse.ArgumentParser, first: str = "job file (Y
     groups = {"model": what, "cluster": what, "gpus": what, "gpus_per_node": what}
     for path, record in job_fields().items():
         group = groups.get(path) or (bare if record.owner is BareNumbers else strategy)
-        for flag in record.flags:
-            group.add_argument(flag, dest=path, action=_FieldAction, record=record)
+        if group is bare and not parser.prices_bare_numbers:
+            parser.refused[record.flag] = _NOT_PRICED
+        elif record.flag:
+            group.add_argument(record.flag, dest=path, action=_FieldAction, record=record)
     strategy.add_argument(
         "--set",
         action="append",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.inputs import CLUSTER_HELP, require_torch
+from shardwise.cli.arguments import add_field_argument
+from shardwise.cli.inputs import require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
     RUN_DEVICE_HELP,
@@ -159,7 +160,7 @@ def _parser() -> Parser:
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default 10)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="untimed runs before (default 2)")
     parser.add_argument("--time-limit", default="3s", metavar="TIME", help="time limit; for one size (default 3s)")
-    parser.add_argument("--cluster", metavar="NAME", help=f"{CLUSTER_HELP}; to predict for (default laptop)")
+    add_field_argument(parser, "--cluster", "; to predict for (default laptop)")
     where = parser.add_argument_group("where it runs")
     where.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default 2)")
     where.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shardwise.api.calibration import named_cluster
 from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.inputs import CLUSTER_HELP, MODEL_HELP, model_from, require_torch, whole_number
+from shardwise.cli.arguments import add_field_argument
+from shardwise.cli.inputs import model_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.pool import told_in_one_line
@@ -38,16 +39,14 @@ def run(arguments: list[str]) -> int:
     ahead = "steps that an asynchronous worker may be ahead of the slowest (default 2)"
     parser.add_argument("--staleness", default="2", metavar="N", help=ahead)
     parser.add_argument("--steps", default="20", metavar="N", help="steps to train; by each method (default 20)")
-    parser.add_argument("--model", default="tiny", help=f"{MODEL_HELP}; a dense one (default tiny)")
-    parser.add_argument("--global-batch", default="8", metavar="N", help="sequences per step (default 8)")
-    parser.add_argument("--seq", default="64", metavar="N", help="tokens per sequence (default 64)")
-    parser.add_argument("--optimizer", default="sgd", help="optimizer; sgd or adamw (default sgd)")
+    add_field_argument(parser, "--model", "; a dense one", "tiny")
+    add_field_argument(parser, "--global-batch", default="8")
+    add_field_argument(parser, "--seq", default="64")
+    add_field_argument(parser, "--optimizer", "; sgd or adamw here", "sgd")
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
     parser.add_argument("--learning-rate", metavar="RATE", help=f"default {rates}")
     parser.add_argument("--slow", metavar="TIME", help="extra time per step for the last worker")
-    parser.add_argument(
-        "--cluster", default="laptop", metavar="NAME", help=f"{CLUSTER_HELP}; whose network is priced (default laptop)"
-    )
+    add_field_argument(parser, "--cluster", "; whose network is priced", "laptop")
     parser.add_argument("--picture", metavar="FILE", help="SVG file to write; the loss of each way, step by step")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

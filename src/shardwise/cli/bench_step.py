@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
 
     here = started()
     target = target_of_verb(parsed.on, here)
-    if target is not None and parsed.job is None and parsed.cluster is None and parsed.topology is None:
+    if target is not None and parsed.job is None and parsed.cluster is None:
         raise SpecError("--cluster", "is missing: it says how many ranks", "such as dgx-h100:2")
     _complete(parsed, here)
     job = job_from(parsed, runs_here=True)
@@ -79,6 +79,6 @@ def _complete(parsed: Namespace, here: Started | None) -> None:
 
     parsed.set += ["training.compile=true"] if parsed.compile else []
     parsed.set += [f"training.graphs={parsed.graphs}"] if parsed.graphs else []
-    if parsed.job is None and parsed.cluster is None and parsed.topology is None:
+    if parsed.job is None and parsed.cluster is None:
         parsed.cluster = cluster_name_here(device_type_here())
         parsed.gpus = parsed.gpus or (1 if here is None else here.world)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
-from shardwise.cli.arguments import keywords
-from shardwise.cli.inputs import CLUSTER_HELP, require_torch
+from shardwise.cli.arguments import add_field_argument, keywords
+from shardwise.cli.inputs import require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
     RUN_DEVICE_HELP,
@@ -40,9 +40,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--out", metavar="FILE", help=f"file or folder to write (default {CLUSTER}; with --from {RECUT} in the run)"
     )
-    parser.add_argument(
-        "--cluster", metavar="NAME", help=f"{CLUSTER_HELP}; what this hardware is (default: by its GPUs, or laptop)"
-    )
+    add_field_argument(parser, "--cluster", "; what this hardware is (default: by its GPUs, or laptop)")
     parser.add_argument("--processes", metavar="N", help="processes on this machine (default: one per core)")
     parser.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
     device = f"{RUN_DEVICE_HELP}; the device to measure (default: GPUs if any; with --on cpu)"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.cli.inputs import MODEL_HELP, path_from, require_torch
+from shardwise.cli.arguments import add_field_argument
+from shardwise.cli.inputs import path_from, require_torch
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
@@ -33,7 +34,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the weights (default: as stored)"
     )
-    parser.add_argument("--model", help=f"{MODEL_HELP}; where the source does not include it")
+    add_field_argument(parser, "--model", "; where the source does not include it")
     parser.add_argument("--names", choices=("ours", "huggingface"), default="ours", help="in the one file of --to full")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.api import bare
 from shardwise.api.quantities import amount, exclusive
-from shardwise.cli.arguments import add_job_arguments, bare_numbers, job_arguments
-from shardwise.cli.inputs import CLUSTER_HELP, MODEL_HELP, job_from, model_from, whole_number
+from shardwise.cli.arguments import add_field_argument, add_job_arguments, bare_numbers, job_arguments
+from shardwise.cli.inputs import job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _FIRST = "--model --cluster --gpus --tp --pp --dp --cp --zero --global-batch --seq"  # of a topic with a job
 
+_Flag = tuple[str, str | None, str]
+
 
 @dataclass(frozen=True)
 class Topic:
@@ -37,8 +39,10 @@ class Topic:
     example: str
     explained: Callable[[str, argparse.Namespace], Explanation]
     """Called with the name of the topic and the parsed flags."""
-    flags: tuple[tuple[str, str | None, str | None], ...] = ()
-    """Name, default and help of each."""
+    fields: tuple[_Flag, ...] = ()
+    """Flags of a job that it takes without a job behind it: name, default, and what follows their help."""
+    more: tuple[_Flag, ...] = ()
+    """Flags of its own: name, default and help."""
     job: Mapping[str, str] | None = None
     """Defaults of the job behind it, by the attribute of their flag; None if it needs no job."""
 
@@ -60,8 +64,10 @@ def explained(arguments: list[str]) -> tuple[argparse.Namespace, Explanation]:
     add_output_arguments(parser)
     if topic.job is not None:
         add_job_arguments(parser)
-    for flag, default, help_text in topic.flags:
-        parser.add_argument(flag, default=default, help=help_text)
+    for flag, default, more in topic.fields:
+        add_field_argument(parser, flag, more, default)
+    for flag, default, text in topic.more:
+        parser.add_argument(flag, default=default, help=text if default is None else f"{text} (default {default})")
     parsed = parser.parse(rest)
     if topic.job is not None:
         _take_job_defaults(parsed, topic.job)
@@ -229,14 +235,12 @@ _COLLECTIVE = Topic(
     "", "A collective on a topology, or on a cluster of the catalogue.",
     "shardwise explain allreduce --topology torus --gpus 64 --size 1GiB --bandwidth 50GB/s --latency 2us", _collective,
     (
-        ("--topology", None, "ring, tree, hierarchical, switch, mesh, torus, line, fully-connected (default ring)"),
-        ("--gpus", None, "number of devices"),
-        ("--shape", None, "axes of a mesh or torus: 8x8, 4x4x8; widths of a hierarchy"),
-        ("--gpus-per-node", None, "devices of a node in use; the width of the inner level of a hierarchy"),
-        ("--size", "1GiB", "bytes to send; the whole buffer (default 1GiB)"),
-        ("--bandwidth", None, "one direction, per level innermost first: 450GB/s,50GB/s"),
-        ("--latency", None, "per message, per level innermost first: 2us,5us"),
-        ("--cluster", None, f"{CLUSTER_HELP}; in place of a topology"),
+        ("--topology", None, "; ring by default"), ("--gpus", None, ""), ("--shape", None, "; widths of a hierarchy"),
+        ("--gpus-per-node", None, "; the width of the inner level of a hierarchy"),
+        ("--bandwidth", None, ""), ("--latency", None, ""), ("--cluster", None, "; in place of a topology"),
+    ),
+    (
+        ("--size", "1GiB", "bytes to send; the whole buffer"),
         ("--algorithm", None, "algorithm of this collective; its name, textbook or auto"),
     ),
 )
@@ -244,18 +248,14 @@ TOPICS = {
     "p2p": Topic(
         "one message over one link", "One message over one link.",
         "shardwise explain p2p --size 64MiB --link infiniband-ndr", _one_message,
-        (("--size", "64MiB", "bytes to send (default 64MiB)"),
-         ("--link", None, "link preset or file (default infiniband-ndr)"),
-         ("--bandwidth", None, "one direction, per level innermost first: 450GB/s,50GB/s; in place of a link"),
-         ("--latency", None, "per message, per level innermost first: 2us,5us; in place of a link")),
+        (("--bandwidth", None, "; in place of a link"), ("--latency", None, "; in place of a link")),
+        (("--size", "64MiB", "bytes to send"), ("--link", None, "link preset or file (default infiniband-ndr)")),
     ),
     "zero": Topic(
         "model states under ZeRO 0 to 3", "Model states of one device under ZeRO.",
         "shardwise explain zero --params 7.5e9 --dp 64", _zero,
-        (("--params", None, "parameters, such as 70e9 or 70B (default 7.5e9, as in the paper)"),
-         ("--model", None, f"{MODEL_HELP}; whose parameters are taken"),
-         ("--dp", "64", "data parallel degree; devices that share the states (default 64)"),
-         ("--precision", "bf16", None), ("--optimizer", "adamw", None)),
+        (("--params", None, " (default 7.5e9, as in the paper)"), ("--model", None, "; whose parameters are taken"),
+         ("--dp", "64", "; devices that share the states"), ("--precision", "bf16", ""), ("--optimizer", "adamw", "")),
     ),
     "activations": Topic(
         "what a layer keeps for its backward pass, tensor by tensor", "What a layer keeps for its backward pass.",
@@ -264,35 +264,33 @@ TOPICS = {
     "flops": Topic(
         "training FLOPs by every published convention", "Training FLOPs by every published convention.",
         "shardwise explain flops --model gpt3-175b --tokens 300B", _flops,
-        (("--model", "gpt3-175b", f"{MODEL_HELP} (default gpt3-175b)"),
-         ("--seq", "2048", "tokens per sequence (default 2048)"),
-         ("--tokens", "300B", "tokens of the whole run (default 300B)"),
-         ("--device", "a100-80gb", "device preset or file (default a100-80gb)")),
+        (("--model", "gpt3-175b", ""), ("--seq", "2048", ""), ("--device", "a100-80gb", "")),
+        (("--tokens", "300B", "tokens of the whole run"),),
     ),
     "mfu": Topic(
         "model and hardware FLOPs utilisation of a measured step", "Utilisation from a measured step time.",
         "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --global-batch 1024", _mfu,
-        (("--step-seconds", "10s", "measured time of one step (default 10s)"),), job={},
+        more=(("--step-seconds", "10s", "measured time of one step"),), job={},
     ),
     "bubble": Topic(
         "the pipeline bubble of every schedule", "Pipeline bubble of every schedule.",
         "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2", _bubble,
-        (("--pp", "8", "pipeline stages (default 8)"), ("--microbatches", "32", "microbatches per step (default 32)"),
-         ("--interleave", "2", "model chunks per pipeline rank (default 2)"),
-         ("--schedule", None, "pipeline schedule; the one whose timeline is drawn")),
+        (("--pp", "8", ""), ("--interleave", "2", ""), ("--schedule", None, "; the one whose timeline is drawn")),
+        (("--microbatches", "32", "microbatches per step"),),
     ),
     "scaling": Topic(
         "strong and weak scaling efficiency", "Scaling efficiency from measured step times.",
         "shardwise explain scaling --factor 8 --t1 10s --strong 1.5s --weak 11s", _scaling,
-        (("--factor", "8", "how many times as many devices (default 8)"),
-         ("--t1", "10s", "step on the smaller machine"),
-         ("--strong", "1.5s", "step on the larger machine with the same batch"),
-         ("--weak", "11s", "step on the larger machine with n times the batch")),
+        more=(
+            ("--factor", "8", "how many times as many devices"), ("--t1", "10s", "step on the smaller machine"),
+            ("--strong", "1.5s", "step on the larger machine with the same batch"),
+            ("--weak", "11s", "step on the larger machine with as many times the batch"),
+        ),
     ),
     "parameter-server": Topic(
         "parameter servers beside an all-reduce", "What parameter servers send and wait for, beside an all-reduce.",
         "shardwise explain parameter-server --model llama3-8b --cluster dgx-h100:8", _parameter_server,
-        (("--servers", None, "servers that share the weights (default: 1 up to one for each worker)"),), job={},
+        more=(("--servers", None, "servers that share the weights (default: 1 up to one for each worker)"),), job={},
     ),
     "tp": _sent("tp", "what tensor parallelism sends", {"strategy.tp": "8"}),
     "dp": _sent("dp", "what data parallelism and ZeRO send", {"strategy.zero": "1"}),

@@ -7,8 +7,8 @@ import sys
 from argparse import SUPPRESS, Namespace
 
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
-from shardwise.cli.arguments import keywords
-from shardwise.cli.inputs import MODEL_HELP, path_from, print_notes, require_torch
+from shardwise.cli.arguments import add_field_argument, keywords
+from shardwise.cli.inputs import path_from, print_notes, require_torch
 from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES
 from shardwise.cli.parser import Parser
 from shardwise.report.generation import figures, shown_text
@@ -93,8 +93,7 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of what is random; drawing tokens (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch-size", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
-    tp = "tensor parallel degree; with --on ray of each replica (default 1; under a launcher all its ranks)"
-    add("--tp", metavar="N", help=tp)
+    add_field_argument(parser, "--tp", "; with --on ray of each replica (default 1; under a launcher all its ranks)")
     on = "run on other hosts; ray, with --prompt-file: CPU actors tokenise, model actors generate, by Ray Data"
     add("--on", metavar="ray", help=on)
     add("--replicas", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
@@ -105,7 +104,7 @@ def _parser() -> Parser:
     add("--wait-for-resources", metavar="TIME", help=wait)
     add("--run-device", choices=RUN_DEVICES, default="cpu", help=f"{RUN_DEVICE_HELP} (default cpu)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="data type of the weights (default: as stored)")
-    add("--model", help=f"{MODEL_HELP}; where the source does not include it")
+    add_field_argument(parser, "--model", "; where the source does not include it")
     add(
         "--tokenizer",
         metavar="FILE",

@@ -16,21 +16,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
 
-# The help of --model and --cluster in verbs that have no job, in the words of those that have one.
-MODEL_HELP = "preset, model file, or a Hugging Face folder or its config.json"
-CLUSTER_HELP = "preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16"
-
-__all__ = [
-    "CLUSTER_HELP",
-    "MODEL_HELP",
-    "job_from",
-    "model_from",
-    "path_from",
-    "place_from",
-    "print_notes",
-    "require_torch",
-    "whole_number",
-]
+__all__ = ["job_from", "model_from", "path_from", "place_from", "print_notes", "require_torch", "whole_number"]
 
 
 def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:

@@ -40,6 +40,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.verb, self.first = verb, first.split()
+        self.refused: dict[str, tuple[str, str]] = {}
+        """Flags of other verbs that have no sense here: what is wrong with them, and what to do instead."""
         # "-5GB/s" after a flag is its value, whose own check then rejects it; no flag of ours looks like that.
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
@@ -47,6 +49,10 @@ class Parser(argparse.ArgumentParser):
         """The group of that title, which several callers may add flags to."""
         known = (group for group in self._action_groups if group.title == title)
         return next(known, None) or super().add_argument_group(title, *arguments, **options)
+
+    @property
+    def prices_bare_numbers(self) -> bool:
+        return self.verb.split()[0] in PRICE_BARE_NUMBERS
 
     def error(self, message: str) -> NoReturn:
         raise SpecError("", message, f"see `{self.prog} --help`")
@@ -62,6 +68,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             flag = unknown[0].split("=")[0]
+            if flag in self.refused:
+                raise SpecError(flag, *self.refused[flag])
             remedy = nearest_name(flag, flags) if flag.startswith("-") else ""
             raise SpecError("", f"unknown argument {shown(unknown[0])}", remedy or f"see `{self.prog} --help`")
         return known

@@ -26,8 +26,6 @@ class Shown(TypedDict, total=False):
 
     flag: str
     """Flag that sets it. That of a bool takes no value and sets the opposite of the default."""
-    alias: str
-    """Second flag, of the same meaning."""
     help: str
     """Help of the flag where the line below the field does not suit."""
     choices: Callable[[], Iterable[str]]

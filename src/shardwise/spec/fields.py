@@ -52,19 +52,13 @@ class FieldRecord:
         return flag
 
     @property
-    def flags(self) -> tuple[str, ...]:
-        """The flag and its alias."""
-        return tuple(filter(None, (self.flag, self.metadata.get("alias", ""))))
-
-    @property
     def keywords(self) -> tuple[str, ...]:
-        """The keywords of the API that set it: its name, and its alias."""
+        """The keywords of the API that set it."""
         part, _, inner = self.path.partition(".")
         alone = part in KEYWORD_PARTS and inner and "." not in inner
         if not alone and not self.flag:
             return ()
-        alias = self.metadata.get("alias", "").removeprefix("--").replace("-", "_")
-        return (self.name, alias) if alias else (self.name,)
+        return (self.name,)
 
     @property
     def is_switch(self) -> bool:

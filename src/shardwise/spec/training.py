@@ -172,7 +172,7 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
 class Training(Spec):
     """What is trained and how: batch, sequence, numeric formats, optimizer."""
 
-    global_batch: int | str | None = setting(None, flag="--global-batch", alias="--batch")
+    global_batch: int | str | None = setting(None, flag="--global-batch")
     """Sequences per step, or tokens: 16M-tokens. Tokens are rounded to what this layout and others divide, with a note.
     By default one microbatch for every data-parallel rank."""
     seq: int = count(2048, maximum=LONGEST, flag="--seq")
