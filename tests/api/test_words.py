@@ -25,7 +25,7 @@ _BASES: dict[str, dict[str, Any]] = {
     "plan_mixed": _MIXED,
     "train": {**_JOB, **_RUN},
     "calibrate": {"only": "storage"},
-    "generate": {"source": "tiny", "tokens": [[1]]},
+    "generate": {"source": "tiny", "prompt_tokens": [[1]]},
 }
 _BARE_MODEL = {"layers": 2, "hidden": 64, "heads": 4}
 _BARE_CLUSTER = {"topology": "ring", "gpus": 2, "bandwidth": "1GB/s"}
@@ -35,7 +35,7 @@ _WRONG = "no such thing"
 # Wrong values of keywords for which any text is right, or is read later.
 _OTHER_WRONG: dict[str, Any] = {
     "data": ["missing/shards"], "temperature": -1.0, "top_p": 2.0, "top_k": 0, "seed": 10**30, "tolerance": -1.0,
-    "max_processes": 0, "steps": 0, "output": "missing/folder/report.html",
+    "max_processes": 0, "steps": 0,
     "out": "missing/folder/cluster.yaml", "ray_address": "10.0.0.1:1",
     **{name: {"wrong": 1} for name in ("strategy", "training", "run", "overlap", "synchronise")},
 }  # fmt: skip
@@ -43,11 +43,11 @@ _OTHER_WRONG: dict[str, Any] = {
 _UNCHECKED = (
     "job", "scaling", "ranks", "memory_over_time", "compare_topologies", "any_priced", "thorough", "unfolded", "shrink",
     "go_on", "debug", "run_folder", "search", "cache", "on_progress", "on_text", "on_done", "note", "watch", "trace",
-    "run_device", "pareto", "dtype", "stop", "tokenizer", "prompt", "source", "tokens",
+    "run_device", "pareto", "dtype", "stop", "tokenizer", "prompt", "prompt_tokens", "source", "tokens",
 )  # fmt: skip
 
 
-_READ_LATER = {("generate", "device"), ("generate", "model")}  # than the source, which is not there
+_READ_LATER = {("generate", "run_device"), ("generate", "model")}  # than the source, which is not there
 
 
 def keywords_of(verb: Callable[..., Any]) -> list[str]:

@@ -137,7 +137,7 @@ def test_bare_topologies(flags: str, levels: list[dict[str, Any]]) -> None:
 def test_text_and_json_give_the_same_figures(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     data = analyzed(command)
-    text = " ".join(run(*command.split()).out.split())
+    text = " ".join(run(*command.split(), "--details").out.split())
     time, memory = data["time"], data["memory"]
     for figure in (
         f"{readable_count(data['parameters'])} parameters",
@@ -232,6 +232,16 @@ def test_a_row_of_the_scaling_table_is_the_analysis_of_that_size() -> None:
     assert strong["predicted_seconds"] == analyzed(double)["time"]["predicted_seconds"]
     doubled_batch = double.replace("--global-batch 1024", "--global-batch 2048")
     assert weak["predicted_seconds"] == analyzed(doubled_batch)["time"]["predicted_seconds"]
+
+
+def test_the_answer_comes_first_and_the_rest_on_request() -> None:
+    screen, everything = run(*HEADLINE.split()).out, run(*HEADLINE.split(), "--details").out
+    order = ("\n Memory", "\n Predicted step", "\n Throughput", "\n Bound by", "\nMemory of", "\nPredicted step:")
+    for text, then in ((screen, "\nCommunication per step"), (everything, "\nTensor parallel:")):
+        places = [text.index(part) for part in (*order, then)]
+        assert places == sorted(places)
+    assert "Storage" not in screen and "Storage" in everything
+    assert screen.index("--details") > screen.index("Communication") and "--details" not in everything
 
 
 def test_text_with_all_tables_mentions_them() -> None:

@@ -50,9 +50,10 @@ def test_a_plan_may_be_analyzed_and_exported(tmp_path: Path) -> None:
 def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
     questions = ["--why-not", "tp=8", "--why-not", "tp=3", "--what-if", "nvlink=900GB/s", "--what-if", "sm-free",
                  "--pareto", "memory", "--tokens", "1T", "--price", "2/h"]  # fmt: skip
-    result = planned(tmp_path, *questions)
+    result = planned(tmp_path, *questions, "--details")
     assert result.status == 0
     for part in (
+        "Best plan",
         "Why 1 wins",
         "textbook",
         "How the batch is spent",
@@ -66,6 +67,20 @@ def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
         "Error bars: step time",
     ):
         assert part in result.out
+
+
+def test_the_answer_is_one_screen(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    result = run(*SMALL.split(), "--out", str(path), columns=100)
+    assert result.status == 0
+    lines = result.out.splitlines()
+    assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 100
+    order = ("Best plan", "Memory", "Predicted step", "Throughput", "Time goes to", "The best", "Why 1", "Runs on")
+    places = [next(place for place, line in enumerate(lines) if line.strip().startswith(part)) for part in order]
+    assert places == sorted(places)
+    assert "\n 3  " in result.out and "\n 4  " not in result.out
+    assert f"Next: shardwise analyze {path}" in " ".join(result.out.split())
+    assert "How the batch is spent" in run(*SMALL.split(), "--out", "-", "--markdown").out
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from shardwise.planner.advice.explanation import difference_words, explain
 from shardwise.planner.candidate import candidate, complexity, strategy_words
 from shardwise.planner.plan import GROUPS, Plan, plan, ranked, said_by_a_framework
 from shardwise.planner.request import Request
-from shardwise.report.plan import _ranking, ranked_data
+from shardwise.report.plan import _ranking
+from shardwise.report.plan_data import ranked_data
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Overlap, Strategy
 from shardwise.uncertainty.residuals import error_bar, noise_of

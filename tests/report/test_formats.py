@@ -11,14 +11,27 @@ from shardwise.api import VERBS
 from shardwise.report.formats import CHANGES, formats_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-JOB = ["--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "128", "--batch", "8", "--precision", "fp32"]
+JOB = [
+    "--model",
+    "tiny",
+    "--cluster",
+    "laptop:2",
+    "--dp",
+    "2",
+    "--seq",
+    "128",
+    "--global-batch",
+    "8",
+    "--precision",
+    "fp32",
+]
 
 
 @pytest.mark.parametrize(
     "command",
     [
         ["analyze", *JOB],
-        ["plan", *JOB[:4], *JOB[6:], "--output", "-"],
+        ["plan", *JOB[:4], *JOB[6:], "--out", "-"],
         ["explain", "flops", "--model", "tiny"],
         ["export", *JOB, "--to", "megatron"],
         ["dryrun", *JOB],

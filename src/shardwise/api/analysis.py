@@ -17,7 +17,7 @@ from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.report.analysis import analysis_data, analysis_page, dimension_data, topology_rows
+from shardwise.report.analysis import analysis_data, analysis_page, analysis_screen, dimension_data, topology_rows
 from shardwise.report.page import Page
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
 from shardwise.spec.errors import SpecError
@@ -91,6 +91,10 @@ class AnalysisResult(PredictionResult):
     @cached_property
     def page(self) -> Page:
         return analysis_page(self.assessment)
+
+    @property
+    def screen(self) -> Page:
+        return analysis_screen(self.assessment)
 
     @cached_property
     def plots(self) -> Page:

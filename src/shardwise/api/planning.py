@@ -24,7 +24,8 @@ from shardwise.planner.request import Request
 from shardwise.planner.search.supported import model_note
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
-from shardwise.report.plan import family_data, plan_data, plan_page, ranked_data
+from shardwise.report.plan import plan_page, plan_screen
+from shardwise.report.plan_data import family_data, plan_data, ranked_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -39,8 +40,8 @@ class PlanResult(Result):
 
     verb = "plan"
     answer: PlanAnswer
-    top: int = 8
-    """How many layouts are printed."""
+    top: int | None = None
+    """How many layouts are printed; by default as many as fit on a screen, or 8 with all details."""
     unfolded: bool = False
     """Near-duplicate layouts are printed separately."""
 
@@ -61,14 +62,18 @@ class PlanResult(Result):
 
     @cached_property
     def page(self) -> Page:
-        return plan_page(self.answer, top=self.top, unfolded=self.unfolded)
+        return plan_page(self.answer, top=self.top or 8, unfolded=self.unfolded)
+
+    @property
+    def screen(self) -> Page:
+        return plan_screen(self.answer, top=self.top or 3, unfolded=self.unfolded)
 
     @cached_property
     def plots(self) -> Page:
         """The same in pictures."""
         from shardwise.report.charts.sections import plan_plots
 
-        return plan_plots(self.answer, top=self.top)
+        return plan_plots(self.answer, top=self.top or 8)
 
     def _data(self) -> dict[str, Any]:
         return plan_data(self.answer)
@@ -123,7 +128,7 @@ def plan(
     mtbf: Size | None = None,
     checkpoint_seconds: Size | None = None,
     restart_seconds: Size | None = None,
-    top: int | str = 8,
+    top: int | str | None = None,
     unfolded: bool = False,
     on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
@@ -159,7 +164,7 @@ def plan(
     terms_from(run, wanted.training)
     for change in questions.what_if:
         changed(wanted.cluster, change)
-    shown_rows = whole_number(top, "⟨top⟩")
+    shown_rows = None if top is None else whole_number(top, "⟨top⟩")
     searched = _searched(request, chosen, on_progress)
     if on_progress is not None:
         on_progress("explaining")

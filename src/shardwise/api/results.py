@@ -39,6 +39,11 @@ class Result(ABC):
     def page(self) -> Page:
         """Its lines and tables, also as ``page.markdown()`` and ``page.csv()``."""
 
+    @property
+    def screen(self) -> Page:
+        """What the command prints without ``--details``: one screen, where the page is longer."""
+        return self.page
+
     @abstractmethod
     def _data(self) -> dict[str, Any]:
         """What `to_dict` returns, without the version."""
@@ -65,7 +70,7 @@ class Result(ABC):
         return pandas.DataFrame(list(tables[name]))
 
     def __str__(self) -> str:
-        return self.page.text()
+        return self.screen.text()
 
     def _repr_html_(self) -> str:
         return self.page.html()

@@ -10,7 +10,7 @@ from shardwise.api.analysis import analyze, require_few_passes
 from shardwise.api.quantities import write_text
 from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
-from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
+from shardwise.cli.output import add_details_argument, add_output_arguments, add_plot_argument, form_of, page_of, show
 from shardwise.cli.parser import Parser
 from shardwise.spec.job import Job
 
@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
         "analyze",
         "Prices one job: communication, memory, FLOPs, what bounds it. The exit status is 1 if it does not fit.",
         _EXAMPLE,
-        "--model --cluster --gpus --tp --pp --dp --zero --global-batch --seq --tokens",
+        "--model --cluster --gpus --tp --pp --dp --zero --global-batch --seq --details",
     )
     add_job_arguments(parser)
     add_campaign_arguments(parser)
@@ -38,6 +38,7 @@ def run(arguments: list[str]) -> int:
     others = "the same devices and links as a ring, tree, hierarchy, switch, mesh and torus, side by side"
     inside.add_argument("--compare-topologies", action="store_true", help=others)
     inside.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
+    add_details_argument(parser)
     add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
     job = job_from(parsed)
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
             require_few_passes(job, flag)
     result = analyze(job, **keywords(analyze, parsed))
     written = _write_files(parsed, job)
-    show(parsed, lambda: result.plots if parsed.plot else result.page, result.to_dict)
+    show(parsed, lambda: result.plots if parsed.plot else page_of(parsed, result), result.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
     return 0 if result.fits else 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
+from shardwise.api.results import Result
 from shardwise.cli.streams import ReaderGone
 from shardwise.report.page import Page
 
@@ -24,6 +25,17 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
 def add_plot_argument(group: argparse._MutuallyExclusiveGroup) -> None:
     """--plot, for verbs that have pictures."""
     group.add_argument("--plot", action="store_true", help="pictures in place of tables")
+
+
+def add_details_argument(parser: argparse.ArgumentParser) -> None:
+    """--details, for verbs whose page is longer than a screen."""
+    details = "everything, not one screen of it; --json, --markdown and --csv always have it"
+    parser.add_argument_group("output").add_argument("--details", action="store_true", help=details)
+
+
+def page_of(parsed: argparse.Namespace, result: Result) -> Page:
+    """The page to print: all of it where it is asked for, or not printed on a screen."""
+    return result.page if parsed.details or form_of(parsed) != "text" else result.screen
 
 
 def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:

@@ -8,19 +8,20 @@ from pathlib import Path
 from shardwise.api.planning import MixedPlanResult, PlanResult, plan, plan_mixed
 from shardwise.api.quantities import not_written, write_text
 from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_arguments, keywords
-from shardwise.cli.output import add_output_arguments, add_plot_argument, form_of, show
+from shardwise.cli.output import add_details_argument, add_output_arguments, add_plot_argument, form_of, page_of, show
 from shardwise.cli.parser import Parser
 from shardwise.planner.constraints import OFFLOADS
 from shardwise.report.page import Line, Page
 from shardwise.report.progress import status
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.support import verdict
 
 _EXAMPLE = """
 shardwise plan --model llama3-405b --cluster dgx-h100:2048 --global-batch 16M-tokens --seq 8192
 shardwise plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --tp 2..8 --zero 1,3 --why-not tp=8,pp=1
 """
-_FIRST = "--model --cluster --gpus --global-batch --seq --tp --pp --zero --why-not --out"
+_FIRST = "--model --cluster --gpus --global-batch --seq --tp --pp --zero --why-not --details"
 _HEADER = "# Written by `shardwise plan`; run it again to replace this file.\n"
 _NOT_MIXED = {
     "--why-not": "why_not",
@@ -64,11 +65,15 @@ def _plan_mixed(parsed: argparse.Namespace) -> int:
 def _write_and_show(parsed: argparse.Namespace, result: PlanResult | MixedPlanResult, output: Path | None) -> None:
     if output is not None:
         write_text(output, _HEADER + result.job.to_yaml(), "--out")
-    show(
-        parsed, lambda: result.plots if isinstance(result, PlanResult) and parsed.plot else result.page, result.to_dict
-    )
+
+    def page() -> Page:
+        return result.plots if isinstance(result, PlanResult) and parsed.plot else page_of(parsed, result)
+
+    show(parsed, page, result.to_dict)
     if output is not None and form_of(parsed) == "text" and not parsed.json:
-        Page((Line(f"\nWrote {output}: shardwise analyze {output}", "bold"),)).print()
+        runs = verdict(result.job).status == "runs"
+        following = [f"shardwise {verb} {output}" for verb in ("analyze", "train")[: 1 + runs]]
+        Page((Line(f"\nWrote {output}. Next: {', '.join(following)}", "bold"),)).print()
 
 
 def _parser() -> Parser:
@@ -106,10 +111,11 @@ def _parser() -> Parser:
     questions.add_argument("--pareto", choices=("memory", "money"), help="trade time against memory, or against money")
     add_campaign_arguments(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--top", default="8", metavar="N", help="how many layouts --details ranks (default 8)")
+    output.add_argument("--top", metavar="N", help="how many layouts to show (default 3; with --details 8)")
     output.add_argument("--all", dest="unfolded", action="store_true", help="list near-duplicate layouts separately")
     out = "file or folder to write; the plan as a job file, or - for none (default job.yaml)"
     output.add_argument("--out", default="job.yaml", metavar="FILE", help=out)
+    add_details_argument(parser)
     add_plot_argument(add_output_arguments(parser))
     return parser
 

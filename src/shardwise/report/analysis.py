@@ -40,21 +40,43 @@ _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
 
 @paged
+def analysis_screen(assessment: Assessment) -> Iterator[Piece | str]:
+    """What `analyze` prints: the verdict, memory, the parts of the step, a line for what each dimension sends."""
+    yield from _answer(assessment)
+    if table := _communication_table(assessment.analysis):
+        yield table
+    yield from _asked(assessment)
+    yield "--details adds every collective, storage, and where the error bars come from."
+
+
+@paged
 def analysis_page(assessment: Assessment) -> Iterator[Piece | str]:
-    """Everything `analyze` prints: the verdict, the parts of the predicted step, memory, communication, the rest."""
+    """What `analyze --details` prints."""
     analysis = assessment.analysis
-    yield headline(analysis)
-    for note in analysis.notes:
-        yield Line(f"note: {note}", "yellow")
-    yield verdict_table(assessment)
-    yield _time_table(analysis)
-    yield _memory_table(analysis)
+    yield from _answer(assessment)
     for name in COMMUNICATION:
         if traffics := analysis.dimension_traffics(name):
             yield _dimension_table(analysis, name, traffics)
     yield from collective_lines(assessment.gradient_times)
     if assessment.storage.levels:
         yield _storage_table(assessment)
+    yield from _asked(assessment)
+    yield f"Error bars: {assessment.error_bar.basis}."
+
+
+def _answer(assessment: Assessment) -> Iterator[Piece | str]:
+    """What a reader wants first, then memory and time."""
+    analysis = assessment.analysis
+    yield headline(analysis)
+    for note in analysis.notes:
+        yield Line(f"note: {note}", "yellow")
+    yield verdict_table(assessment)
+    yield _memory_table(analysis)
+    yield _time_table(analysis)
+
+
+def _asked(assessment: Assessment) -> Iterator[Piece | str]:
+    """What only some flags ask for."""
     if assessment.campaign is not None:
         yield from campaign_pieces(assessment.campaign)
     for kind, rows in (assessment.scaling or {}).items():
@@ -65,7 +87,6 @@ def analysis_page(assessment: Assessment) -> Iterator[Piece | str]:
         yield Line("\n".join(_rank_lines(assessment.ranks)), fixed=True)
     if assessment.memory_over_time is not None:
         yield memory_table(assessment.memory_over_time)
-    yield f"Error bars: {assessment.error_bar.basis}."
 
 
 def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
@@ -111,6 +132,21 @@ def _layout(job: Job) -> str:
         parts.append(f"{strategy.recompute} recompute")
     parts += [*less_communication_words(strategy), job.training.precision, job.training.optimizer]
     return ", ".join(parts)
+
+
+def _communication_table(analysis: Analysis) -> FittedTable | None:
+    """What each dimension sends, in a line; None if nothing is sent."""
+    rows = []
+    for name in COMMUNICATION:
+        if traffics := analysis.dimension_traffics(name):
+            longest = max(traffics, key=lambda traffic: traffic.seconds)
+            seconds = readable_seconds(sum(traffic.seconds for traffic in traffics))
+            sent = readable_bytes(sum(traffic.bytes_sent for traffic in traffics))
+            most = f"{longest.kind.value.replace('_', '-')} over {longest.network}"
+            rows.append((DIMENSIONS[name], most, sent, seconds, readable_seconds(analysis.parts[name])))
+    columns = ("dimension", "mostly", "bytes sent", "seconds", "exposed")
+    title = "Communication per step of one device; exposed is what computation does not hide"
+    return table(title, columns, rows, numbers_from=2, optional=("mostly",)) if rows else None
 
 
 def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> FittedTable:

@@ -1,17 +1,15 @@
-"""A plan as a page (the best strategies, why the first wins, who can run it, answers), and as plain data."""
+"""A plan as a page: the winner, why it wins, other strategies, who can run it, answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 from shardwise.cost.memory.room import probability_words
 from shardwise.interop.frameworks.job_fields import Lost
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.explanation import NotRun, PlanExplanation, difference_words, largest_differences
+from shardwise.planner.advice.explanation import NotRun, difference_words, largest_differences
 from shardwise.planner.advice.frameworks import FrameworkVerdict
-from shardwise.planner.advice.what_if import WhatIf
 from shardwise.planner.candidate import (
     Candidate,
     offload_words,
@@ -22,12 +20,12 @@ from shardwise.planner.candidate import (
     sharding_words,
     strategy_words,
 )
-from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow, StrategyFamily
+from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
 from shardwise.report.analysis import collective_lines
-from shardwise.report.campaign import campaign_data, campaign_pieces
-from shardwise.report.console import bar, picked, table
+from shardwise.report.campaign import campaign_pieces
+from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import PLAN_WORDS
 from shardwise.report.tables import FittedTable
@@ -43,9 +41,9 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
-from shardwise.uncertainty.residuals import error_bar
 
 _MOST_FAMILIES = 10
+_MOST_PARTS = 4  # of the step, in the answer
 _LEAST_SHARE = 0.0005  # of the step: what prints as 0.0%
 _LIKE = (
     "like it: layouts that add dimensions to the same idea, for no time beyond noise and no memory; --all lists them"
@@ -53,15 +51,25 @@ _LIKE = (
 
 
 @paged
-def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Iterator[Piece | str]:
-    """Everything `plan` prints."""
+def plan_screen(answer: PlanAnswer, *, top: int = 3, unfolded: bool = False) -> Iterator[Piece | str]:
+    """What `plan` prints: the winner, its alternatives and why, in one screen, and what was asked."""
     plan = answer.plan
-    yield _headline(plan)
-    for note in [*answer.notes, *_notes(answer)]:
-        yield Line(f"note: {note}", "yellow")
-    rows: Sequence[RankingRow] = plan.rows[:top]
-    if unfolded:
-        rows = [RankingRow(plan.group_of(candidate), candidate) for candidate in plan.layouts[:top]]
+    yield from _answer(answer)
+    title = f"The best: within noise ({plan.noise.share:.1%}) of the fastest the simplest first, then by time"
+    yield _ranked_words(plan, [*enumerate(_rows(plan, top, unfolded=unfolded), 1)], title)
+    if plan.tight:
+        yield _tight_words(plan)
+    yield from _why(answer)
+    yield from _asked(answer)
+    yield f"Runs on {_able(plan.best, answer.runners)}. --details adds more layouts, frameworks and error bars."
+
+
+@paged
+def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Iterator[Piece | str]:
+    """What `plan --details` prints."""
+    plan = answer.plan
+    yield from _answer(answer)
+    rows = _rows(plan, top, unfolded=unfolded)
     for group in GROUPS:
         if any(row.group == group for row in rows):
             yield _ranking(plan, rows, group)
@@ -72,9 +80,67 @@ def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> It
     yield _batches([row.best for row in rows])
     yield _families(plan)
     yield _where_time_goes(plan.best)
+    yield from _why(answer)
     yield from _sentences(answer)
     yield from _asked(answer)
     yield from runner_lines(plan.best, answer.runners)
+
+
+def _answer(answer: PlanAnswer) -> Iterator[Piece | str]:
+    """What is planned for, and the winner as `analyze` would begin it."""
+    yield _headline(answer.plan)
+    for note in [*answer.notes, *_notes(answer)]:
+        yield Line(f"note: {note}", "yellow")
+    yield _winner(answer)
+
+
+def _rows(plan: Plan, top: int, *, unfolded: bool) -> Sequence[RankingRow]:
+    if unfolded:
+        return [RankingRow(plan.group_of(candidate), candidate) for candidate in plan.layouts[:top]]
+    return plan.rows[:top]
+
+
+def _winner(answer: PlanAnswer) -> FittedTable:
+    plan, best = answer.plan, answer.plan.best
+    low, high = map(readable_seconds, (answer.predicted_seconds_low, answer.predicted_seconds_high))
+    likely = probability_words(plan.fit_probability(best))
+    held, usable = map(readable_bytes, (best.memory.total, plan.request.room.usable_bytes))
+    mfu = f"MFU {readable_share(best.mfu)} of {peak_words(best.job)}"
+    parts = sorted(best.shares.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    rows = (
+        ("Best plan", strategy_words(best.job.strategy)),
+        ("Memory", f"fits with {likely} probability: {held} of {usable}, {readable_bytes(plan.left_bytes(best))} free"),
+        ("Predicted step", f"{readable_seconds(best.step_seconds)}; 80% of published runs: {low} - {high}"),
+        ("Throughput", f"{best.tokens_per_second:,.0f} tokens/s, {mfu}"),
+        ("Time goes to", " · ".join(f"{PLAN_WORDS[name]} {readable_share(share)}" for name, share in parts)),
+    )
+    return table("", ("", ""), rows, numbers_from=2)
+
+
+def _ranked_words(plan: Plan, rows: Sequence[tuple[int, RankingRow]], title: str = "") -> FittedTable:
+    """Numbered strategies in words, which wrap."""
+    shown = [
+        (
+            str(number),
+            strategy_words(row.best.job.strategy),
+            readable_seconds(row.best.step_seconds),
+            _time(plan, row.best),
+            readable_bytes(row.best.memory.total),
+            probability_words(plan.fit_probability(row.best)),
+        )
+        for number, row in rows
+    ]
+    return table(title, ("", "strategy", "step", "time", "memory", "fits"), shown, numbers_from=2)
+
+
+def _tight_words(plan: Plan) -> str:
+    """The best of the strategies that would be faster, but may run out of memory."""
+    first = plan.tight[0]
+    likely = probability_words(plan.fit_probability(first))
+    return (
+        f"Tight: {strategy_words(first.job.strategy)} takes {readable_seconds(first.step_seconds)} "
+        f"({_time(plan, first)}), but fits with {likely} probability only (--memory-risk {_risk(plan.request.job)})."
+    )
 
 
 def _headline(plan: Plan) -> str:
@@ -106,14 +172,11 @@ def _ranking(plan: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTabl
     }
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "fits", "like it")  # fmt: skip
-    own = [_row(number, row, plan) for number, row in enumerate(rows, 1) if row.group == group]
-    # The same with the strategy in words, which wrap.
-    words = [strategy_words(row.best.job.strategy) for row in rows if row.group == group]
-    kept = [columns.index(name) for name in ("step", "time", "memory", "fits")]
-    short = [(row[0], said, *(row[place] for place in kept)) for row, said in zip(own, words)]
+    own = [(number, row) for number, row in enumerate(rows, 1) if row.group == group]
     optional = ("tokens/s", "like it", "left", "MFU")
-    narrower = table("", ("", "strategy", *(columns[place] for place in kept)), short, numbers_from=2)
-    return replace(table(titles[group], columns, own, numbers_from=4, optional=optional), narrower=narrower)
+    cells = [_row(number, row, plan) for number, row in own]
+    wide = table(titles[group], columns, cells, numbers_from=4, optional=optional)
+    return replace(wide, narrower=_ranked_words(plan, own))
 
 
 def _row(number: int, row: RankingRow, plan: Plan) -> tuple[str, ...]:
@@ -212,10 +275,9 @@ def _where_time_goes(candidate: Candidate) -> FittedTable:
     return table(title, ("part", "", "seconds", "share"), rows, numbers_from=2)
 
 
-def _sentences(answer: PlanAnswer) -> Iterator[str]:
-    plan = answer.plan
-    explanation, rule = answer.explanation, answer.textbook
-    yield f"Why 1 wins. {explanation.sentence()}"
+def _why(answer: PlanAnswer) -> Iterator[str]:
+    plan, rule = answer.plan, answer.textbook
+    yield f"Why 1 wins. {answer.explanation.sentence()}"
     if rule is None:
         yield "The textbook order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
@@ -229,12 +291,14 @@ def _sentences(answer: PlanAnswer) -> Iterator[str]:
         f"{result.fitting:,} run and fit, {result.too_large:,} do not fit, {result.unsupported:,} are not run; "
         f"the best {len(plan.candidates)} were simulated."
     )
-    band = answer.error_bar
-    low, high = map(readable_seconds, (answer.predicted_seconds_low, answer.predicted_seconds_high))
-    yield f"The step of 1 takes {low} to {high}. Error bars: {band.basis}."
+
+
+def _sentences(answer: PlanAnswer) -> Iterator[str]:
+    """Where the figures come from, and what this project's engine does not run."""
+    plan = answer.plan
+    yield f"Error bars: {answer.error_bar.basis}."
     yield _room_words(plan.request, answer.memory_error_high)
     yield f"Noise: {plan.noise.basis}."
-    yield f"MFU is of {peak_words(plan.best.job)}."
     yield from collective_lines(answer.gradient_times)
     if answer.not_run is not None:
         yield _missing_feature(answer.not_run, plan.best)
@@ -318,12 +382,16 @@ def _pareto_table(answer: PlanAnswer) -> FittedTable:
 
 def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Iterator[str]:
     """Everything that can run the plan, then one line per framework with the plan priced as it would run there."""
-    here = ["shardwise"] if verdict(best.job).status == "runs" else []
-    able = [*here, *(runner.name for runner in verdicts if runner.runs)]
-    yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
+    yield f"\nWho can run 1: {_able(best, verdicts)}."
     yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
     for runner in verdicts:
         yield f"  {runner.name}: {' '.join(_what_it_runs(best, runner))}"
+
+
+def _able(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> str:
+    """Everything that can run the plan, by name."""
+    here = ["shardwise"] if verdict(best.job).status == "runs" else []
+    return ", ".join([*here, *(runner.name for runner in verdicts if runner.runs)]) or "no framework known here"
 
 
 def _what_it_runs(best: Candidate, runner: FrameworkVerdict) -> Iterator[str]:
@@ -356,139 +424,3 @@ def _against(best: Candidate, own: Candidate) -> str:
     memory = f"{'+' if more >= 0 else '-'}{readable_bytes(abs(more))}"
     step, held = readable_seconds(own.step_seconds), readable_bytes(own.memory.total)
     return f"{step} ({difference_words(slower)}), {held} ({memory})"
-
-
-def runner_data(runner: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
-    """A verdict as plain data; ``loss`` is the relative increase in step time."""
-    own = runner.own
-    return {
-        "name": runner.name,
-        "runs": runner.runs,
-        "lacks": [lost.field for lost in runner.lacks],
-        "differs": list(runner.differs),
-        "stack": None if own is None else own.job.stack.name,
-        "best": None if own is None else strategy_words(own.job.strategy),
-        "loss": None if own is None else own.loss_to(best),
-        "memory_bytes": None if own is None else own.memory.total,
-        "needed_bytes": runner.needed_bytes,
-    }
-
-
-def plan_data(answer: PlanAnswer) -> dict[str, Any]:
-    """Everything `plan` prints; times in seconds, memory in bytes, shares as fractions."""
-    plan: Plan = answer.plan
-    result = plan.search
-    return {
-        "job": plan.best.job.to_dict(),
-        "memory_risk": plan.request.job.run.memory_risk,
-        "tight": [ranked_data(plan, candidate) for candidate in plan.tight],
-        "candidates": [ranked_data(plan, candidate) for candidate in plan.candidates],
-        "layouts": [ranked_data(plan, candidate) for candidate in plan.layouts],
-        "ranking": [_ranking_data(number, row) for number, row in enumerate(plan.rows, 1)],
-        "families": [family_data(family) for family in plan.families],
-        "fastest": strategy_words(plan.fastest.job.strategy),
-        "noise": picked(plan.noise, "share", "basis"),
-        "room": asdict(plan.request.room),
-        "search": {
-            **picked(result, "priced", "fitting", "too_large", "unsupported"),
-            "cpu_seconds": result.seconds,
-            "narrowing": list(plan.narrowing),
-        },
-        "explanation": _explanation(answer.explanation),
-        "textbook": _candidate_or_none(answer.textbook),
-        "frameworks": [runner_data(runner, plan.best) for runner in answer.runners],
-        "not_run": None if answer.not_run is None else _not_run(answer.not_run),
-        "why_not": [
-            {**picked(question, "wanted", "verdict", "reason", "loss"), "best": _candidate_or_none(question.best)}
-            for question in answer.why_not
-        ],
-        "what_if": [_what_if(what_if) for what_if in answer.what_if],
-        "pareto": _pareto(answer),
-        "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
-        "notes": list(answer.notes),
-    }
-
-
-def ranked_data(plan: Plan, candidate: Candidate) -> dict[str, Any]:
-    return {
-        "group": plan.group_of(candidate),
-        "loss": plan.loss_of(candidate),
-        **candidate_data(candidate),
-        "left_bytes": plan.left_bytes(candidate),
-        "fit_probability": plan.fit_probability(candidate),
-    }
-
-
-def _ranking_data(number: int, row: RankingRow) -> dict[str, Any]:
-    """A row of the ranking; its figures are in the layout with the same words."""
-    like = [strategy_words(candidate.job.strategy) for candidate in row.like]
-    return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
-
-
-def family_data(family: StrategyFamily) -> dict[str, Any]:
-    return {
-        "dimensions": list(family.dimensions),
-        "best": _candidate_or_none(family.best),
-        "least_memory_bytes": family.least_memory_bytes,
-    }
-
-
-def _candidate_or_none(candidate: Candidate | None) -> dict[str, Any] | None:
-    return None if candidate is None else candidate_data(candidate)
-
-
-def candidate_data(candidate: Candidate) -> dict[str, Any]:
-    job, band = candidate.job, error_bar(candidate.job)
-    return {
-        "strategy": job.to_dict().get("strategy", {}),
-        "words": strategy_words(job.strategy),
-        "predicted_seconds": candidate.step_seconds,
-        "predicted_seconds_low": candidate.low_seconds(band.time_low),
-        "predicted_seconds_high": candidate.step_seconds * (1 + band.time_high),
-        "error_bar_basis": band.basis,
-        "tokens_per_step": job.tokens_per_step,
-        **picked(candidate, "tokens_per_second", "mfu"),
-        "mfu_peak": job.training.recipe.compute,
-        "memory": candidate.memory.to_dict(),
-        "margin_bytes": candidate.margin_bytes,
-        "batch": {
-            "sequences": job.sequences,
-            "data_parallel": job.strategy.data_parallel,
-            "accumulation": job.microbatches,
-            "microbatch": job.strategy.microbatch,
-        },
-        "parts_seconds": candidate.parts,
-    }
-
-
-def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
-    second = explanation.second
-    return {
-        "sentence": explanation.sentence(),
-        "second": None if second is None else strategy_words(second.job.strategy),
-        "loss": None if second is None else explanation.loss,
-        "layouts_within_noise": explanation.within,
-        "turnings": [picked(turning, "what", "factor") for turning in explanation.turnings or ()],
-    }
-
-
-def _not_run(not_run: NotRun) -> dict[str, Any]:
-    return {"lacks": [list(finding.techniques) for finding in not_run.findings], "best": candidate_data(not_run.best)}
-
-
-def _what_if(what_if: WhatIf) -> dict[str, Any]:
-    best, fastest = None, None
-    if isinstance(what_if.result, Plan):
-        best, fastest = candidate_data(what_if.result.best), candidate_data(what_if.result.fastest)
-    return {"change": what_if.change, "best": best, "fastest": fastest}
-
-
-def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
-    if answer.memory_front is not None:
-        return [candidate_data(candidate) for candidate in answer.memory_front]
-    if answer.sizes is None:
-        return None
-    return [
-        {**picked(size, "devices", "device_seconds_per_token"), "best": candidate_data(size.best)}
-        for size in answer.sizes
-    ]

@@ -96,8 +96,8 @@ def verdict_table(assessment: Assessment) -> FittedTable:
 def verdict_rows(assessment: Assessment) -> Iterator[tuple[str, str]]:
     """The verdict without advice, whose search takes most of the time of an analysis."""
     analysis = assessment.analysis
-    yield from _step_rows(assessment)
     yield "Memory", memory_words(analysis)
+    yield from _step_rows(assessment)
     yield (
         "Bound by",
         ("" if assessment.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, assessment.bottleneck),
@@ -117,7 +117,7 @@ def advice_row(assessment: Assessment) -> tuple[str, str]:
 
 def prediction_table(assessment: Assessment) -> FittedTable:
     """A prediction alone: step, throughput, memory, floor."""
-    rows = (*_step_rows(assessment), ("Memory", memory_words(assessment.analysis)), floor_row(assessment.analysis))
+    rows = (("Memory", memory_words(assessment.analysis)), *_step_rows(assessment), floor_row(assessment.analysis))
     return table("", ("", ""), rows, numbers_from=2)
 
 

@@ -132,7 +132,7 @@ def test_plan_says_it_too(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(dump_yaml(job(True, dp=4).cluster.to_dict()), encoding="utf-8")
     asked = f"--model tiny --cluster {path} --global-batch 8 --seq 32 --precision fp32 --dp 4 --zero 0"
-    found = run("plan", *asked.split(), "--out", "-")
+    found = run("plan", *asked.split(), "--out", "-", "--details")
     assert found.status == 0, found.err
     assert "Gradients by hierarchical" in found.out and "instead of" in found.out
     (sums,) = run_json("analyze", *asked.split(), "--json")["gradient_sums"]
