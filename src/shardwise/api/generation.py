@@ -134,7 +134,7 @@ def generate(
     from shardwise.generation.request import layout_of
 
     if place is None:
-        require_devices(run_device, request.tp if here is None else here.ranks_per_host, "run_device")
+        require_devices(run_device, request.tp if here is None else here.ranks_per_host)
     if here is None and place is None and run_device == "cpu":
         require_cores("⟨tp⟩", request.tp, "use fewer")
     weights = opened_weights(request)
@@ -230,7 +230,8 @@ def _ray_place(
     if here is not None:
         raise SpecError("⟨on⟩", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
     if prompt_file is None:
-        raise SpecError("⟨on⟩", "ray is for a file of prompts", "give ⟨prompt_file=FILE⟩ and ⟨out=FILE⟩, or leave it out")
+        remedy = "give ⟨prompt_file=FILE⟩ and ⟨out=FILE⟩, or leave it out"
+        raise SpecError("⟨on⟩", "ray is for a file of prompts", remedy)
     wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "⟨wait_for_resources⟩")
     number = None if replicas is None else whole_number(replicas, "⟨replicas⟩", 10_000)
     return _RayPlace(ray_address, float(wait), number)
@@ -288,7 +289,8 @@ def _check_prompts(
     out: str | PathLike[str] | None,
 ) -> None:  # fmt: skip
     if prompt_file is None and not texts and not tokens:
-        raise SpecError("⟨prompt⟩", "there is none", "give ⟨prompt=TEXT⟩, ⟨prompt_tokens=IDS⟩, or ⟨prompt_file=FILE⟩ with ⟨out=FILE⟩")
+        remedy = "give ⟨prompt=TEXT⟩, ⟨prompt_tokens=IDS⟩, or ⟨prompt_file=FILE⟩ with ⟨out=FILE⟩"
+        raise SpecError("⟨prompt⟩", "there is none", remedy)
     if prompt_file is not None and (texts or tokens):
         raise SpecError("⟨prompt_file⟩", "cannot be combined with prompts", "give one of them")
     if (prompt_file is None) != (out is None):

@@ -22,12 +22,13 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
     require_gradient_schedules(job)
 
 
-def require_devices(device: str, ranks: int, name: str = "run_device") -> None:
+def require_devices(device: str, ranks: int) -> None:
     """Raises SpecError if this machine has too few devices; on a CPU a rank is a process."""
     import torch  # not needed by callers of `require_runs` alone
 
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise SpecError(f"⟨{name}⟩", f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", f"use ⟨{name}=cpu⟩")
+    there = torch.cuda.device_count()
+    if device == "cuda" and there < ranks:
+        raise SpecError("⟨run_device⟩", f"cuda: {there} GPUs for {ranks} ranks", "use ⟨run_device=cpu⟩")
 
 
 def require_nvtx(job: Job, field: str = "run.nvtx") -> None:
