@@ -120,7 +120,7 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
     routed = _record_routes(model)
     for step in range(steps):
         reference.losses.append(_gradients(model, job, step, seed))
-        reference.routes.append({name: _joined(parts) for name, parts in routed.items()})
+        reference.routes.append({name: _concatenated(parts) for name, parts in routed.items()})
         routed.clear()
         reference.gradients.append(
             {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -175,7 +175,7 @@ def _record_routes(model: Decoder) -> dict[str, list[tuple[Tensor, Tensor]]]:
     return routes
 
 
-def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _concatenated(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     features, experts = zip(*parts)
     return torch.cat(features), torch.cat(experts)
 

@@ -38,12 +38,17 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
+def address_towards(address: str) -> str:
+    """This host's own address, as seen from ``address``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # sends nothing
+        asked.connect((address, 9))
+        return str(asked.getsockname()[0])
+
+
 def interface_towards(address: str) -> str:
     """The name of the interface that leads to ``address``; "" if unknown."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
-            towards.connect((address, 9))
-            return interface_of(towards.getsockname()[0])
+        return interface_of(address_towards(address))
     except OSError:
         return ""
 

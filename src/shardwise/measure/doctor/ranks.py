@@ -29,7 +29,7 @@ from shardwise.measure.doctor.facts import compared, file_system_of, gpu_finding
 from shardwise.measure.doctor.findings import Checked, Examination, Status
 from shardwise.measure.doctor.host import examine, skew_finding
 from shardwise.measure.doctor.software import all_reduce_finding, timed_all_reduce
-from shardwise.run.environment import Started
+from shardwise.run.environment import Started, address_towards
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.units import readable_rate, readable_seconds
@@ -58,7 +58,7 @@ def closed_ports(rank: Rank, address: str | None) -> list[tuple[int, str]]:
         return []
     own = node_of(rank.number, rank.ranks_per_host)
     with _listening() as ports:
-        rank.store.set(f"ports-{own}", " ".join([_own_address(address), *map(str, ports)]))
+        rank.store.set(f"ports-{own}", " ".join([address_towards(address), *map(str, ports)]))
         nodes = [node for node in range(rank.world // rank.ranks_per_host) if node != own]
         with ThreadPoolExecutor(_AT_ONCE) as workers:
             reasons = list(workers.map(lambda node: (node, _why_closed(rank, node, address)), nodes))
@@ -77,12 +77,6 @@ def _listening() -> Iterator[list[int]]:
         for server in servers:
             server.shutdown()
             server.server_close()
-
-
-def _own_address(towards: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # sends nothing
-        asked.connect((towards, 9))
-        return str(asked.getsockname()[0])
 
 
 def _why_closed(rank: Rank, node: int, first_address: str) -> str:
