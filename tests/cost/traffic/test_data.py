@@ -100,6 +100,21 @@ def test_zero_3_gathers_experts_over_their_own_group() -> None:
     assert sent(experts) == pytest.approx(3 * 1 / 2 * 2 * rank_contents(case, 0).experts)
 
 
+def test_undivided_gradients_are_summed_in_every_microbatch_only_if_they_leave_the_device() -> None:
+    """As `engine/data/fsdp.py` decides by the same rule, `Sharding.reduced_to_shards`."""
+
+    def times(offloaded: float) -> float:
+        strategy = {"pp": 2, "dp": 8, "ep": 4, "zero": 3, "shard_group": 2, "accumulate": "sharded",
+                    "offload": {"gradients": offloaded, "optimizer": offloaded}}  # fmt: skip
+        case = Job.from_dict({"model": "mixtral-8x7b", "cluster": "dgx-h100:2", "strategy": strategy,
+                              "training": {"global_batch": 64, "seq": 1024}})  # fmt: skip
+        layers = rank_contents(case, 0).moe_layers
+        reduced = [t for t in traffics(case, "dp") if t.kind is CollectiveKind.ALL_REDUCE]
+        return sum(t.count for t in reduced if t.payload.share is Share.EXPERTS) / layers
+
+    assert (times(0.0), times(1.0)) == (1, 8)
+
+
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("stack", presets.names("stack"))
 def test_zero_2_under_a_pipeline_reduces_as_its_stack_does(stack: str) -> None:
