@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.api.given import JobArguments
+from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.spec.errors import SpecError
@@ -70,7 +70,7 @@ class Compared:
 def job_of(row: Configuration, cluster: str) -> Job:
     given = {"microbatch": row["sequences"], **row}
     fields = {_SHORT.get(name, name): value for name, value in given.items() if name != "model"}
-    return job_from(JobArguments(model=row["model"], cluster=cluster, gpus=1, overrides=fields), runs_here=True)[0]
+    return job_from(arguments_of({"model": row["model"], "cluster": cluster, "gpus": 1, **fields}), runs_here=True)[0]
 
 
 def name_of(row: Configuration) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of
-from shardwise.api.given import JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.given import JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
@@ -20,6 +20,7 @@ from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis import analysis_data, analysis_page, analysis_screen, dimension_data, topology_rows
 from shardwise.report.page import Page
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
+from shardwise.spec.bare import Size
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

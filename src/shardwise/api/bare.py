@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
-from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
+from shardwise.spec.bare import TOPOLOGIES, BareNumbers, Size, StandIn
 from shardwise.spec.clusters import parse_shape, squarest
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -14,44 +15,31 @@ from shardwise.spec.model import Model
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import parse
 
-TOPOLOGIES = ("line", "ring", "tree", "hierarchical", "switch", "mesh", "torus", "fully-connected")
 DEFAULT_VOCAB = 32_000
 DEFAULT_DEVICE = "h100-sxm"
 DEFAULT_LATENCY = "5us"
 
 
-_MODEL = ("params", "layers", "hidden", "heads")
-
-
-def gives_model(arguments: JobArguments) -> bool:
-    return any(getattr(arguments, name) is not None for name in _MODEL)
-
-
-def model_flags(arguments: JobArguments) -> str:
-    """The flags of bare numbers that describe a model."""
-    return ", ".join(f"⟨{name}⟩" for name in _MODEL if getattr(arguments, name) is not None)
-
-
-def gives_cluster(arguments: JobArguments) -> bool:
-    return arguments.topology is not None
-
-
-def check_unused(arguments: JobArguments) -> None:
-    """Raises SpecError for a bare number that would silently change nothing."""
+def check(numbers: BareNumbers, overrides: Mapping[str, Any]) -> None:
+    """Raises SpecError for bare numbers beside a named model or cluster, and for one that would change nothing."""
+    for kind in get_args(StandIn):
+        given = numbers.given(kind)
+        if given and kind in overrides:
+            raise exclusive(f"⟨{kind}⟩", overrides[kind], ", ".join(f"⟨{name}⟩" for name in given))
     needs: dict[str, str] = {}
-    if not gives_model(arguments):
+    if not numbers.given("model"):
         needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "⟨layers⟩, ⟨hidden⟩ and ⟨heads⟩")
-    if not gives_cluster(arguments):
+    if not numbers.given("cluster"):
         needs |= dict.fromkeys(("shape", "bandwidth", "latency", "device"), "⟨topology⟩")
     for name, needed in needs.items():
-        value = getattr(arguments, name)
+        value = getattr(numbers, name)
         if value is not None:
             remedy = f"add {needed}, or leave ⟨{name}⟩ out"
             raise SpecError(f"⟨{name}⟩", f"{shown(value)} is not used without {needed}", remedy)
 
 
-def _whole(arguments: JobArguments, name: str, default: int | None = None) -> int:
-    value, setting = getattr(arguments, name), f"⟨{name}⟩"
+def _whole(numbers: BareNumbers, name: str, default: int | None = None) -> int:
+    value, setting = getattr(numbers, name), f"⟨{name}⟩"
     if value is not None:
         return whole_number(value, setting, most=10**12)
     if default is None:
@@ -59,19 +47,19 @@ def _whole(arguments: JobArguments, name: str, default: int | None = None) -> in
     return default
 
 
-def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
+def model(numbers: BareNumbers, tensor_parallel: object = 1) -> Model:
     """A plain decoder with the given numbers; ``--params`` determines the MLP width."""
-    layers, hidden, heads = (_whole(arguments, name) for name in ("layers", "hidden", "heads"))
-    kv_heads = _whole(arguments, "kv_heads", heads)
-    vocab = _whole(arguments, "vocab", DEFAULT_VOCAB)
+    layers, hidden, heads = (_whole(numbers, name) for name in ("layers", "hidden", "heads"))
+    kv_heads = _whole(numbers, "kv_heads", heads)
+    vocab = _whole(numbers, "vocab", DEFAULT_VOCAB)
     if heads > hidden or hidden % heads:
         raise SpecError("⟨heads⟩", f"{heads} does not divide ⟨hidden={hidden}⟩", "use a divisor")
-    if arguments.params is not None and arguments.ffn is not None:
-        raise exclusive("⟨ffn⟩", arguments.ffn, "⟨params⟩")
-    if arguments.params is None:
-        ffn = _whole(arguments, "ffn", 4 * hidden)
+    if numbers.params is not None and numbers.ffn is not None:
+        raise exclusive("⟨ffn⟩", numbers.ffn, "⟨params⟩")
+    if numbers.params is None:
+        ffn = _whole(numbers, "ffn", 4 * hidden)
     else:
-        ffn = _width_for(_whole(arguments, "params"), layers, hidden, heads, kv_heads, vocab, tensor_parallel)
+        ffn = _width_for(_whole(numbers, "params"), layers, hidden, heads, kv_heads, vocab, tensor_parallel)
     return Model(
         name="bare numbers",
         layers=layers,
@@ -99,29 +87,29 @@ def _width_for(
     return width
 
 
-def cluster(arguments: JobArguments) -> Cluster:
+def cluster(numbers: BareNumbers) -> Cluster:
     """Devices joined by one bare topology, or by a hierarchy of switches."""
-    topology = str(arguments.topology).lower().replace("_", "-")
+    topology = str(numbers.topology).lower().replace("_", "-")
     if topology not in TOPOLOGIES:
         remedy = nearest_name(topology, TOPOLOGIES) or "choose one of " + ", ".join(TOPOLOGIES)
-        raise SpecError("⟨topology⟩", f"unknown topology {shown(arguments.topology)}", remedy)
-    if arguments.bandwidth is None:
+        raise SpecError("⟨topology⟩", f"unknown topology {shown(numbers.topology)}", remedy)
+    if numbers.bandwidth is None:
         raise SpecError("⟨bandwidth⟩", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
-    bandwidths = _listed(arguments.bandwidth, "bytes/s", "⟨bandwidth⟩")
-    latency = ",".join([DEFAULT_LATENCY] * len(bandwidths)) if arguments.latency is None else arguments.latency
+    bandwidths = _listed(numbers.bandwidth, "bytes/s", "⟨bandwidth⟩")
+    latency = ",".join([DEFAULT_LATENCY] * len(bandwidths)) if numbers.latency is None else numbers.latency
     latencies = _listed(latency, "seconds", "⟨latency⟩")
     if len(latencies) != len(bandwidths):
         raise SpecError("⟨latency⟩", f"{len(latencies)} values for {len(bandwidths)} bandwidths", "give one per level")
     if topology == "hierarchical":
-        levels = _hierarchy(arguments, bandwidths, latencies)
+        levels = _hierarchy(numbers, bandwidths, latencies)
     else:
-        levels = [_flat(arguments, topology, bandwidths, latencies)]
-    device: Any = DEFAULT_DEVICE if arguments.device is None else arguments.device
-    node = _whole(arguments, "gpus_per_node") if arguments.gpus_per_node is not None else None
+        levels = [_flat(numbers, topology, bandwidths, latencies)]
+    device: Any = DEFAULT_DEVICE if numbers.device is None else numbers.device
+    node = _whole(numbers, "gpus_per_node") if numbers.gpus_per_node is not None else None
     return Cluster(name=f"bare {topology}", device=device, levels=tuple(levels), devices_per_node=node)
 
 
-def _listed(text: str, dimension: str, flag: str) -> list[float]:
+def _listed(text: Size, dimension: str, flag: str) -> list[float]:
     values = [float(parse(part, dimension, flag)) for part in str(text).split(",")]
     for value in values:
         if value < 0 or (value == 0 and dimension == "bytes/s"):
@@ -129,24 +117,24 @@ def _listed(text: str, dimension: str, flag: str) -> list[float]:
     return values
 
 
-def _flat(arguments: JobArguments, topology: Any, bandwidths: list[float], latencies: list[float]) -> NetworkLevel:
+def _flat(numbers: BareNumbers, topology: Any, bandwidths: list[float], latencies: list[float]) -> NetworkLevel:
     if len(bandwidths) != 1:
         problem = f"{len(bandwidths)} values for a {topology}"
         raise SpecError("⟨bandwidth⟩", problem, "give one, or use ⟨topology=hierarchical⟩")
     if topology in ("mesh", "torus"):
-        devices = None if arguments.gpus is None else _whole(arguments, "gpus")
-        extent: dict[str, Any] = {"shape": grid_shape(arguments.shape, devices, topology)}
-    elif arguments.shape is not None:
-        raise SpecError("⟨shape⟩", f"{shown(arguments.shape)} does not belong to a {topology}", "use ⟨gpus⟩")
+        devices = None if numbers.gpus is None else _whole(numbers, "gpus")
+        extent: dict[str, Any] = {"shape": grid_shape(numbers.shape, devices, topology)}
+    elif numbers.shape is not None:
+        raise SpecError("⟨shape⟩", f"{shown(numbers.shape)} does not belong to a {topology}", "use ⟨gpus⟩")
     else:
-        extent = {"size": _gpus(arguments)}
+        extent = {"size": _gpus(numbers)}
     return NetworkLevel(name=topology, topology=topology, **extent, bandwidth=bandwidths[0], latency=latencies[0])
 
 
-def _gpus(arguments: JobArguments) -> int:
-    if arguments.gpus is None:
+def _gpus(numbers: BareNumbers) -> int:
+    if numbers.gpus is None:
         raise SpecError("⟨gpus⟩", "is missing", "give the number of devices")
-    return _whole(arguments, "gpus")
+    return _whole(numbers, "gpus")
 
 
 def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[int, ...]:
@@ -171,13 +159,13 @@ def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:
     return axes
 
 
-def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
+def _hierarchy(numbers: BareNumbers, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
     """Levels of switches: nodes of --gpus-per-node and a network between them, or the widths of --shape 8x4x2."""
-    devices = _gpus(arguments) if arguments.gpus is not None or arguments.shape is None else None
-    if arguments.shape is not None:
-        widths = _shape_of(arguments.shape, devices)
+    devices = _gpus(numbers) if numbers.gpus is not None or numbers.shape is None else None
+    if numbers.shape is not None:
+        widths = _shape_of(numbers.shape, devices)
     else:
-        node = _whole(arguments, "gpus_per_node", 8)
+        node = _whole(numbers, "gpus_per_node", 8)
         assert devices is not None
         if devices % node:
             low = devices // node * node

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
-from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
@@ -34,6 +34,7 @@ from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment import Started, started
 from shardwise.run.metrics.lines import RunSummary
 from shardwise.run.storage.place import absolute
+from shardwise.spec.bare import Size
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
@@ -256,7 +257,11 @@ def ready_run(
 
         fitting = with_fitting_microbatch(job, folder, note)
         job, checked = fitting, checked if fitting == job else preflight(fitting, started=started_as)
-    for text in (*checked.notes, *_weights_left(given.model, job), *_how_long(job, checked.price.step_seconds)):
+    for text in (
+        *checked.notes,
+        *_weights_left(given.overrides.get("model"), job),
+        *_how_long(job, checked.price.step_seconds),
+    ):
         note(text)
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
 
@@ -438,6 +443,6 @@ def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> 
 
 
 def _named_model(given: JobArguments) -> Any:
-    if given.model is None and given.job and other_framework(given.job) is None:
+    if "model" not in given.overrides and given.job and other_framework(given.job) is None:
         return read_job_fields(given.job).get("model")
-    return given.model if given.model is not None else (given.fields or {}).get("model")
+    return given.overrides.get("model", (given.fields or {}).get("model"))

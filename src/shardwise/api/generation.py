@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.api.execution import require_ray_for
-from shardwise.api.given import Size
 from shardwise.api.quantities import path_text, whole_number
 from shardwise.api.quantities import texts as given_texts
 from shardwise.api.results import Figure, Result, Rows
@@ -23,6 +22,7 @@ from shardwise.report.console import picked
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
 from shardwise.run.environment import Started, started
+from shardwise.spec.bare import Size
 from shardwise.spec.errors import SpecError, in_flags, shown
 from shardwise.spec.installation import require_packages, slow_formats
 from shardwise.spec.units import parse

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shardwise.api.quantities import path_text
+from shardwise.spec.bare import BareNumbers
+from shardwise.spec.codec import Spec
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.fields import job_fields, keyword_paths, parts
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack
-from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
 
 if TYPE_CHECKING:
     from shardwise.interop.frameworks import Configuration
 
-# Keywords whose name is not that of a field of strategy or training.
-_PATHS: dict[str, str] = {
-    "expert_tp": "strategy.expert_tp",
-    "stack": "stack",
-    "memory_risk": "run.memory_risk",
-}
-_PARTS = ("strategy", "training", "run")
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
-    """A job as given, before anything is looked up. Fields without a line below mean what the flags of that name do."""
+    """A job as given, before anything is looked up: where its fields come from, and what overrides them."""
 
     job: str | None = None
     """Path of a job file, or of another framework's configuration."""
@@ -38,103 +31,102 @@ class JobArguments:
     """Fields of a job that is not in a file."""
     configuration: Configuration | None = None
     """Another framework's configuration that is not in a file."""
-    model: Any = None
-    cluster: Any = None
-    gpus: Any = None
-    gpus_per_node: Any = None
-    params: Any = None
-    layers: Any = None
-    hidden: Any = None
-    heads: Any = None
-    kv_heads: Any = None
-    ffn: Any = None
-    vocab: Any = None
-    topology: Any = None
-    shape: Any = None
-    bandwidth: Any = None
-    latency: Any = None
-    device: Any = None
+    bare: BareNumbers = BareNumbers()
+    """Numbers that stand for a model or a cluster."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values by the path of their field, such as ``strategy.tp``."""
+    """Values by the path of their field, such as ``model`` and ``strategy.tp``."""
 
-
-# The fields of `JobArguments` that are keywords and flags.
-NAMED = tuple(
-    item.name for item in fields(JobArguments) if item.name not in ("job", "fields", "configuration", "overrides")
-)
 
 JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]
-Size = int | float | str
 
 
 class JobKeywords(TypedDict, total=False):
     """Keywords that describe a job or override one; a plan takes bounds for those of the strategy: ``tp="2..8"``."""
 
-    model: str | Model | Mapping[str, Any]
-    cluster: str | Cluster | Mapping[str, Any]
-    gpus: int
-    gpus_per_node: int
-    stack: str | Stack | Mapping[str, Any]
+    # Made by docs/make_fields.py:
     strategy: Mapping[str, Any]
     training: Mapping[str, Any]
     run: Mapping[str, Any]
-    dp: int | str
+    model: Mapping[str, Any] | Model | str
+    cluster: Cluster | Mapping[str, Any] | str
     tp: int | str
-    pp: int | str
     cp: int | str
+    dp: int | str
+    pp: int | str
     ep: int | str
     expert_tp: int | str
+    sequence_parallel: bool
     zero: int | str
     shard_group: int | str
+    keep_parameters: bool
+    accumulate: str
     order: Sequence[str] | str
     microbatch: int | str
     schedule: str
     interleave: int | str
     stage_layers: Sequence[int] | str
+    stage_tp: Sequence[int] | str
+    stage_dp: Sequence[int] | str
+    dp_shares: Sequence[int] | str
     recompute: str
+    recompute_operators: Sequence[str] | str
     recompute_layers: int | str
-    sequence_parallel: bool
     context_method: str
     dispatch: str
-    overlap: Mapping[str, bool]
+    overlap: Mapping[str, Any]
     collective: str
-    compression: str | Mapping[str, Any]
-    synchronise: str | Mapping[str, Any]
+    bucket: float | str
+    compression: Mapping[str, Any] | str
+    synchronise: Mapping[str, Any] | str
     global_batch: int | str
-    seq: int
+    seq: int | str
     precision: str
     optimizer: str
     attention: str
     dropout: bool
+    compile: bool
+    graphs: bool | str
+    optimization: Mapping[str, Any]
+    checkpoint_interval: float | str
+    stack: Mapping[str, Any] | Stack | str
     memory_risk: float | str
-    params: Size
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
+    gpus: int | str
+    gpus_per_node: int | str
+    params: float | int | str
+    layers: int | str
+    hidden: int | str
+    heads: int | str
+    kv_heads: int | str
+    ffn: int | str
+    vocab: int | str
     topology: str
     shape: str
-    bandwidth: Size
-    latency: Size
-    device: str | Device
+    bandwidth: float | int | str
+    latency: float | int | str
+    device: Device | Mapping[str, Any] | str
 
 
 def job_arguments(job: JobSource | None, keywords: Mapping[str, Any]) -> JobArguments:
     """The arguments of a call of the API; raises SpecError for an unknown keyword."""
     if isinstance(job, JobArguments):
         return job
-    given: dict[str, Any] = {name: value for name, value in keywords.items() if name in NAMED}
-    overrides: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in keywords.items():
-        if value is None or name in NAMED:
+        if value is None:
             continue
-        if name in _PARTS:
-            overrides |= {f"{name}.{inner}": inside for inner, inside in _mapping(name, value).items()}
+        if name in parts():
+            values |= {f"{name}.{inner}": inside for inner, inside in _mapping(name, value).items()}
         else:
-            overrides[_path(name)] = _plain(value)
-    return JobArguments(**_source(job), **given, overrides=overrides)
+            values[_path(name)] = value if name in ("model", "cluster") else _plain(value)
+    return arguments_of(values, **_source(job))
+
+
+def arguments_of(values: Mapping[str, Any], **source: Any) -> JobArguments:
+    """The arguments with values by path, of which some are bare numbers."""
+    numbers = {path for path, record in job_fields().items() if record.owner is BareNumbers} & values.keys()
+    bare = BareNumbers(**{path: values[path] for path in numbers})
+    overrides = {path: value for path, value in values.items() if path not in numbers}
+    return JobArguments(bare=bare, overrides=overrides, **source)
 
 
 def _source(job: JobSource | None) -> dict[str, Any]:
@@ -150,28 +142,18 @@ def _source(job: JobSource | None) -> dict[str, Any]:
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if isinstance(value, (Strategy, Training)):
+    if isinstance(value, Spec):
         return value.to_dict()
     if not isinstance(value, Mapping):
         raise SpecError(name, f"{shown(value)} should be a mapping of fields", f"give {name}=dict(...)")
     return value
 
 
-def keyword_path(name: str) -> str:
-    """The path of the field that a keyword sets; the keyword itself if it sets none."""
-    return _field_paths().get(name, name)
-
-
-def _field_paths() -> dict[str, str]:
-    strategy = {item.name: f"strategy.{item.name}" for item in fields(Strategy)}
-    return strategy | {item.name: f"training.{item.name}" for item in fields(Training)} | _PATHS
-
-
 def _path(name: str) -> str:
     """The path of the field that a keyword of a job sets."""
-    known = _field_paths()
+    known = keyword_paths()
     if name not in known:
-        raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *NAMED, *_PARTS]))
+        raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *parts()]))
     return known[name]
 
 

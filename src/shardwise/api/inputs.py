@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.api import bare
 from shardwise.api.given import JobArguments
-from shardwise.api.quantities import exclusive, whole_number
+from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
+from shardwise.spec.bare import BareNumbers, StandIn
 from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
@@ -39,6 +40,8 @@ PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 # Fields that many configurations leave to the training script, so that they have to be assumed.
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
+
+Noun = TypeVar("Noun", bound=Spec)
 
 
 def job_from(
@@ -156,53 +159,61 @@ def _job_fields(
 
     An ``emulation`` stands in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
     """
-    overrides = arguments.overrides
-    bare.check_unused(arguments)
-    configuration = _configuration(arguments)
-    fields: dict[str, Any] = {}
-    notes: list[str] = []
-    if configuration is not None:
-        fields, notes = _imported(arguments, overrides, configuration)
-        if runs_here:
-            fields.pop("stack", None)
-    elif arguments.job:
-        fields = read_job_fields(arguments.job)
-    elif arguments.fields is not None:
-        fields = dict(arguments.fields)
-    # Fields of a model or cluster that is given by name can be set only after that is looked up, below.
-    named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
-    if emulation is not None and fields.get("cluster") is None and "cluster" not in named:
-        named.append("cluster")  # the emulated one, below
+    numbers, overrides = arguments.bare, arguments.overrides
+    bare.check(numbers, overrides)
+    fields, framework, notes = _source_fields(arguments)
+    if framework is not None and runs_here:
+        fields.pop("stack", None)
     for path, value in overrides.items():
-        if path in named and getattr(arguments, path) is not None:
-            raise exclusive(f"⟨{path}⟩", getattr(arguments, path), f"⟨set={path}⟩")
-        if path.partition(".")[0] not in named or "." not in path:
+        if not path.startswith(("model.", "cluster.")):
             set_field(fields, path, value)
     nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
-    if nodes is not None and fields.get("cluster") is None and not _is_named(arguments, fields, "cluster"):
+    if nodes is not None and fields.get("cluster") is None and not numbers.given("cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
-    model = fields.get("model") if arguments.model is None else arguments.model
-    fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
-    notes += model_notes(model)
-    cluster = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
-    if nodes is not None and isinstance(cluster, Cluster) and cluster.levels[-1].name == EMULATED:
+    named = fields.get("model")
+    fields["model"] = _looked_up("model", _model, numbers, fields, overrides)
+    notes += model_notes(named)
+    cluster = _looked_up("cluster", _cluster, numbers, fields, overrides)
+    if nodes is not None and cluster.levels[-1].name == EMULATED:
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, perhaps with another link
     fields["cluster"] = cluster
-    if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
+    if numbers.given("cluster") and "strategy.collective" not in overrides:
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    return fields, None if configuration is None else configuration.framework, notes
+    return fields, framework, notes
 
 
-def _configuration(arguments: JobArguments) -> Configuration | None:
-    """The configuration of another framework that is given, as text or as a file."""
-    framework = other_framework(arguments.job) if arguments.job else None
-    if arguments.job is None or framework is None:
-        return arguments.configuration
-    from shardwise.interop.frameworks import configuration_in
+def _source_fields(arguments: JobArguments) -> tuple[dict[str, Any], str | None, list[str]]:
+    """The fields below the overrides, from a file or a mapping; the framework whose configuration that is; notes."""
+    configuration = arguments.configuration
+    if arguments.job:
+        framework = other_framework(arguments.job)
+        if framework is None:
+            return read_job_fields(arguments.job), None, []
+        from shardwise.interop.frameworks import configuration_in
 
-    return configuration_in(arguments.job, framework)
+        configuration = configuration_in(arguments.job, framework)
+    if configuration is None:
+        return dict(arguments.fields or {}), None, []
+    fields, notes = _imported(arguments, configuration)
+    return fields, configuration.framework, notes
+
+
+def _looked_up(
+    kind: StandIn,
+    look_up: Callable[[BareNumbers, dict[str, Any]], Noun],
+    numbers: BareNumbers,
+    fields: dict[str, Any],
+    overrides: Mapping[str, Any],
+) -> Noun:
+    """The model or the cluster, with the fields that ``overrides`` change: in its mapping, or else once it is found."""
+    changes = {path: value for path, value in overrides.items() if path.startswith(f"{kind}.")}
+    if isinstance(fields.get(kind), Mapping | None) and not numbers.given(kind):
+        for path, value in changes.items():
+            set_field(fields, path, value)
+        return look_up(numbers, fields)
+    return changed(look_up(numbers, fields), kind, changes)
 
 
 def _limit_sequence(fields: dict[str, Any]) -> None:
@@ -222,12 +233,6 @@ def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise SpecError(name, f"{shown(part)} should be a mapping of fields", f"write its fields below {name}:")
     return dict(part)
-
-
-def _is_named(arguments: JobArguments, fields: Mapping[str, Any], kind: str) -> bool:
-    """Whether a model or cluster is given by flags or by name, and not spelled out in the file."""
-    bare_numbers = bare.gives_model(arguments) if kind == "model" else bare.gives_cluster(arguments)
-    return bare_numbers or getattr(arguments, kind) is not None or isinstance(fields.get(kind), str)
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:
@@ -250,21 +255,20 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
         set_field(fields, "strategy.accumulate", usual)
 
 
-def _imported(
-    arguments: JobArguments, overrides: Mapping[str, Any], configuration: Configuration
-) -> tuple[dict[str, Any], list[str]]:
+def _imported(arguments: JobArguments, configuration: Configuration) -> tuple[dict[str, Any], list[str]]:
     """The fields of a job from another framework's configuration, and notes for the user."""
     notes, framework = [], configuration.framework
+    numbers, overrides = arguments.bare, arguments.overrides
     known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
-    if not bare.gives_cluster(arguments) and arguments.cluster is None and "cluster" not in known:
-        if arguments.gpus is None:
+    if not numbers.given("cluster") and "cluster" not in known:
+        if numbers.gpus is None:
             remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
             raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
         known["cluster"] = DEFAULT_CLUSTER
-        notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
-    cluster = _cluster(arguments, known)
-    named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
-    model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
+        notes.append(f"no cluster is given: {numbers.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
+    cluster = _cluster(numbers, known)
+    named = numbers.given("model") or "model" in known
+    model = _model(numbers, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
     given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
     # The first reading only finds the degrees; together with those of flags they give the data-parallel degree.
     degrees = {**configuration.read(model, given=given).fields, **given}
@@ -292,45 +296,36 @@ def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
     ]
 
 
-def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
-    named = fields.get("model") if arguments.model is None else arguments.model
-    if bare.gives_model(arguments):
-        if arguments.model is not None:
-            raise exclusive("⟨model⟩", arguments.model, bare.model_flags(arguments))
-        strategy = fields.get("strategy")
-        return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
-    if named is None:
+def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:
+    if numbers.given("model"):
+        return bare.model(numbers, _mapping(fields.get("strategy")).get("tp", 1))
+    if fields.get("model") is None:
         raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
-    return model_from(named)
+    return model_from(fields["model"])
 
 
-def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
-    if bare.gives_cluster(arguments):
-        if arguments.cluster is not None:
-            raise exclusive("⟨cluster⟩", arguments.cluster, "⟨topology⟩")
-        return bare.cluster(arguments)
-    named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
-    if named is None:
+def _cluster(numbers: BareNumbers, fields: Mapping[str, Any]) -> Cluster:
+    if numbers.given("cluster"):
+        return bare.cluster(numbers)
+    if fields.get("cluster") is None:
         remedy = "name one: ⟨cluster=dgx-h100:4⟩ (`shardwise list clusters`), or ⟨topology=...⟩ ⟨gpus=N⟩"
         raise SpecError("cluster", "is missing", remedy)
     try:
-        cluster = job_cluster_from(named)
+        cluster = job_cluster_from(fields["cluster"])
     except SpecError as error:
         raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
     if mixed_kinds(cluster) is not None:
-        for flag, value in (("⟨gpus⟩", arguments.gpus), ("⟨gpus_per_node⟩", arguments.gpus_per_node)):
+        for flag, value in (("⟨gpus⟩", numbers.gpus), ("⟨gpus_per_node⟩", numbers.gpus_per_node)):
             if value is not None:
                 raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
-    if arguments.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole_number(arguments.gpus_per_node, "⟨gpus_per_node⟩"))
-    if arguments.gpus is not None:
-        cluster = cluster.with_devices(whole_number(arguments.gpus, "⟨gpus⟩"))
+    if numbers.gpus_per_node is not None:
+        cluster = cluster.with_node_devices(whole_number(numbers.gpus_per_node, "⟨gpus_per_node⟩"))
+    if numbers.gpus is not None:
+        cluster = cluster.with_devices(whole_number(numbers.gpus, "⟨gpus⟩"))
     return cluster
 
 
 _DESCRIBING = ("source", "published_parameters")  # no longer true once a field is changed
-
-Noun = TypeVar("Noun", bound=Spec)
 
 
 def set_field(fields: dict[str, Any], path: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
-from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import planning_job
 from shardwise.api.quantities import amount, exclusive, texts, whole_number
 from shardwise.api.results import Figure, Result, Rows
@@ -26,6 +26,7 @@ from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
 from shardwise.report.plan import plan_page, plan_screen
 from shardwise.report.plan_data import family_data, plan_data, ranked_data
+from shardwise.spec.bare import Size
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -140,8 +141,9 @@ def plan(
     ``on_progress`` is called with what is being done. Raises DoesNotFit if nothing fits.
     """
     asked, bounds = bounded(job_arguments(job, keywords))
-    if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
-        raise SpecError("cluster", f"{shown(asked.cluster)} has several kinds of nodes", "use plan_mixed")
+    cluster = asked.overrides.get("cluster")
+    if isinstance(cluster, str) and parse_mixed(cluster) is not None:
+        raise SpecError("cluster", f"{shown(cluster)} has several kinds of nodes", "use plan_mixed")
     if max_memory is not None and "run.memory_risk" in asked.overrides:
         raise exclusive("⟨max_memory⟩", max_memory, "⟨memory_risk⟩")
     chosen = None if framework is None else check_framework(framework)
@@ -199,12 +201,14 @@ def plan_mixed(
     from shardwise.planner.mixed.step import MixedRequest
 
     asked, bounds = bounded(job_arguments(job, keywords))
-    mixed = None if asked.cluster is None else parse_mixed(asked.cluster)
+    cluster = asked.overrides.get("cluster")
+    mixed = None if cluster is None else parse_mixed(cluster)
     if mixed is None:
-        raise SpecError("cluster", f"{shown(asked.cluster)} has one kind of nodes", "use plan")
+        raise SpecError("cluster", f"{shown(cluster)} has one kind of nodes", "use plan")
     # Defaults that depend on the cluster are those of its first kind.
     least = _minimum(min_global_batch)
-    wanted, notes = planning_job(replace(asked, cluster=mixed.kinds[0]), batch_from=least)
+    of_first = replace(asked, overrides={**asked.overrides, "cluster": mixed.kinds[0]})
+    wanted, notes = planning_job(of_first, batch_from=least)
     request = MixedRequest(
         wanted,
         constraints(bounds, exclude, None),

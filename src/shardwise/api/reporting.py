@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of
-from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.planning import plan
 from shardwise.api.quantities import amount, exclusive, path_text, require_writable, write_text
@@ -32,6 +32,7 @@ from shardwise.report.status import state_words
 from shardwise.report.verdict import JobVerdict, verdict_of, verdict_table
 from shardwise.run.checkpoint.folder import NEWEST, RunFolder, run_folder
 from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
+from shardwise.spec.bare import Size
 from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
@@ -174,7 +175,7 @@ def _run_of(asked: JobArguments) -> RunFolder | None:
         is_folder = path.is_dir() or (path.name == NEWEST and not path.exists())
     except (OSError, ValueError):
         return None  # reading it as a job file gives the error
-    if is_folder and not asked.overrides and asked.model is None and asked.cluster is None:
+    if is_folder and not asked.overrides:
         return run_folder(asked.job)
     if is_folder:
         raise SpecError("report", "flags do not change a run that was trained", "leave them out, or give its job.yaml")

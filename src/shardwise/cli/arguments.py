@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardwise.api.campaign import EXAMPLES
-from shardwise.api.given import NAMED, JobArguments
+from shardwise.api.given import JobArguments, arguments_of
+from shardwise.api.quantities import exclusive
 from shardwise.cli.parser import PRICE_BARE_NUMBERS, Parser
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
@@ -21,7 +21,7 @@ _NOT_PRICED = (
 )
 
 
-class _FieldAction(argparse.Action):
+class FieldAction(argparse.Action):
     """A flag that sets a field of the job. Its help is read from the source of the field only when it is printed."""
 
     def __init__(
@@ -29,14 +29,14 @@ class _FieldAction(argparse.Action):
     ) -> None:
         kind: dict[str, Any] = {"nargs": 0, "const": not record.default} if record.is_switch else {"metavar": "X"}
         super().__init__(option_strings, dest, default=default, **kind)
-        self._record, self._more = record, more
+        self.record, self._more = record, more
 
     def __call__(self, parser: object, given: argparse.Namespace, values: object, option: str | None = None) -> None:
-        setattr(given, self.dest, self.const if self._record.is_switch else values)
+        setattr(given, self.dest, self.const if self.record.is_switch else values)
 
     @property
     def help(self) -> str:
-        return f"{self._record.help}{self._more}".replace("%", "%%")
+        return f"{self.record.help}{self._more}".replace("%", "%%")
 
     @help.setter
     def help(self, text: object) -> None:
@@ -47,7 +47,7 @@ def add_field_argument(parser: argparse.ArgumentParser, flag: str, more: str = "
     """A flag of the job in a verb that has none; ``more`` follows its help there."""
     record = next(record for record in job_fields().values() if record.flag == flag)
     usual = "" if default is None else f" (default {default})"
-    parser.add_argument(flag, action=_FieldAction, record=record, more=f"{more}{usual}", default=default)
+    parser.add_argument(flag, action=FieldAction, record=record, more=f"{more}{usual}", default=default)
 
 
 def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags override it") -> None:
@@ -62,7 +62,7 @@ def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags overr
         if group is bare and not parser.prices_bare_numbers:
             parser.refused[record.flag] = _NOT_PRICED
         elif record.flag:
-            group.add_argument(record.flag, dest=path, action=_FieldAction, record=record)
+            group.add_argument(record.flag, dest=path, action=FieldAction, record=record)
     strategy.add_argument(
         "--set",
         action="append",
@@ -72,31 +72,33 @@ def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags overr
     )
 
 
-def field_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the job set by flags, as path → value."""
+def job_arguments(parsed: argparse.Namespace) -> JobArguments:
+    """The job that the flags describe."""
+    values: dict[str, Any] = {}
+    for path, record in job_fields().items():
+        if record.flag and (value := getattr(parsed, path, None)) is not None:
+            values[path] = _listed(value) if record.is_list else value
+    for path, value in _set_fields(parsed.set):
+        if path in ("model", "cluster") and path in values:
+            raise exclusive(f"⟨{path}⟩", values[path], f"⟨set={path}⟩")
+        values[path] = value
+    return arguments_of(values, job=parsed.job)
+
+
+def _listed(text: str) -> str | list[str]:
+    """A list of what commas separate; a single word may have a meaning of its own."""
+    return [item.strip() for item in text.split(",")] if "," in text else text
+
+
+def _set_fields(settings: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Path and value of each `--set`."""
     from shardwise.spec.files import parse_yaml
 
-    paths = (path for path, record in job_fields().items() if record.flag and path not in NAMED)
-    overrides = {path: value for path in paths if (value := getattr(arguments, path)) is not None}
-    for path, value in overrides.items():
-        if job_fields()[path].is_list and "," in value:
-            overrides[path] = [item.strip() for item in value.split(",")]
-    for setting in arguments.set:
-        path, equals, text = setting.partition("=")
-        if not equals or not path.strip():
+    for setting in settings:
+        path, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals or not path:
             raise SpecError("--set", f"{shown(setting)} is not FIELD=VALUE", "write it like strategy.overlap.tp=true")
-        overrides[path.strip()] = parse_yaml(text, f"--set {path.strip()}")
-    return overrides
-
-
-def job_arguments(arguments: argparse.Namespace) -> JobArguments:
-    """The job that the flags describe."""
-    return replace(bare_numbers(arguments), overrides=field_overrides(arguments))
-
-
-def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
-    """The job without fields of strategy and training."""
-    return JobArguments(**{name: value for name, value in vars(arguments).items() if name in ("job", *NAMED)})
+        yield path, parse_yaml(text, f"--set {path}")
 
 
 def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:

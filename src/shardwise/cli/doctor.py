@@ -97,9 +97,8 @@ def _parser() -> Parser:
 
 def _on_target(target: LaunchTarget, parsed: argparse.Namespace, arguments: list[str]) -> int:
     """Runs the same command on the target's hosts; bad input is refused here, before any host is asked."""
-    given = job_arguments(parsed)
-    if given == replace(JobArguments(), cluster=given.cluster):
-        job = a_rank_for_each_device(target, parsed.on, given.cluster, parsed.run_device or "cpu")
+    if _no_job(parsed):
+        job = a_rank_for_each_device(target, parsed.on, parsed.cluster, parsed.run_device or "cpu")
     else:
         job = job_from(parsed, runs_here=True)
     _switches(parsed)
@@ -128,12 +127,11 @@ def _examination(parsed: argparse.Namespace, here: Started | None) -> Examinatio
 
 
 def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | None) -> Examination:
-    given = job_arguments(parsed)
-    if given == replace(JobArguments(), cluster=given.cluster) and (given.cluster is None or here is not None):
+    if _no_job(parsed) and (parsed.cluster is None or here is not None):
         folder = _existing(parsed.run_folder or ".")
         devices = 0 if parsed.run_device == "cpu" else _visible_devices()
         device = parsed.run_device or ("cuda" if devices else "cpu")
-        cluster = None if given.cluster is None or here is None else started_cluster(given.cluster, device, here)
+        cluster = None if parsed.cluster is None or here is None else started_cluster(parsed.cluster, device, here)
         return Examination(folder, devices or PROCESSES, device, 1 + len(hosts), hosts, cluster=cluster)
     job = job_from(parsed, runs_here=True)
     processes = min(job.cluster.node_devices, job.strategy.world)
@@ -148,6 +146,12 @@ def _of_job(parsed: argparse.Namespace, hosts: tuple[str, ...], here: Started | 
         cluster=job.cluster,
         tp=job.strategy.tp,
     )
+
+
+def _no_job(parsed: argparse.Namespace) -> bool:
+    """Whether nothing of a job is given but perhaps its cluster."""
+    given = job_arguments(parsed)
+    return replace(given, overrides={}) == JobArguments() and given.overrides.keys() <= {"cluster"}
 
 
 def _switches(parsed: argparse.Namespace) -> dict[str, tuple[str, ...]]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.api import bare
 from shardwise.api.quantities import amount, exclusive
-from shardwise.cli.arguments import add_field_argument, add_job_arguments, bare_numbers, job_arguments
+from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned
 from shardwise.spec import presets
+from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
 from shardwise.spec.network import Link
@@ -103,10 +104,10 @@ def _topic(name: str) -> Topic:
 def _take_job_defaults(parsed: argparse.Namespace, defaults: Mapping[str, str]) -> None:
     """Completes the flags to a small job, so that `explain tp` alone shows numbers."""
     usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
-    given = job_arguments(parsed)
-    if not parsed.job and not bare.gives_model(given):
+    given = job_arguments(parsed).bare
+    if not parsed.job and not given.given("model"):
         usual["model"] = defaults.get("model", "llama3-8b")
-    if not parsed.job and not bare.gives_cluster(given):
+    if not parsed.job and not given.given("cluster"):
         usual["cluster"] = "dgx-h100:2"
     usual |= {name: value for name, value in defaults.items() if name != "model"}
     for name, value in usual.items():
@@ -140,8 +141,8 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
     if parsed.gpus is None and parsed.shape is None:
         parsed.gpus = "2" if kind.value == "send_recv" else "8"
     parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
-    parsed.device = None
-    return network(bare.cluster(bare_numbers(parsed))), "textbook"
+    names = ("topology", "gpus", "gpus_per_node", "shape", "bandwidth", "latency")
+    return network(bare.cluster(BareNumbers(**{name: getattr(parsed, name) for name in names}))), "textbook"
 
 
 def _one_message(name: str, parsed: argparse.Namespace) -> Explanation:
@@ -298,3 +299,4 @@ TOPICS = {
     "cp": _sent("cp", "what context parallelism sends", {"strategy.cp": "2"}),
     "ep": _sent("ep", "what expert parallelism sends", {"strategy.ep": "8", "model": "mixtral-8x7b"}),
 }
+WHAT = tuple(TOPICS)

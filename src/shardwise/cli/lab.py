@@ -23,6 +23,8 @@ shardwise lab primitives
 shardwise lab pipeline --out pictures
 """
 
+WHAT = tuple(lab.name for lab in LABS)
+
 
 def run(arguments: list[str]) -> int:
     parser = _parser()
@@ -44,11 +46,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    names = ", ".join(lab.name for lab in LABS)
     parser = Parser(
         "lab",
         "Runs a lab: draws what a text book says, measures it on processes of this machine, and exits with 1 where the "
-        f"measurement contradicts the theory. Without a name: what labs there are ({names}).",
+        f"measurement contradicts the theory. Without a name: what labs there are ({', '.join(WHAT)}).",
         _EXAMPLE,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the lab to run")

@@ -1,7 +1,8 @@
-"""`shardwise list`: the catalogue."""
+"""`shardwise list`: the catalogue, and the schema of a job file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,11 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
         raise SpecError("", f"unknown list {parsed.what!r}", nearest_name(parsed.what, WHAT))
+    if parsed.what == "schema":
+        from shardwise.spec.schema import job_schema
+
+        print(json.dumps(job_schema(), indent=2, ensure_ascii=False))
+        return 0
     rows = _TABLES[parsed.what]() if parsed.what in _TABLES else _presets(*_PRESETS[parsed.what])
     hidden = () if parsed.sources else ("source",)
     show(parsed, lambda: _page(rows, hidden), lambda: rows)
@@ -160,4 +166,4 @@ _PRESETS: dict[str, tuple[str, type[Any], Callable[[Any], Row]]] = {
     "stacks": ("stack", Stack, _stack),
 }
 _TABLES: dict[str, Callable[[], list[Row]]] = {"schedules": _schedules, "collectives": _collectives}
-WHAT = (*_PRESETS, *_TABLES)
+WHAT = (*_PRESETS, *_TABLES, "schema")

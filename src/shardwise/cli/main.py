@@ -37,9 +37,10 @@ VERBS = {
     "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",
     "lab": "learn by measuring: theory beside measurement on this machine, and a failure where they contradict",
     "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",
+    "completion": "complete verbs, flags and values in bash, zsh or fish",
 }
 _NODE_VARIABLES = ("PET_NODE_RANK", "SKYPILOT_NODE_RANK")  # set by launchers that start one process per node
-_MODULES = {"list": "listing"}  # where the name is not the verb's
+MODULES = {"list": "listing"}  # where the name is not the verb's
 
 _HELP = """usage: shardwise VERB [options]
 
@@ -98,7 +99,7 @@ def _run(arguments: list[str]) -> int:
         raise SpecError("", f"unknown verb {verb!r}", nearest_name(verb, VERBS))
     if any(name in os.environ for name in _NODE_VARIABLES) and (status := _on_node(arguments)) is not None:
         return status
-    module = importlib.import_module(f"shardwise.cli.{_MODULES.get(verb, verb)}")
+    module = importlib.import_module(f"shardwise.cli.{MODULES.get(verb, verb)}")
     done: int = module.run(rest)
     return done
 

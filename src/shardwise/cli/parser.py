@@ -28,6 +28,17 @@ GROUPS = (
 PRICE_BARE_NUMBERS = ("plan", "analyze", "explain", "report", "ui")
 
 
+DESCRIBE = "--describe-flags"  # in place of arguments: asks a verb for its parser
+
+
+class Described(Exception):
+    """The answer to `DESCRIBE`."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises SpecError and suggests the nearest flag; ``first`` are the flags used most."""
 
@@ -51,6 +62,10 @@ class Parser(argparse.ArgumentParser):
         return next(known, None) or super().add_argument_group(title, *arguments, **options)
 
     @property
+    def actions(self) -> list[argparse.Action]:
+        return self._actions
+
+    @property
     def prices_bare_numbers(self) -> bool:
         return self.verb.split()[0] in PRICE_BARE_NUMBERS
 
@@ -59,6 +74,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """The parsed flags; an unknown one is named with its nearest neighbour."""
+        if DESCRIBE in arguments:
+            raise Described(self)
         today = list(self._in_words_of_today(arguments))
         for argument in today:
             flag, _, value = argument.partition("=")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
+from shardwise.spec import presets
 from shardwise.spec.codec import setting
 from shardwise.spec.hardware import Device
 
+StandIn = Literal["model", "cluster"]
 Size = int | float | str
 TopologyWord = Literal["line", "ring", "tree", "hierarchical", "switch", "mesh", "torus", "fully-connected"]
 TOPOLOGIES: tuple[str, ...] = get_args(TopologyWord)
+# Any of these stands for a model, or a cluster; the others need one of them.
+_STANDS_FOR: dict[StandIn, tuple[str, ...]] = {
+    "model": ("params", "layers", "hidden", "heads"),
+    "cluster": ("topology",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,5 +51,9 @@ class BareNumbers:
     """One direction, per level innermost first: 450GB/s,50GB/s."""
     latency: Size | None = setting(None, flag="--latency")
     """Per message, per level innermost first: 2us,5us."""
-    device: str | Device | None = setting(None, flag="--device")
+    device: str | Device | None = setting(None, choices=partial(presets.names, "device"), flag="--device")
     """Device preset or file, by default h100-sxm."""
+
+    def given(self, kind: StandIn) -> tuple[str, ...]:
+        """The numbers that are given in place of a model or a cluster."""
+        return tuple(name for name in _STANDS_FOR[kind] if getattr(self, name) is not None)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Shown(TypedDict, total=False):
-    """How callers name a field beside its path, for `spec.fields`."""
+    """What callers may write for a field, and how they name it beside its path; for `spec.fields`."""
 
     flag: str
     """Flag that sets it. That of a bool takes no value and sets the opposite of the default."""
@@ -30,6 +30,10 @@ class Shown(TypedDict, total=False):
     """Help of the flag where the line below the field does not suit."""
     choices: Callable[[], Iterable[str]]
     """The values to choose from, where the type does not list them."""
+    words: tuple[str, ...]
+    """Words that a job file may have in place of a value, such as `auto`."""
+    also: tuple[type[Any], ...]
+    """Other nouns whose fields may stand in its place."""
 
 
 def setting(default: Any = dataclasses.MISSING, **metadata: Any) -> Any:

@@ -13,9 +13,10 @@ import functools
 import inspect
 import re
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.codec import Spec, default_of, hinted_fields, is_required
@@ -52,13 +53,11 @@ class FieldRecord:
         return flag
 
     @property
-    def keywords(self) -> tuple[str, ...]:
-        """The keywords of the API that set it."""
+    def keyword(self) -> str:
+        """The keyword of the API that sets it; empty if only a mapping around it does."""
         part, _, inner = self.path.partition(".")
         alone = part in KEYWORD_PARTS and inner and "." not in inner
-        if not alone and not self.flag:
-            return ()
-        return (self.name,)
+        return self.name if alone or self.flag else ""
 
     @property
     def is_switch(self) -> bool:
@@ -73,7 +72,7 @@ class FieldRecord:
     @property
     def types(self) -> tuple[Any, ...]:
         """The types that it may have, None left out."""
-        options = (self.hint,) if get_origin(self.hint) in (None, Literal, tuple) else get_args(self.hint)
+        options = get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
         return tuple(option for option in options if option is not type(None))
 
     @property
@@ -138,7 +137,7 @@ def job_fields() -> dict[str, FieldRecord]:
 @functools.cache
 def keyword_paths() -> dict[str, str]:
     """The path of the field that each keyword sets."""
-    return {keyword: record.path for record in job_fields().values() for keyword in record.keywords}
+    return {record.keyword: path for path, record in job_fields().items() if record.keyword}
 
 
 def parts() -> tuple[str, ...]:
@@ -155,7 +154,7 @@ def flag_of(path: str) -> str:
 def keyword_of(path: str) -> str:
     """The keyword that sets a field; empty if there is none of its own."""
     record = job_fields().get(path)
-    return next(iter(record.keywords), "") if record is not None else ""
+    return record.keyword if record is not None else ""
 
 
 @functools.cache

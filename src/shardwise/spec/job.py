@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from shardwise.spec import presets, rules
-from shardwise.spec.clusters import cluster_short, job_cluster_from, mixed_kinds
+from shardwise.spec.clusters import MixedCluster, cluster_short, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
 from shardwise.spec.hardware import Cluster
@@ -32,7 +32,11 @@ class Job(Spec):
     model: Model = presets.preset_field("model", Model, flag="--model")
     """A preset, a model file, or a Hugging Face folder or its config.json."""
     cluster: Cluster = reference(
-        job_cluster_from, cluster_short, choices=partial(presets.names, "cluster"), flag="--cluster"
+        job_cluster_from,
+        cluster_short,
+        choices=partial(presets.names, "cluster"),
+        also=(MixedCluster,),
+        flag="--cluster",
     )
     """A preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16."""
     strategy: Strategy = field(default_factory=Strategy)

@@ -15,6 +15,7 @@ from shardwise.spec.schedules import PLAIN, ScheduleRecord, chosen_chunks_schedu
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 10_000_000
+AUTO = "auto"  # left to the planner (`without_auto`)
 RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "mlp-up", "alternate-products"]
 
 
@@ -40,13 +41,13 @@ class Overlap(Spec):
 class Offload(Spec):
     """Shares of each kind of state kept outside device memory, and where."""
 
-    optimizer: float = setting(0.0, minimum=0, maximum=1)
+    optimizer: float = setting(0.0, minimum=0, maximum=1, words=(AUTO,))
     """Share of the optimizer states."""
-    gradients: float = setting(0.0, minimum=0, maximum=1)
+    gradients: float = setting(0.0, minimum=0, maximum=1, words=(AUTO,))
     """Share of the gradients."""
-    weights: float = setting(0.0, minimum=0, maximum=1)
+    weights: float = setting(0.0, minimum=0, maximum=1, words=(AUTO,))
     """Share of the weights."""
-    activations: float = setting(0.0, minimum=0, maximum=1)
+    activations: float = setting(0.0, minimum=0, maximum=1, words=(AUTO,))
     """Share of the saved activations."""
     target: Literal["cpu", "nvme"] = "cpu"
     """Host memory, or files on a local disk."""
@@ -79,7 +80,7 @@ class Strategy(Spec):
     sequence_parallel: bool = setting(True, flag="--no-sp", help="tensor parallelism without sequence parallelism")
     """Tensor-parallel ranks split the sequence between their matmuls."""
     zero: Literal[0, 1, 2, 3] = setting(0, flag="--zero")
-    """ZeRO stage: what data-parallel ranks shard. 1: optimizer states, 2: gradients too, 3: parameters too."""
+    """ZeRO stage: data-parallel ranks shard 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     shard_group: int | None = count(None, maximum=MOST_RANKS, flag="--shard-group")
     """Ranks that ZeRO shards over; by default all cp·dp. Fewer is hybrid sharding."""
     keep_parameters: bool = False
@@ -89,7 +90,7 @@ class Strategy(Spec):
     (`local`)."""
     order: tuple[Dimension, ...] = setting(DIMENSIONS, flag="--order")
     """How the degrees are laid over the ranks, innermost first: tp,cp,dp,pp."""
-    microbatch: int = count(1, maximum=10**6, flag="--microbatch")
+    microbatch: int = count(1, maximum=10**6, words=(AUTO,), flag="--microbatch")
     """Sequences of a microbatch, or `auto`: the largest that fits."""
     schedule: str = setting(PLAIN, choices=job_schedules, flag="--schedule")
     """Pipeline schedule."""
@@ -116,7 +117,7 @@ class Strategy(Spec):
     """How tokens reach their experts; `deduplicated` sends a token to a node only once."""
     overlap: Overlap = field(default_factory=Overlap)
     """Which communication overlaps computation."""
-    offload: Offload = field(default_factory=Offload)
+    offload: Offload = field(default_factory=Offload, metadata={"words": (AUTO,)})
     """What is kept outside device memory."""
     collective: str = setting("auto", flag="--collective")
     """Algorithm of collectives: `auto` (the cheapest), `textbook`, or one where it applies."""
@@ -257,7 +258,6 @@ class Strategy(Spec):
 # them: `microbatch: auto` becomes the default, and `run.automatic` records that it was `auto`.
 
 Automatic = Literal["microbatch", "optimizer", "gradients", "weights", "activations"]
-AUTO = "auto"
 _OFFLOADED: tuple[Automatic, ...] = ("optimizer", "gradients", "weights", "activations")
 
 

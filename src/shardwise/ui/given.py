@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from shardwise.api.given import NAMED, JobArguments, job_arguments
+from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.recognise import is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
+from shardwise.spec.fields import flag_of, keyword_paths
 from shardwise.spec.files import parse_json
 from shardwise.spec.job import Job
 
@@ -89,13 +90,6 @@ def error_data(error: SpecError) -> dict[str, Any]:
 
 # -- the same job as keywords, as a link and as a command --------------------------------------------------------
 
-# Keywords that have a flag of their name; others are set by the path of their field.
-_FLAGS = (
-    "model", "cluster", "tp", "cp", "pp", "dp", "ep", "expert_tp", "zero", "shard_group", "order", "microbatch",
-    "schedule", "interleave", "stage_layers", "recompute", "context_method", "dispatch", "stack", "collective",
-    "global_batch", "batch", "seq", "precision", "optimizer", "attention", "memory_risk",
-    *(name for name in NAMED if name not in ("model", "cluster")),
-)  # fmt: skip
 CONFIG_FILE, JOB_FILE = "config.json", "job.yaml"
 
 
@@ -129,9 +123,10 @@ def command(given: Mapping[str, Any], verb: str = "analyze") -> str:
             continue
         if name == "model" and isinstance(value, Mapping):
             value = CONFIG_FILE
-        if name in _FLAGS and not isinstance(value, Mapping):
+        flag = flag_of(keyword_paths().get(name, ""))
+        if flag and not isinstance(value, (Mapping, bool)):
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [f"--{name.replace('_', '-')}", shlex.quote(text)]
+            words += [flag, shlex.quote(text)]
             continue
         for path, override in job_arguments(None, {name: value}).overrides.items():
             words += ["--set", shlex.quote(f"{path}={json.dumps(override)}")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.api.given import JobArguments
+from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.cost.compute.flops import recomputed_flops_per_token
 from shardwise.cost.step.prediction import predict, stage_compute
@@ -87,7 +87,7 @@ def test_the_only_expert_of_a_device_is_a_matmul_like_any_other() -> None:
 
 def on_gpus(cluster: str = "dgx-h200", gpus: int = 1, **training: Any) -> Job:
     fields = {f"training.{name}": value for name, value in {"seq": 1024, **training}.items()}
-    return job_from(JobArguments(model="gpt2", cluster=cluster, gpus=gpus, overrides=fields), runs_here=True)[0]
+    return job_from(arguments_of({"model": "gpt2", "cluster": cluster, "gpus": gpus, **fields}), runs_here=True)[0]
 
 
 def test_what_our_engine_runs_is_what_is_priced() -> None:
@@ -119,6 +119,6 @@ def test_only_tokens_that_ranks_exchange_make_the_host_wait(strategy: dict[str, 
     gpus = strategy.get("dp", 1)
     fields = {"training.graphs": False, "training.seq": 1024, "training.global_batch": 8}
     fields |= {f"strategy.{name}": value for name, value in strategy.items()}
-    arguments = JobArguments(model="mixtral-8x7b", cluster="dgx-h200", gpus=gpus, overrides=fields)
+    arguments = arguments_of({"model": "mixtral-8x7b", "cluster": "dgx-h200", "gpus": gpus, **fields})
     job, _ = job_from(arguments, runs_here=True)
     assert (job.running_stack.routing == "dropless") == waits

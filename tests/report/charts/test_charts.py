@@ -12,7 +12,7 @@ import pytest
 from cli.golden import JOBS
 from cli.running import run_json
 from shardwise.api.analysis import AnalysisResult, analyze
-from shardwise.api.given import JobArguments
+from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.api.planning import plan
 from shardwise.cost.memory.device import memory_terms
@@ -205,7 +205,7 @@ def test_experts_have_their_row_of_the_mesh() -> None:
 def test_a_cluster_too_large_to_draw_is_drawn_in_part() -> None:
     strategy = {"strategy.tp": 8, "strategy.pp": 16, "strategy.stage_layers": "balanced"}
     more = {**strategy, "training.global_batch": 2048, "training.seq": 8192}
-    job, _ = job_from(JobArguments(model="llama3-405b", cluster="dgx-h100:2048", overrides=more))
+    job, _ = job_from(arguments_of({"model": "llama3-405b", "cluster": "dgx-h100:2048", **more}))
     chart = mesh_chart(job)
     assert len(chart.boxes) == 16 and "16 nodes of 2,048 are drawn" in chart.caption
     assert {one.cells[0].tone for one in chart.boxes} == {one.tone for one in chart.legend}
