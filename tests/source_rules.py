@@ -11,6 +11,8 @@ from pathlib import Path
 
 from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import JobKeywords
+from shardwise.spec.errors import in_flags
+from shardwise.spec.fields import job_fields
 from shardwise.spec.schedules import schedule_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,6 +338,7 @@ ERRORS = {
 FOREIGN_OPTIONS = ("interop/frameworks/", "cli/", "launch/node.py")
 FOREIGN_OPTIONS += ("api/execution.py", "api/manifests.py", "launch/targets/")  # still to be converted
 _COMMAND = re.compile(r"`[^`]*`")
+_SETTING = re.compile(r"⟨([\w.]+)(=true|=false)?")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -364,6 +367,15 @@ def flags_in_errors(module: Module) -> Iterator[str]:
         yield from (f"line {value.lineno}: {flag}" for flag in sorted(own_flags() & {*_FLAG.findall(text)}))
 
 
+def unknown_settings(module: Module) -> Iterator[str]:
+    """Marks name keywords that have a flag, or fields of a job."""
+    if module.name == "spec/errors.py":
+        return
+    for name, value in sorted(set(_SETTING.findall(module.text))):
+        if name not in job_fields() and in_flags(f"⟨{name}{value}⟩") not in own_flags():
+            yield f"{name}{value}"
+
+
 def _function(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
@@ -380,4 +392,5 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     arguments_dynamo_miscounts,
     parses_by_itself,
     flags_in_errors,
+    unknown_settings,
 )

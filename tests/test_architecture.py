@@ -42,6 +42,7 @@ from source_rules import (
     says_nothing,
     schedule_names_asked,
     too_long,
+    unknown_settings,
 )
 from tables import table
 
@@ -57,7 +58,7 @@ FUNCTION = "class F(torch.autograd.Function):\n"
 
 def test_every_module_keeps_every_rule() -> None:
     """One walk; each fault with its module and the rule that it breaks."""
-    assert len(modules()) > 200 and len(RULES) == 11
+    assert len(modules()) > 200 and len(RULES) == 12
     found = [
         f"{module.name}: {rule.__name__}: {fault}" for module in modules() for rule in RULES for fault in rule(module)
     ]
@@ -213,6 +214,9 @@ def test_what_may_read_text_still_does() -> None:
         (flags_in_errors, 'raise SpecError("⟨gpus⟩", "is missing", "srun --ntasks-per-node")', "api/x.py", False),
         (flags_in_errors, 'raise SpecError("--optimizer", "is not known")', "interop/frameworks/x.py", False),
         (flags_in_errors, 'subprocess.run(["sbatch", "--steps"])', "launch/x.py", False),
+        (unknown_settings, 'f"give ⟨gpus={n}⟩ or ⟨framework⟩, or ⟨run.start_from=FOLDER⟩"', "api/x.py", False),
+        (unknown_settings, '"give ⟨gpu=64⟩"', "api/x.py", True),
+        (unknown_settings, '"give ⟨run.start=FOLDER⟩"', "api/x.py", True),
         (says_nothing, "import os", "cost/x.py", True),
         (says_nothing, '"""All."""\nimport os', "cost/x.py", False),
         (says_nothing, "", "cost/__init__.py", False),
