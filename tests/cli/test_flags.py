@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import re
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -141,6 +143,13 @@ def test_an_old_keyword_still_works() -> None:
         assert api.analyze(**job, global_batch=8).to_dict() == old.to_dict()
     with pytest.raises(api.SpecError, match="batch: is now global_batch, and both are given"):
         api.analyze(**job, batch=8, global_batch=8)
+
+
+@pytest.mark.parametrize(("verb", "function"), [("generate", api.generate), ("report", api.write_report)])
+def test_keywords_have_the_words_of_flags(verb: str, function: Callable[..., object]) -> None:
+    own = {name.replace("_", "-") for name in inspect.signature(function).parameters}
+    assert {*OLD_WORDS[verb].values()} <= own
+    assert not {*OLD_WORDS[verb]} & own
 
 
 @pytest.mark.parametrize("name", sorted(parsers()))

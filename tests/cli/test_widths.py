@@ -25,11 +25,11 @@ from shardwise.spec.strategy import Strategy
 ROOT = Path(__file__).parents[2]
 DENSE = "--model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192"
 VERBS = {
-    "analyze": f"analyze {DENSE} --scaling --memory-over-time --tokens 15T --price 2.5/h --mtbf 50700h",
+    "analyze": f"analyze {DENSE} --details --scaling --memory-over-time --tokens 15T --price 2.5/h --mtbf 50700h",
     "analyze, experts": "analyze --model deepseek-v3 --cluster hgx-h800:256 --pp 16 --ep 64 --zero 1 --seq 4096 "
     "--global-batch 15360 --schedule dualpipe --stage-layers balanced --recompute full",
     "plan": "plan --model llama3-8b --cluster dgx-h100:4 --seq 8192 --global-batch 1024 --tp 1 --cp 1 --pp 1..2 "
-    "--out - --what-if memory=141GB --pareto memory --tokens 1T --price 2.5/h",
+    "--out - --details --what-if memory=141GB --pareto memory --tokens 1T --price 2.5/h",
     "plan, several kinds": "plan --model llama3-8b --cluster dgx-h100:1+dgx-a100:1 --tp 8 --global-batch 64 --seq 2048 "
     "--out -",
     "explain allreduce": "explain allreduce --cluster dgx-h100:4",
@@ -111,7 +111,7 @@ def _compared() -> None:
             "unrecorded": ()}  # fmt: skip
     messages = {**sent, "unrecorded": ("pp activations", "cp keys and values")}
     found: Any = SimpleNamespace(
-        found=SimpleNamespace(busiest=ranks[1], ranks=ranks, numbers=(10, 11), step_seconds=1.234),
+        measured=SimpleNamespace(busiest=ranks[1], ranks=ranks, numbers=(10, 11), step_seconds=1.234),
         predicted=SimpleNamespace(step_seconds=1.111),
         parts=(part, SimpleNamespace(**{**vars(part), "name": "compute", "measured": 1234.5, "difference": -0.0123})),
         memory=(SimpleNamespace(name="activations", predicted=2**40, measured=123456789),),

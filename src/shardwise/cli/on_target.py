@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
+from shardwise.api.renamed import flags_now
 from shardwise.cli.inputs import print_notes
 from shardwise.cli.parser import Parser
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
@@ -43,7 +44,8 @@ def add_target_argument(parser: Parser) -> None:
 
 def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
     """Runs `shardwise ARGUMENTS` as the job's ranks; returns the exit status."""
-    command = [sys.executable, "-m", "shardwise", *arguments]
+    today = (argument for argument, _ in flags_now(arguments[0], list(arguments)))  # the hint was given here
+    command = [sys.executable, "-m", "shardwise", *today]
     if target.kind != "starts":
         return command_status(target, TargetRequest(named, job), command)
     with started_on(target, TargetRequest(named, job)) as started_target, OwnedFolder("target") as folder:
