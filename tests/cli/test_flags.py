@@ -17,8 +17,8 @@ from cli.running import error_line, run
 from shardwise import api
 from shardwise.api.renamed import OLD_WORDS, renamed
 from shardwise.cli.explain import TOPICS
-from shardwise.cli.main import _MODULES, VERBS
-from shardwise.cli.parser import FIRST, GROUPS, Parser
+from shardwise.cli.main import MODULES, VERBS
+from shardwise.cli.parser import DESCRIBE, FIRST, GROUPS, Described, Parser
 
 PARTS = {
     "bench": ("collectives", "step", "parameter-server"),
@@ -31,25 +31,15 @@ COMMANDS = [[verb, *part] for verb in VERBS for part in ([name] for name in PART
 SWITCH_IN_SOME = {"--nvtx": "`bench step` marks the steps that it times, `train` those that it is told"}
 
 
-class Asked(BaseException):
-    """Carries the parser of a verb out of it; no handler of errors takes it."""
-
-
 @cache
 def parsers() -> dict[str, Parser]:
     """The parser of every verb and of every part of one."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-
-        def parse(self: Parser, arguments: list[str]) -> argparse.Namespace:
-            raise Asked(self)
-
-        patch.setattr(Parser, "parse", parse)
-        for verb, *rest in COMMANDS:
-            module = importlib.import_module(f"shardwise.cli.{_MODULES.get(verb, verb)}")
-            with pytest.raises(Asked) as asked:
-                module.run(rest)
-            found[" ".join([verb, *rest])] = asked.value.args[0]
+    for verb, *rest in COMMANDS:
+        module = importlib.import_module(f"shardwise.cli.{MODULES.get(verb, verb)}")
+        with pytest.raises(Described) as described:
+            module.run([*rest, DESCRIBE])
+        found[" ".join([verb, *rest])] = described.value.parser
     return found
 
 
