@@ -121,7 +121,7 @@ class _Block:
             elif word in ("for", "while", "until", "select"):
                 self._pass_to("do")
                 self.run(("done",), active=False, nested=nested + 1)
-            elif word == "function" or self._defines():
+            elif word == "function" or self.tokens[self.at + 1 : self.at + 3] == ["(", ")"]:
                 self._pass_to("{")
                 self.run(("}",), active=False, nested=nested + 1)
             elif word in (*_SEPARATORS, "(", ")", "{", "}", "then", "do", "!"):
@@ -134,18 +134,12 @@ class _Block:
         token = self.tokens[self.at]
         return token.text if isinstance(token, Word) else str(token) if isinstance(token, str) else ""
 
-    def _defines(self) -> bool:
-        return self.tokens[self.at + 1 : self.at + 3] == ["(", ")"]
-
-    def _pass_to(self, word: str) -> None:
+    def _pass_to(self, wanted: str) -> None:
         while self.at < len(self.tokens):
+            word = self._word()
             self.at += 1
-            if self._word_before() == word:
+            if word == wanted:
                 return
-
-    def _word_before(self) -> str:
-        token = self.tokens[self.at - 1]
-        return token.text if isinstance(token, Word) else token if isinstance(token, str) else ""
 
     def _if(self, active: bool, nested: int) -> None:
         taken, ended = False, "elif"
@@ -361,7 +355,7 @@ def _fields(raw: str, scope: _Scope) -> list[str]:
                 words.add(part.text)
             continue
         values = _referenced(part.expression, scope)
-        if part.quoted and not _is_array(part.expression):
+        if part.quoted and "[@]" not in part.expression and part.expression != "@":
             values = [_as_one(values)]
         for number, value in enumerate(values):
             if number:
@@ -372,10 +366,6 @@ def _fields(raw: str, scope: _Scope) -> list[str]:
                 words.add_split(value)
     words.close()
     return words.done
-
-
-def _is_array(expression: str) -> bool:
-    return "[@]" in expression or expression == "@"
 
 
 def _only_an_array(raw: str) -> bool:

@@ -157,7 +157,9 @@ class _RowBuilder:
             schedule_record(choice.schedule).chunks_per_rank(pp, choice.interleave) for choice in group.schedules
         ]
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
-        self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
+        # How many of each part (`parts.PROBES`) every kind of rank holds.
+        held = [(rank.dense_layers, rank.moe_layers, rank.has_embedding, rank.has_head) for rank in group.ranks]
+        self.counts = np.array(held, dtype=float)
         self.wanted = np.array(
             [layers_to_recompute(choice.recompute, choice.recompute_layers) for choice in group.recomputes]
         )
@@ -363,8 +365,3 @@ class _RowBuilder:
             own = Seconds(*(x[:, s] for x in mean))
             seconds[:, s] += pipeline_bubble(choice.schedule, pp, m, chunks, own, messages, ends)
         return seconds
-
-
-def _part_counts(contents: RankContents) -> tuple[int, int, int, int]:
-    """How many of each part (`parts.PROBES`) a rank holds."""
-    return contents.dense_layers, contents.moe_layers, int(contents.has_embedding), int(contents.has_head)
