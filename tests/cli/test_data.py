@@ -16,7 +16,15 @@ def test_text_becomes_shards_that_check(tmp_path: Path) -> None:
     built = run_json(
         "data", "build", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--out", out, "--processes", "1"
     )
-    assert built == {"prefix": out, "documents": 3, "tokens": 16, "counted": 16, "vocab": 257, **NOTHING_LOST}
+    assert built == {
+        "format": 1,
+        "prefix": out,
+        "documents": 3,
+        "tokens": 16,
+        "counted": 16,
+        "vocab": 257,
+        **NOTHING_LOST,
+    }
     assert run_json("data", "check", out) == [{"prefix": out, "documents": 3, "tokens": 16, "checksums": True}]
     assert "3 documents, 16 tokens; all checksums match" in run("data", "check", out).out
 

@@ -77,7 +77,7 @@ def killed_after(batches: int, arguments: dict[str, Any]) -> None:
 
 def _until(batches: int, arguments: dict[str, Any], marker: str) -> None:
     def on_done(done: int, total: int) -> None:
-        if done == batches * arguments["batch"]:
+        if done == batches * arguments["batch_size"]:
             Path(marker).touch()
             time.sleep(600)
 
@@ -121,7 +121,7 @@ def test_lines_of_another_request_are_not_continued(source: Path, tmp_path: Path
     assert "was begun with max_new_tokens 12, now it is 3" in refused({**arguments, "max_new_tokens": 3})
     other = tmp_path / "other.jsonl"
     other.write_text((source / "in.jsonl").read_text() + '\n{"prompt_tokens": [1]}')
-    assert "was begun with sha256 of the prompts" in refused({**arguments, "data": other})
+    assert "was begun with sha256 of the prompts" in refused({**arguments, "prompt_file": other})
     file = PartialFile(tmp_path / "out.jsonl", {})
     with file.opened():
         assert "another process is writing" in refused(arguments)
@@ -147,5 +147,5 @@ def test_a_line_that_is_wrong_is_named_before_anything_starts(
 ) -> None:
     data = tmp_path / "in.jsonl"
     data.write_text(f'{{"prompt_tokens": [1]}}\n\n{line}\n')
-    assert message in refused(asked(source, tmp_path / "out.jsonl", data=data))
+    assert message in refused(asked(source, tmp_path / "out.jsonl", prompt_file=data))
     assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"]
