@@ -25,7 +25,7 @@ from shardwise.cost.step.prediction import predict
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
 from shardwise.layout.network import network
@@ -110,7 +110,7 @@ def measure(place: WorkerPlace, cluster: Cluster, rounds: int) -> dict[tuple[str
     torch.set_num_threads(1)
     ours = replace(network(cluster.run_by_schedules()), pipelined_levels=True)
     found: dict[tuple[str, int, str], float] = {}
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         world = dist.group.WORLD
         assert world is not None
         communicator = Communicator(world)
@@ -203,7 +203,7 @@ def strategy_job(cluster: Cluster, strategy: dict[str, int]) -> Job:
 
 def step_seconds(place: WorkerPlace, job: Job) -> float:
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engine = Engine(job)
         tokens = torch.randint(0, job.model.vocab, (job.sequences // job.strategy.data_parallel, job.training.seq))
         times = []

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.save import Saver
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--folder", help="on the disk to try (default: that of temporary files)")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.folder) as name, joined(0, 1, f"{name}/meeting"):
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name, process_group(0, 1, f"{name}/meeting"):
         engine, folder = Engine(job(asked.gib)), CheckpointFolder(Path(name) / "checkpoints")
         saver = Saver(engine, folder)
         seconds: dict[str, list[float]] = {"plain": [], "synchronous": [], "stall": []}

@@ -38,7 +38,7 @@ def main() -> None:
     for text in arguments or LINKS:
         emulation = Emulation.parse(text)
         cluster = on_wires(described, emulation) if described else assumed(emulation)
-        with EmulatedPool(emulation, ("torch", "shardwise.engine.collectives.choose")) as pool:
+        with EmulatedPool(emulation, ("torch", "shardwise.engine.collectives.communicator")) as pool:
             large = pool.run(compared, emulation.world, cluster, (LARGE,), NAMES, timeout_seconds=600)[0]
             print(f"\n{text}: all-reduce of 16 MiB, times as fast as gloo's own (1.3 is asked for)")
             for name, median, least, own, own_least, _ in large:
@@ -73,13 +73,13 @@ def compared(
     import torch.distributed as dist
 
     from shardwise.engine.collectives import Communicator
-    from shardwise.engine.world import joined
+    from shardwise.engine.world import process_group
     from shardwise.layout.gradient_schedules import choose
     from shardwise.layout.groups import RankRun
 
     torch.set_num_threads(1)
     found = []
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         group = dist.group.WORLD
         assert group is not None
         communicator = Communicator(group)

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.run.data.build import build
 from shardwise.run.data.order import Loader, Mixture, Stream, rows_of
 from shardwise.run.data.sources import standard_library
@@ -100,7 +100,7 @@ def loaded(mixture: Mixture, seq: int, seconds: float) -> float:
 def tiny_demand(mixture: Mixture, folder: Path, seconds: float) -> float:
     """Tokens a second of a tiny model's step on one core of this machine, which finds its batch in memory."""
     job = Job.from_dict(TINY)
-    with joined(0, 1, str(folder / "meeting")):
+    with process_group(0, 1, str(folder / "meeting")):
         engine = Engine(job)
         batch = batch_of(rows_of(mixture, 0, job.sequences), engine.device)
         engine.step(batch)

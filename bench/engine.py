@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.optim.optimizer import decays
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.models import Decoder, initialise
 from shardwise.spec.clusters import cluster_from
@@ -79,7 +79,7 @@ def main() -> int:
 def timed(place: WorkerPlace, zero: int, steps: int) -> Times:
     """Seconds of each step of stock PyTorch and of the engine on this rank, and how far their losses are apart."""
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         tokens = torch.randint(MODEL.vocab, (1, TOKENS), generator=torch.Generator().manual_seed(place.rank))
         both = (stock_step(zero, tokens), engine_step(zero, tokens))
         seconds: tuple[list[float], list[float]] = ([], [])

@@ -23,7 +23,7 @@ from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
 from shardwise.engine.fp8.linear import ScaledProducts
 from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
-from shardwise.engine.fp8.scaling import Form, cast, format_of, joined
+from shardwise.engine.fp8.scaling import Form, cast, format_of, whole_matrix
 from shardwise.spec.job import Job
 
 SCALINGS = ("tensor", "row", "block")
@@ -66,7 +66,7 @@ def check() -> None:
         for stacked in (False, True):
             for shapes in ([(512, 384), (512, 1024)], [(272, 48)]):
                 parts = [random(*(shape[::-1] if stacked else shape), scale=3.0 + n) for n, shape in enumerate(shapes)]
-                matrix = joined(parts, stacked)
+                matrix = whole_matrix(parts, stacked)
                 largest = []
                 if scaling == "row":
                     largest = list(fp8_largest(parts, stacked))

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.models.initialise import initial_value
 from shardwise.spec.job import Job
 
@@ -172,7 +172,7 @@ def main() -> None:
     rows, begun = [], time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     held_out, data = (one.to(device) for one in divided(source_text()))
-    with joined(0, 1, dist.HashStore(), device=device):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device=device):  # type: ignore[attr-defined]
         recipes = [Recipe(precision, given, device) for precision in given.precisions]
         for seed in range(given.first_seed, given.first_seed + given.seeds):
             for recipe in recipes:

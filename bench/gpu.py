@@ -35,7 +35,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.step import PRESETS
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.files import parse_yaml
@@ -99,7 +99,7 @@ def main() -> int:
         return 0
     rows: list[Row] = []
     began = time.gmtime()
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for shape in shapes:
             for row in compared(shape, peers, given):
                 print_row(row)

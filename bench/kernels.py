@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
-from shardwise.engine.optim.optimizer import build_optimizer
+from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.models import flash_attention_4
 from shardwise.models.dot_product import AttentionArguments, document_bounds, packed_attention
 from shardwise.models.loss import cross_entropy_sum
@@ -105,7 +105,7 @@ def ours(kind: Any, *shape: int) -> tuple[float, float]:
     for one in given.values():
         one.data = one.to(torch.bfloat16)
         one.grad = torch.randn_like(one)
-    optimizer = build_optimizer(given.items(), Training(optimizer=kind), masters=masters)
+    optimizer = LocalOptimizer(given.items(), Training(optimizer=kind), masters=masters)
     del masters
     norm_of = GradientNorm([1] * len(given), DEVICE)
 

@@ -100,13 +100,13 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
     import torch
 
     from shardwise.engine.engine import Engine
-    from shardwise.engine.world import joined
+    from shardwise.engine.world import process_group
     from shardwise.run.data.order import Loader
     from shardwise.run.data.run_data import mixtures_of
     from shardwise.training.loop import batch_of, evaluate
 
     torch.set_num_threads(threads)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engine, losses = Engine(job), {}
         training, validation = mixtures_of(job, Path(folder))
         assert validation is not None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.run.attempt import Reporter, WorldPlace
@@ -66,7 +66,7 @@ def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[
     """Seconds of each bare step and of each step of the loop on this rank."""
     torch.set_num_threads(1)
     job, run_folder = Job.from_dict(JOB), Path(folder)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engine = Engine(job)
         training, _ = mixtures_of(job, run_folder)
         reporter = Reporter(WorldPlace(place.rank, place.world, place.rank, folder=run_folder))

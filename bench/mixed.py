@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from recut import TIMES, slow_down
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.measure.reference import sample_batch
@@ -88,7 +88,7 @@ def timed(place: PoolPlace, jobs: list[Job], steps: int) -> list[list[float]]:
     torch.set_num_threads(1)
     if place.rank == SLOW_RANK and not hasattr(Layer, "quick"):
         slow_down()
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engines = [Engine(job) for job in jobs]
         batches = [sample_batch(job, 0, 0).rows(engine.rows) for job, engine in zip(jobs, engines)]
         seconds: list[list[float]] = [[] for _ in jobs]

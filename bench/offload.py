@@ -23,7 +23,7 @@ from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import local
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, joined(0, 1, str(Path(folder) / "meeting")):
+    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, str(Path(folder) / "meeting")):
         return compare(steps)
 
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.optim.updates import Update
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.measure.step import cluster_name_here
 from shardwise.spec.clusters import cluster_from
@@ -84,7 +84,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}; {asked.batch} x {asked.seq}, {asked.precision}")
     print(f"{'':39} {'weights':10} {'off by':>8} {'last loss':>11}  first step whose loss is not the first case's")
     found: dict[str, Outcome] = {}
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for case in CASES[: asked.cases]:
             one = found[case.name] = outcome(case, asked)
             base = next(iter(found.values()))

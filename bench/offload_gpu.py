@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.cost.analysis import analyze
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.measure.step import cluster_name_here
 from shardwise.spec.clusters import cluster_from
@@ -155,7 +155,7 @@ def main() -> int:
     device = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
     print(f"{device}; layers of {asked.hidden} and {asked.ffn}, seq {asked.seq}, bf16\n{HEADER}", flush=True)
     rows: list[OffloadRow] = []
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for (layers, batch), kinds in _wanted(asked).items():
             plain = Trained(_job({}, 0, layers, batch, asked))  # ZeRO changes nothing on one device
             for name in kinds:

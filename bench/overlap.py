@@ -22,7 +22,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.job import Job
 
@@ -48,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.layouts:
             model, strategy = LAYOUTS[name]
-            with joined(0, 1, f"{folder}/{name}-alone", device="cuda"):
+            with process_group(0, 1, f"{folder}/{name}-alone", device="cuda"):
                 meant = _losses(Engine(_job(model, {}, 1, asked.seq), device="cuda"))
             torch.cuda.empty_cache()
             found = _on_one_gpu(f"{folder}/{name}", _job(model, strategy, WORLD, asked.seq), asked.trace, name)
@@ -91,7 +91,7 @@ def _on_one_gpu(meeting: str, job: Job, trace: str | None, name: str) -> list[An
 def _rank(rank: int, meeting: str, answers: Any, job: Job, trace: str | None, name: str) -> None:
     # NCCL refuses two ranks of one host on one GPU, and knows hosts by this (NCCL_MULTI_RANK_GPU_ENABLE: 2.30 on).
     os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0")
-    with joined(rank, WORLD, meeting, device="cuda"):
+    with process_group(rank, WORLD, meeting, device="cuda"):
         engine = Engine(job, device="cuda")
         losses = _losses(engine)
         batch = sample_batch(job, 0, 0, "cuda").share(engine.mesh.rank("dp"), engine.mesh.size("dp"))

@@ -25,7 +25,7 @@ import yaml
 from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.step import cluster_name_here
 from unseen_steps import CONFIGURATIONS, Configuration, job_of, name_of
 
@@ -71,7 +71,7 @@ def peak_of(row: Configuration, most_rows: int) -> None:
     job = job_of(row, cluster_name_here("cuda"))
     parts = analyze(job).memory
     torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MOST_EVENTS)
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         engine = Engine(job, device="cuda")
         engine.graphs.reason = "memory is recorded"
         built = torch.cuda.max_memory_allocated()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from checkpoint import job, timed
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.keepers import Keepers, place_here
 from shardwise.run.checkpoint.folder import CheckpointFolder, checkpoint_folder
 from shardwise.run.storage.stores import Blocks, Limit, ObjectFacts, register_store
@@ -84,7 +84,7 @@ def main() -> int:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as name,
-        joined(0, 1, f"{name}/meeting"),
+        process_group(0, 1, f"{name}/meeting"),
         closing(Keepers(Path(name) / "keepers.json")) as keepers,
     ):
         keepers.use([place_here(None, node) for node in range(2)])

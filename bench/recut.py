@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.measure.compare.comparison import profiled_run
@@ -92,7 +92,7 @@ def timed(place: PoolPlace, job: Job, folder: str, slow_rank: int, steps: int) -
     torch.set_num_threads(1)
     if place.rank == slow_rank and not hasattr(Layer, "quick"):
         slow_down()
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         path = Path(folder)
         engine = Engine(job)
         training, _ = mixtures_of(job, path)

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 
 STRATEGIES = {
@@ -72,7 +72,7 @@ def parallel(strategy: shardwise.Strategy) -> list[float]:
 def on_a_rank(place: WorkerPlace, strategy: shardwise.Strategy) -> list[float]:
     """One of two processes; with `torchrun` this is `torch.distributed.init_process_group`."""
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         return parallel(strategy)
 
 

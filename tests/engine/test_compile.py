@@ -18,7 +18,7 @@ from shardwise.engine.engine import apply_compile
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.recompute.apply import apply_recompute
+from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.models.moe import MoELayer
 from shardwise.spec.model import Model

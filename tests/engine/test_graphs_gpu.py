@@ -16,7 +16,7 @@ from engine.recompute.cases import GPT, LLAMA, MIXTURE, batch, job_of
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs import WARM_STEPS
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.training import LossScaling
@@ -27,7 +27,7 @@ STEPS, REFUSED_STEP = 8, 5
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
-    with joined(0, 1, dist.HashStore(), device="cuda"):
+    with process_group(0, 1, dist.HashStore(), device="cuda"):
         yield
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts.loads import Assumed
+from shardwise.engine.experts.rows import Assumed
 from shardwise.measure.dryrun.trace import _pose, _structure_is_real
 from shardwise.measure.dryrun.world import fake_tensors, nothing_moves, posing_as
 from shardwise.spec.job import Job

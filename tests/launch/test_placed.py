@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from required import require
 from shardwise.launch.emulate import namespace
 from shardwise.launch.emulate.network import why_not, wired
-from shardwise.launch.placed import on_nodes
+from shardwise.launch.job_file import on_nodes
 from shardwise.launch.ray.cluster import ranks_of_bundles, wanted_order
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.recompute.cases import LLAMA, job_of
 from shardwise.engine.context.apply import kernel_words
-from shardwise.engine.recompute.apply import all_but_cheap
+from shardwise.engine.recompute import all_but_cheap
 from shardwise.models import flash_attention_4
 from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments, attention_mask, document_bounds, dot_product_attention

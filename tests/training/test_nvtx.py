@@ -14,7 +14,7 @@ from cli.running import error_line, run
 from shardwise.engine.engine import Engine
 from shardwise.engine.profiler_ranges import nvtx_ranges
 from shardwise.engine.torch_private import profiler_enabled
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
@@ -72,7 +72,7 @@ def test_cpus_have_no_tool_that_reads_them(tmp_path: Path) -> None:
 @pytest.mark.skipif(hasattr(torch._C, "_nvtx"), reason="this torch has NVTX: test_nvtx_gpu.py")
 def test_a_step_pushes_nothing_unless_asked() -> None:
     """A build of torch without CUDA has no NVTX, and says so at the first range."""
-    with joined(0, 1, dist.HashStore(), device="cpu"):
+    with process_group(0, 1, dist.HashStore(), device="cpu"):
         engine = Engine(job(), device="cpu")
         engine.step(sample_batch(engine.job, 0, 0, "cpu"))
         with pytest.raises(RuntimeError, match="NVTX"):

@@ -18,11 +18,11 @@ from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
-from shardwise.launch.elastic.recutting import FindsRecuts
+from shardwise.launch.elastic import FindsRecuts
+from shardwise.launch.job_file import on_nodes
 from shardwise.launch.local import DEBUG
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
-from shardwise.launch.placed import on_nodes
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare

@@ -10,10 +10,9 @@ from shardwise.api.renamed import flags_now
 from shardwise.cli.inputs import print_notes
 from shardwise.cli.parser import Parser
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
-from shardwise.launch.node import UNWATCHED
+from shardwise.launch.node import UNWATCHED, printed_as_it_grows
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.tail import printed_as_it_grows
 from shardwise.launch.targets.host_file import read_hosts
 from shardwise.launch.targets.registry import (
     HOSTS,

@@ -16,18 +16,16 @@ from torch import Tensor, nn
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import apply_attention, apply_context
 from shardwise.engine.data.apply import apply_data
-from shardwise.engine.experts.apply import apply_experts
-from shardwise.engine.experts.loads import update_balance
+from shardwise.engine.experts.apply import apply_experts, update_balance
 from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.graphs import StepGraphs
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.parameters import initialise_parts, materialise
 from shardwise.engine.patterns import DECODER, Patterns, decoder_patterns, matching
-from shardwise.engine.pipeline.runner import call_decoder
-from shardwise.engine.pipeline.stage import keep_stage
+from shardwise.engine.pipeline.runtime import call_decoder, keep_stage
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
-from shardwise.engine.recompute.apply import apply_recompute
+from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks

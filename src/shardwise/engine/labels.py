@@ -100,10 +100,7 @@ _OF_A_KIND = {
     ),
 }  # fmt: skip
 # Messages that together are a collective, decomposed so that matmuls run beside them.
-_PART_OF = {
-    Called.GATHERED_PARTS: CollectiveKind.ALL_GATHER,
-    Called.SUMMED_PARTS: CollectiveKind.REDUCE_SCATTER,
-}
+_PART_OF = {Called.GATHERED_PARTS: CollectiveKind.ALL_GATHER, Called.SUMMED_PARTS: CollectiveKind.REDUCE_SCATTER}
 _PRICED_AS = {called: kind for kind, several in _OF_A_KIND.items() for called in several}
 # Where the time of a phase counts.
 _PARTS = {

@@ -21,12 +21,12 @@ from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.optim.precision import precision_of
-from shardwise.engine.own_model import checks, forward
-from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages
+from shardwise.engine.own_model import checks, network
+from shardwise.engine.own_model.network import Initialise, cut_stages, fill_stages, tie_stages
 from shardwise.engine.own_model.tables import found_layers, job_for, supplied_table
 from shardwise.engine.parameters import HeldPart, plain_name
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.recompute.apply import apply_recompute
+from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.torch_private import persistent_buffers
 from shardwise.engine.trainer import Trainer
@@ -44,9 +44,9 @@ def parallelize(
     *,
     training: Training | None = None,
     patterns: Patterns | None = None,
-    loss: forward.Loss | None = None,
+    loss: network.Loss | None = None,
     count: Count | None = None,
-    call: forward.Call | None = None,
+    call: network.Call | None = None,
     initialise: Initialise | None = None,
     device: str | torch.device | None = None,
 ) -> Parallel:
@@ -96,7 +96,7 @@ def parallelize(
         raise SpecError("loss", problem, "pass loss=, a function of outputs and batch that returns a sum")
     first = next(module.parameters(), torch.empty(0))
     place = torch.device(device or ("cpu" if first.is_meta else first.device))
-    return Parallel(module, job, table, place, loss, count, call or forward.usual_call(module), initialise)
+    return Parallel(module, job, table, place, loss, count, call or network.usual_call(module), initialise)
 
 
 class Parallel(Trainer[Any]):
@@ -111,12 +111,12 @@ class Parallel(Trainer[Any]):
         job: Job,
         table: Patterns | None,
         device: torch.device,
-        loss: forward.Loss | None,
+        loss: network.Loss | None,
         count: Count | None,
-        call: forward.Call,
+        call: network.Call,
         initialise: Initialise | None,
     ) -> None:
-        self.table, self.count = table, count or forward.usual_count
+        self.table, self.count = table, count or network.usual_count
         self.patterns = table or found_layers(module)
         self.aliases = second_names(module)
         mesh = build_mesh(job.strategy, device.type, job.model.key_value_heads)
@@ -125,8 +125,8 @@ class Parallel(Trainer[Any]):
         tied = tie_stages(stages, job, mesh, self.patterns, self.aliases)
         whole = job.strategy.cp == job.strategy.pp == 1
         for stage in stages.values():
-            run = forward.any_pass(call, loss, precision.compute) if table is None and loss else None
-            forward.answer_passes(stage, run or forward.TokenPass(stage, self.patterns, mesh, loss), whole)
+            run = network.any_pass(call, loss, precision.compute) if table is None and loss else None
+            network.answer_passes(stage, run or network.TokenPass(stage, self.patterns, mesh, loss), whole)
         for stage in stages.values():
             apply_fp8(stage, mesh, self.patterns, precision.scaling)
         apply_recompute(list(stages.values()), job, self.patterns)
@@ -138,7 +138,7 @@ class Parallel(Trainer[Any]):
             fill_stages(stages, initialise, device)
         if tied:
             tied.follow()
-        super().__init__(job, device, mesh, stages, tied, data, forward.call_stage, self.patterns)
+        super().__init__(job, device, mesh, stages, tied, data, network.call_stage, self.patterns)
 
     @property
     def module(self) -> nn.Module:
@@ -152,8 +152,8 @@ class Parallel(Trainer[Any]):
         """This rank's samples of a global batch that every rank has; a loader may also give just these."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         shares, rank = self.job.strategy.dp_shares or (1,) * self.mesh.size("dp"), self.mesh.rank("dp")
-        before, each = sum(shares[:rank]), forward.rows_of(batch) // sum(shares)
-        return forward.some_rows(batch, before * each, (before + shares[rank]) * each)
+        before, each = sum(shares[:rank]), network.rows_of(batch) // sum(shares)
+        return network.some_rows(batch, before * each, (before + shares[rank]) * each)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the undivided network on rank 0, one at a time; all ranks have to iterate to the end."""
@@ -169,11 +169,11 @@ class Parallel(Trainer[Any]):
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
         rows = self.job.strategy.microbatch
         if self.table is None:
-            batch = forward.on_device(batch, self.device)
-            self.require_rows(forward.rows_of(batch), exactly=False)
-            counted, microbatches = self.count(batch), forward.in_microbatches(batch, rows)
+            batch = network.on_device(batch, self.device)
+            self.require_rows(network.rows_of(batch), exactly=False)
+            counted, microbatches = self.count(batch), network.in_microbatches(batch, rows)
         else:
-            tokens = self.own_tokens(forward.token_batch(batch, self.device))
+            tokens = self.own_tokens(network.token_batch(batch, self.device))
             number = tokens.tokens.shape[0]
             self.require_rows(number, exactly=self.pipeline is not None)
             counted, microbatches = tokens.counted, tokens.microbatches(number // rows)

@@ -20,18 +20,25 @@ from shardwise.engine.fp8.apply import delay_scaling, weights_in_fp8, widen_grad
 from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
-from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.store import GRADIENT, MASTER, Store
 from shardwise.engine.offload.streamed import needed_first, wait_before
 from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
-from shardwise.engine.optim.optimizer import build_optimizer
+from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
-from shardwise.engine.pipeline.stage import Call, Mailbox, Message, RoutedMailbox, routes_of
+from shardwise.engine.pipeline.runtime import (
+    Call,
+    Mailbox,
+    Message,
+    PipelineRunner,
+    RoutedMailbox,
+    routes_of,
+    schedule_of,
+)
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
+from shardwise.engine.refuse import may_offload
 from shardwise.layout.groups import rank_at
 from shardwise.layout.sharding import updates_on_device
 from shardwise.layout.stages import placement
@@ -74,7 +81,7 @@ class Trainer(ABC, Generic[Given]):
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
         self.own_job = job.of_stage(mesh.pipeline_rank)
-        # With unlike stages: how many data-parallel ranks of the stage with the most this rank takes the sequences of.
+        # Stages may have unlike degrees: this rank takes the sequences of so many ranks of the stage with the most.
         self.replicas = job.strategy.data_parallel // self.own_job.strategy.data_parallel
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
         self.in_fp8 = weights_in_fp8(stages.values())
@@ -88,7 +95,7 @@ class Trainer(ABC, Generic[Given]):
         self.store = (
             Store(offload, device, updates_on_device=updates_on_device(job, offload)) if may_offload(job) else None
         )
-        self.optimizer = build_optimizer(
+        self.optimizer = LocalOptimizer(
             [(held.name, held.parameter) for held in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload, whole_masters=job.whole_masters,
             on_split=lambda parameter: data.forget_masters([parameter]),

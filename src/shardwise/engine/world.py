@@ -32,7 +32,7 @@ def silence_blas_fallback() -> None:
 
 
 @contextmanager
-def joined(
+def process_group(
     rank: int, world: int, meeting: str | Store, *, device: str = "cpu", seconds: float = 120, on_cpu: str = "gloo"
 ) -> Iterator[None]:
     """The default process group of ``world`` processes that meet in a file or a store; destroyed at the end.

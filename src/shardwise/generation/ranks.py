@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.engine.engine import cut_stages
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import held, materialise
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.generation.decoding import Collected, NextToken, generated_tokens
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes, layout_of
 from shardwise.launch.owned import OwnedFolder, is_owned
@@ -151,7 +151,7 @@ Done = tuple[list[Generated], GenerationTimes]
 def run_ranks(request: GenerationRequest, work: RankWork, here: Started | None, on_event: Emit) -> Done:
     """Does the work on ``tp`` ranks, of which ``here`` may be this process; raises WorkerError if one is lost."""
     if here is not None:
-        with joined(here.rank, here.world, store_of(here), device=request.device, seconds=EXCHANGE_SECONDS):
+        with process_group(here.rank, here.world, store_of(here), device=request.device, seconds=EXCHANGE_SECONDS):
             return on_rank(request, work, on_event if here.rank == 0 else _to_nobody, leads=here.rank == 0)
     if request.tp == 1:
         return on_rank(request, work, on_event, leads=True)
@@ -164,7 +164,7 @@ def run_ranks(request: GenerationRequest, work: RankWork, here: Started | None, 
 
 def _worker(place: WorkerPlace, request: GenerationRequest, work: RankWork, events: str) -> Done | None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.world))
-    with joined(
+    with process_group(
         place.rank, place.world, place.rendezvous_file, device=request.device, seconds=EXCHANGE_SECONDS
     ), Path(events).open("a", encoding="utf-8") as file:  # fmt: skip
 

@@ -104,13 +104,13 @@ def _serve(connection: Connection) -> None:
     """The life of a rank, until the other end closes."""
     import torch
 
-    from shardwise.engine.world import joined
+    from shardwise.engine.world import process_group
     from shardwise.generation.ranks import EXCHANGE_SECONDS, Clock, loaded, opened_weights, run_batch
 
     rank, request, meeting = connection.recv()
     if request.device == "cpu":
         torch.set_num_threads(1)  # a core for every rank
-    with joined(rank, request.tp, meeting, device=request.device, seconds=EXCHANGE_SECONDS):
+    with process_group(rank, request.tp, meeting, device=request.device, seconds=EXCHANGE_SECONDS):
         began = time.perf_counter()
         model = loaded(opened_weights(request), request.tp, request.device)
         load_seconds = time.perf_counter() - began

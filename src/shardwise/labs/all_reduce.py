@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, draw_rounds, simulated_seconds
 from shardwise.collectives.pricing import volume_of
 from shardwise.engine.labels import Called
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.labs.ranks import (
     CountingCommunicator,
     EngineRun,
@@ -103,7 +103,7 @@ def _measured(pool: Pool, schedule: Schedule, repeats: int) -> list[RankCount]:
 
 def _reduce(place: WorkerPlace, schedule: Schedule, repeats: int) -> RankCount:
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         counting = CountingCommunicator()
         tensor = torch.full((SIZE // 4,), float(place.rank + 1))
         counting.run(schedule, tensor)

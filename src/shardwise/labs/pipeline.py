@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.engine.labels import PassKind
-from shardwise.engine.pipeline.runner import schedule_of
+from shardwise.engine.pipeline.runtime import schedule_of
 from shardwise.labs.ranks import EngineRun, Pace, TimedRange, lab_job, run_engine
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.pipeline import (

@@ -67,10 +67,10 @@ def run(setup: LabSetup) -> LabReport:
 
 
 def _hold(place: WorkerPlace, schedules: list[Schedule]) -> list[HeldState]:
-    from shardwise.engine.world import joined
+    from shardwise.engine.world import process_group
 
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         return [_one(schedule, place.rank) for schedule in schedules]
 
 

@@ -23,7 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.labels import Label, PassKind, label_of
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.labs.registry import PRELOAD
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
@@ -132,7 +132,7 @@ def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
 def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:
     torch.set_num_threads(1)
     job = request.job
-    with joined(place.rank, place.world, place.rendezvous_file), ExitStack() as entered:
+    with process_group(place.rank, place.world, place.rendezvous_file), ExitStack() as entered:
         entered.enter_context(_prefetching(request.prefetch))
         if request.pace.layer_forward or request.pace.layer_backward:
             entered.enter_context(_paced_layers(request.pace))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.labs import by_hand
 from shardwise.labs.ranks import EngineRun, RankResult, kind_of, lab_engine, lab_job, run_engine
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
@@ -91,7 +91,7 @@ def _job(ranks: int, sequence: bool) -> Job:
 
 def _compare(place: WorkerPlace, job: Job, sequence: bool) -> ComparedMlp:
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engine = lab_engine(EngineRun(job))
         layers: Any = engine.stages[0].layers
         mlp = next(iter(layers.values())).mlp

@@ -106,9 +106,8 @@ class Keepers:
     def _replace_lost(self) -> None:
         again: dict[str, float] = {}  # when to try a place again that did not answer
         while not self._closed.wait(_POLL_SECONDS):
-            for kept in [
-                keeper_here for keeper_here in list(self.kept.values()) if keeper_here.process.poll() is not None
-            ]:
+            lost = [kept for kept in list(self.kept.values()) if kept.process.poll() is not None]
+            for kept in lost:
                 name, now = kept.place.name, time.monotonic()
                 if again.get(name, now) > now:
                     continue

@@ -13,8 +13,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.cost.memory.device import device_memories
 from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
-from shardwise.engine.offload.folder import require_folder
-from shardwise.engine.refuse import require_backend, require_devices, require_nvtx, require_runs
+from shardwise.engine.refuse import require_backend, require_devices, require_folder, require_nvtx, require_runs
 from shardwise.launch.local import supervise
 from shardwise.planner.advice.assessment import what_would_fit
 from shardwise.planner.automatic import ways_to_fit

@@ -8,8 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.launch.elastic.here import HereTarget
-from shardwise.launch.elastic.recutting import FindsRecuts, RecutTarget
+from shardwise.launch.elastic import FindsRecuts, HereTarget, RecutTarget
 from shardwise.launch.emulate.network import Network, Reach, wired
 from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import keepers

@@ -23,7 +23,7 @@ from shardwise.engine.data.parameter_server import ParameterServer, ServerClient
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.pieces import ServerPlan
 from shardwise.measure.reference import sample_batch, sample_weight
@@ -161,7 +161,7 @@ def _reduce(place: WorkerPlace, request: ServerRequest) -> dict[str, Any]:
     """A rank of the engine; the weights are in the order of the plain model's."""
     torch.set_num_threads(1)
     job = request.job
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         engine = Engine(job, seed=request.seed)
         for held in engine.parameters:
             value = held.part.of(sample_weight(held.name, held.part.shape, request.seed, job.model))
@@ -191,7 +191,7 @@ def _serve_or_work(place: WorkerPlace, request: ServerRequest, staleness: int | 
     torch.set_num_threads(1)
     plan = request.plan
     model = first_model(request)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         dist.barrier()
         began = time.perf_counter()
         if place.rank < plan.workers:

@@ -18,7 +18,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.verify import available_bytes
 from shardwise.run.environment import Started
 from shardwise.spec.errors import DoesNotFit, SpecError
@@ -178,7 +178,7 @@ def _world(job: Job, here: Started | None) -> Iterator[None]:
     store = dist.HashStore() if here is None else store_of(here)  # type: ignore[attr-defined]
     rank, world = (0, 1) if here is None else (here.rank, here.world)
     try:
-        with joined(rank, world, store, device=job.run_device):
+        with process_group(rank, world, store, device=job.run_device):
             yield
     except torch.OutOfMemoryError:
         needed = readable_bytes(analyze(job).memory.total)

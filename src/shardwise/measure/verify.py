@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.parameters import HeldParameter, divided_as, local
-from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.world import joined
+from shardwise.engine.refuse import require_devices, require_folder, require_runs
+from shardwise.engine.world import process_group
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
@@ -95,7 +94,7 @@ def write_narrow(
 ) -> None:
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))
-    with joined(0, 1, f"{narrow_path}.meeting", device=device):
+    with process_group(0, 1, f"{narrow_path}.meeting", device=device):
         torch.save(asdict(_run_narrow(job, steps, seed, reference, device, tick)), narrow_path)
 
 
@@ -109,7 +108,7 @@ def compare_narrow(
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))
     alone = _Narrow(**torch.load(narrow_path, weights_only=False))
-    with joined(place.rank, place.world, place.rendezvous_file, device=device):
+    with process_group(place.rank, place.world, place.rendezvous_file, device=device):
         mine = _run_narrow(job, steps, seed, reference, device, tick if place.rank == 0 else lambda: None)
     deviations: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
     for step, expected in enumerate(reference.gradients):
@@ -387,7 +386,7 @@ def _compare(
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     deviations: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
-    with joined(place.rank, place.world, place.rendezvous_file, device=device):
+    with process_group(place.rank, place.world, place.rendezvous_file, device=device):
         engine = sample_engine(job, seed, device)
         for step in range(steps):
             at = f"step {step + 1}"

@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.models import flash_attention_4, flexible_attention
-from shardwise.models.entropy import softly_capped
+from shardwise.models.loss import softly_capped
 
 MOST_FEATURES = 256  # of a head, in FlashAttention-2
 # From PyTorch 2.12 on, grouped heads must be declared.

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.attention import Attention, attention_of
+from shardwise.models.compiled_layer import gated_down, normed_beside, normed_projection
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.mlp import MLP, is_plain, project_each
 from shardwise.models.moe import MoELayer
-from shardwise.models.norm_gradients import normed_beside
 from shardwise.models.norms import RMSNorm, norm_of
-from shardwise.models.remaking import gated_down, normed_projection
 from shardwise.models.rope import Rotation
 from shardwise.spec.model import Model
 

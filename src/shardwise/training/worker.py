@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_backend
-from shardwise.engine.world import joined, store_at
+from shardwise.engine.world import process_group, store_at
 from shardwise.layout.groups import node_of
 from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
@@ -189,7 +189,7 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     require_backend(job, by_mpi=place.by_mpi)
     on_cpu = "gloo" if job.run.backend == "auto" else f"cpu:{job.run.backend}"
     meeting = _meeting(place, timeouts.start)
-    with joined(place.rank, place.world, meeting, device=device, seconds=longest, on_cpu=on_cpu):
+    with process_group(place.rank, place.world, meeting, device=device, seconds=longest, on_cpu=on_cpu):
         yield Engine(job, device=device, seed=job.run.seed)
 
 

@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 from engine.collectives.schedule_cases import Result, run_all
 from required import require
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
@@ -61,7 +61,7 @@ def on_one_gpu(folder: Path, function: Any, *arguments: Any) -> list[Any]:
 def _rank(rank: int, meeting: str, answers: Any, function: Any, arguments: tuple[Any, ...]) -> None:
     # NCCL refuses two ranks of one host on one GPU, and knows hosts by this.
     os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0")
-    with joined(rank, WORLD, meeting, device="cuda"):
+    with process_group(rank, WORLD, meeting, device="cuda"):
         answers.put((rank, function(*arguments)))
 
 
@@ -95,7 +95,7 @@ def job(model: dict[str, Any], strategy: dict[str, Any], devices: int) -> Job:
 
 def test_layouts_have_the_loss_of_one_rank(tmp_path: Path) -> None:
     alone = {name: job(model, {}, 1) for name, (model, _) in LAYOUTS.items()}
-    with joined(0, 1, str(tmp_path / "alone"), device="cuda"):
+    with process_group(0, 1, str(tmp_path / "alone"), device="cuda"):
         meant = losses(alone)
     divided = {name: job(model, strategy, WORLD) for name, (model, strategy) in LAYOUTS.items()}
     for found in on_one_gpu(tmp_path, losses, divided):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from effort import examples
 from engine.workers import on_ranks
-from shardwise.engine.compression import compressed_sum
-from shardwise.engine.compression.quantised import codec_of
+from shardwise.engine.compression import codec_of, compressed_sum
 from shardwise.spec.less_communication import Compression
 
 EXCHANGED = ("bf16", "fp16", "int8", "fp8", "1bit")

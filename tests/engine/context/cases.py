@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.context.across_ranks import AcrossRanks, GatheredAttention, RingAttention
 from shardwise.engine.context.blocks import KernelChoice, kernel_for
-from shardwise.engine.context.distributed_attention import AcrossRanks
-from shardwise.engine.context.gather import GatheredAttention
-from shardwise.engine.context.ring import RingAttention
 from shardwise.engine.context.sequence import WholeDocuments, cut_sequence
 from shardwise.engine.context.ulysses import Attend, UlyssesAttention
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.context.cases import Case, arguments_of, gradients_of, inputs_of
-from shardwise.engine.context import gather, ring
+from shardwise.engine.context import across_ranks
+from shardwise.engine.context.across_ranks import AcrossRanks
 from shardwise.engine.context.blocks import (
     CUDNN,
     EFFICIENT,
@@ -25,7 +26,6 @@ from shardwise.engine.context.blocks import (
     Scores,
     hidden_score,
 )
-from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.models.dot_product import dot_product_attention
 from shardwise.models.flash_attention_4 import misfit, obstacle
@@ -173,10 +173,10 @@ class Whole:
 @pytest.mark.parametrize("method", ["ring", "all-gather"])
 def test_attention_across_threads(monkeypatch: pytest.MonkeyPatch, number: torch.dtype, method: str) -> None:
     group = Threads(4)
-    monkeypatch.setattr(ring.dist, "batch_isend_irecv", group.send_on)
-    monkeypatch.setattr(ring.dist, "P2POp", Message)
-    monkeypatch.setattr(gather, "all_gather", group.gather)
-    monkeypatch.setattr(gather, "reduce_scatter_sum", group.reduce_scatter)
+    monkeypatch.setattr(across_ranks.dist, "batch_isend_irecv", group.send_on)
+    monkeypatch.setattr(across_ranks.dist, "P2POp", Message)
+    monkeypatch.setattr(across_ranks, "all_gather", group.gather)
+    monkeypatch.setattr(across_ranks, "reduce_scatter_sum", group.reduce_scatter)
     windows = [(50, True), (50, False), (200, False)] if method == "all-gather" else []
     masks = [(None, False), (None, True), *windows]
     for (heads, widths), causal, (window, documents) in product(
@@ -193,7 +193,7 @@ def across_threads(group: Threads, case: Case) -> list[float]:
     if arguments.documents is not None:
         object.__setattr__(arguments, "documents", arguments.documents.cuda())
     expected = gradients_of(dot_product_attention, tuple(tensor.float() for tensor in tensors), arguments)
-    attention = {"ring": ring.RingAttention, "all-gather": gather.GatheredAttention}[method]
+    attention = {"ring": across_ranks.RingAttention, "all-gather": across_ranks.GatheredAttention}[method]
     found = [0.0] * size
 
     def work(rank: int) -> None:

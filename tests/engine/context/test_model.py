@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.context.cases import METHODS
 from engine.workers import on_ranks
+from shardwise.engine.context.across_ranks import AcrossRanks
 from shardwise.engine.context.apply import apply_context
-from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.mesh import build_mesh
 from shardwise.models.decoder import Decoder

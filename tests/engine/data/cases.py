@@ -14,7 +14,7 @@ from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
-from shardwise.engine.optim.optimizer import build_optimizer, local
+from shardwise.engine.optim.optimizer import LocalOptimizer, local
 from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.engine.parameters import parts_of
 from shardwise.models import Decoder, initialise, moe
@@ -119,7 +119,7 @@ def together(case: Case) -> Trained:
     data.start()
     optimization = Optimization(learning_rate=1e-3, epsilon=EPSILON)
     training = Training(precision="fp32", optimizer=case.optimizer, optimization=optimization)
-    optimizer = build_optimizer(module.named_parameters(), training, masters=data.masters)
+    optimizer = LocalOptimizer(module.named_parameters(), training, masters=data.masters)
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     parts = parts_of(module)
     copies = [copies_of(one, parts[name].expert, mesh.strategy) for name, one in parameters.items()]

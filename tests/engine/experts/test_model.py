@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.experts.test_exchange import short
 from engine.workers import on_ranks
-from shardwise.engine.experts.apply import apply_experts
-from shardwise.engine.experts.loads import update_balance
+from shardwise.engine.experts.apply import apply_experts, update_balance
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import HeldPart, parts_of
 from shardwise.models import Decoder, initialise

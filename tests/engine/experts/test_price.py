@@ -89,7 +89,7 @@ DRY_RUN = """
 import sys, torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardwise.engine.experts.loads import Assumed
+from shardwise.engine.experts.rows import Assumed
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.models.moe import MoELayer

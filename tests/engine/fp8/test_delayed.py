@@ -6,7 +6,7 @@ import torch
 
 from engine.fp8.cases import histories_here, job_of, trained
 from engine.workers import on_ranks
-from shardwise.engine.fp8.delayed import GRADIENTS, HISTORY, INPUTS, DelayedScaling
+from shardwise.engine.fp8.linear import GRADIENTS, HISTORY, INPUTS, DelayedScaling
 from shardwise.spec.support import verdict
 from shardwise.spec.training import Training
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.engine.fp8.scaling import Form, cast, format_of, joined
+from shardwise.engine.fp8.scaling import Form, cast, format_of, whole_matrix
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,7 +32,7 @@ def test_both_forms(scaling: str, gradient: bool, stacked: bool, shapes: list[tu
     from shardwise.engine.fp8.kernels import cast_forms, largest_of
 
     parts, dtype = parts_of(shapes, stacked), format_of(scaling, gradient)
-    whole = joined(parts, stacked)
+    whole = whole_matrix(parts, stacked)
     largest: list[Tensor] = []
     if scaling == "tensor":
         largest = [whole.abs().amax().float()]
@@ -59,7 +59,7 @@ def test_a_form_that_is_not_wanted_is_empty(scaling: str) -> None:
 
     parts = parts_of(SHAPES[0], False)
     largest = {
-        "tensor": [joined(parts, False).abs().amax().float()],
+        "tensor": [whole_matrix(parts, False).abs().amax().float()],
         "row": list(largest_of(parts, False)),
         "block": [],
     }

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
@@ -45,7 +45,7 @@ def job(offload: dict[str, Any], precision: str, **strategy: Any) -> Job:
 def trained(folder: Path, offload: dict[str, Any], precision: str, **strategy: Any) -> tuple[int, list[torch.Tensor]]:
     """Bytes allocated at the most in the last of some steps, and the weights after those that are compared."""
     one = job(offload, precision, **strategy)
-    with joined(0, 1, str(folder / "meeting"), device="cuda"):
+    with process_group(0, 1, str(folder / "meeting"), device="cuda"):
         engine = Engine(one, device="cuda")
         for step in range(STEPS):
             batch = sample_batch(one, step, 0).changed(lambda tensor: tensor.cuda())
@@ -113,7 +113,7 @@ def in_order() -> Iterator[None]:
 @pytest.mark.parametrize("kinds", [("optimizer",), ("optimizer", "weights")])
 def test_a_skipped_step_leaves_the_weights(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     one = job(dict.fromkeys(kinds, 1.0), "bf16")
-    with joined(0, 1, str(tmp_path / "meeting"), device="cuda"):
+    with process_group(0, 1, str(tmp_path / "meeting"), device="cuda"):
         engine = Engine(one, device="cuda")
         batch = sample_batch(one, 0, 0).changed(lambda tensor: tensor.cuda())
         losses = [engine.step(batch, loss_limit=limit).loss for limit in (None, 0.0, 0.0, None, None)]

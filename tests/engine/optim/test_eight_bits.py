@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.optim import eight_bits
 from shardwise.engine.optim.eight_bits import BLOCK, MOST, decoded, drawn_numbers, encode_, room
-from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer
+from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.spec.training import OPTIMIZERS, Optimization, Training
 
 SIZES = (1, 255, 256, 1000, 4096)
@@ -86,7 +86,7 @@ def network() -> nn.Sequential:
 
 def optimizer_of(kind: str, model: nn.Module) -> LocalOptimizer:
     training = Training(optimizer=kind, optimization=Optimization(learning_rate=3e-3, beta2=0.999, decay=0.01))
-    return build_optimizer(model.named_parameters(), training)
+    return LocalOptimizer(model.named_parameters(), training)
 
 
 def losses(kind: str, steps: int) -> list[float]:
@@ -153,6 +153,6 @@ def test_a_bad_step_changes_nothing_and_states_come_back() -> None:
 
 def test_memory_is_as_priced() -> None:
     matrix = nn.Parameter(torch.randn(512, 1024))
-    optimizer = build_optimizer([("layers.0.up.weight", matrix)], Training(optimizer="adam8bit"))
+    optimizer = LocalOptimizer([("layers.0.up.weight", matrix)], Training(optimizer="adam8bit"))
     held = sum(one.nbytes for one in optimizer.state[matrix].values())
     assert held == OPTIMIZERS["adam8bit"].matrices * matrix.numel()

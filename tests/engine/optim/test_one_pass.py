@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.engine.optim import optimizer as optimizer_module
 from shardwise.engine.optim.gradient_norm import GradientNorm
-from shardwise.engine.optim.masters import master_values, split_
-from shardwise.engine.optim.one_pass import OnePass, OnePassPart
-from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer
-from shardwise.engine.optim.tables import TABLES
+from shardwise.engine.optim.one_pass import TABLES, OnePass, OnePassPart
+from shardwise.engine.optim.optimizer import LocalOptimizer, master_values, split_
 from shardwise.engine.optim.updates import Update
 from shardwise.spec.training import Optimization, Training
 
@@ -129,7 +127,7 @@ def trained(
     masters = {one: one.detach().clone() for one in given.values()}
     for one in given.values():
         one.data = one.to(torch.bfloat16)
-    optimizer = build_optimizer(given.items(), Training(optimizer=kind, optimization=SETTINGS), masters=masters)
+    optimizer = LocalOptimizer(given.items(), Training(optimizer=kind, optimization=SETTINGS), masters=masters)
     for _ in range(steps):
         for one in given.values():
             one.grad = torch.randn(one.shape, generator=draw).to(DEVICE, torch.bfloat16)

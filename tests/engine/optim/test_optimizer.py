@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
-from shardwise.engine.optim.masters import master_values, split_
-from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
+from shardwise.engine.optim.optimizer import LocalOptimizer, decays, local, master_values, split_
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.training import Optimization, Training
 from shardwise.training.memory import TensorBytes
@@ -42,7 +41,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def ours(kind: str, given: dict[str, nn.Parameter]) -> LocalOptimizer:
-    return build_optimizer(given.items(), Training(optimizer=kind, optimization=OPTIMIZATION))
+    return LocalOptimizer(given.items(), Training(optimizer=kind, optimization=OPTIMIZATION))
 
 
 def theirs(kind: str, given: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -121,7 +120,7 @@ def test_masters_are_updated_and_16_bit_weights_follow() -> None:
     for one in narrow.values():
         one.data = one.to(torch.bfloat16)
     first = ours("adamw", exact)
-    second = build_optimizer(narrow.items(), Training(optimization=OPTIMIZATION), masters=masters)
+    second = LocalOptimizer(narrow.items(), Training(optimization=OPTIMIZATION), masters=masters)
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
             exact[name].grad, narrow[name].grad = gradient.bfloat16().float(), gradient.bfloat16()
@@ -139,7 +138,7 @@ def test_a_state_that_was_saved_goes_on(with_masters: bool) -> None:
         masters = {one: one.detach().clone() for one in given.values()} if with_masters else {}
         for one in given.values():
             one.data = one.to(torch.bfloat16 if with_masters else torch.float32)
-        return given, build_optimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
+        return given, LocalOptimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
 
     (mine, first), (other, second) = made(), made()
     for step in range(STEPS):
@@ -198,7 +197,7 @@ def test_whole_masters_and_their_rests_take_the_same_steps(kind: str) -> None:
         for one in given.values():
             one.data = one.to(torch.bfloat16)
         training = Training(optimizer=kind, optimization=OPTIMIZATION)
-        optimizer = build_optimizer(given.items(), training, masters=masters, whole_masters=whole)
+        optimizer = LocalOptimizer(given.items(), training, masters=masters, whole_masters=whole)
         for step in range(STEPS):
             for name, gradient in gradients(step).items():
                 given[name].grad = gradient.bfloat16()
@@ -312,7 +311,7 @@ def test_no_master_stays_whole_while_other_states_are_allocated() -> None:
     memory = TensorBytes()
     memory.watch([*given.values(), *masters.values()])
     with memory:
-        optimizer = build_optimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
+        optimizer = LocalOptimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
     assert len(optimizer.rests) == 16 and not masters
     assert memory.live == pytest.approx(12 * elements, rel=0.001)  # scalars besides
     assert memory.peak < 13.5 * elements

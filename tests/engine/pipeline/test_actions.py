@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-from shardwise.engine.pipeline.runner import require_runnable, runtime_actions
+from shardwise.engine.pipeline.runtime import require_runnable, runtime_actions
 from shardwise.pipeline import PipelineSchedule, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import job_schedules

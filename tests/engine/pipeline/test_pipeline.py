@@ -17,8 +17,7 @@ from engine.rounding import negligible
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.parameters import HeldPart
-from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
-from shardwise.engine.pipeline.stage import Mailbox, Message, keep_stage
+from shardwise.engine.pipeline.runtime import Mailbox, Message, PipelineRunner, keep_stage, schedule_of
 from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.reference import deviation, global_norm

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.pipeline import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage import Mailbox, Message
+from shardwise.engine.pipeline.runtime import Mailbox, Message, PipelineRunner
 from shardwise.pipeline import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

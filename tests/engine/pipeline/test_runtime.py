@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.pipeline import toy_pipeline as toy
 from engine.workers import on_ranks
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage import PipelineStage
+from shardwise.engine.pipeline.runtime import PipelineRunner, PipelineStage
 from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.schedules import job_schedules

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage import Mailbox, Message, Reduction
+from shardwise.engine.pipeline.runtime import Mailbox, Message, PipelineRunner, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.pipeline import PipelineSchedule, build
 

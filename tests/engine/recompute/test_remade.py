@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs
+from shardwise.engine.recompute import DiscardedOutputs
 
 
 class Maps(nn.Module):

@@ -26,8 +26,7 @@ from launch.running import wait_until
 from launch.targets.ssh_hosts import ssh_hosts
 from launch.test_torchrun import job as planned
 from required import require
-from shardwise.launch.elastic.here import HereTarget
-from shardwise.launch.elastic.splits import SmallerSplits
+from shardwise.launch.elastic import HereTarget, SmallerSplits
 from shardwise.launch.emulate.network import Network, Reach, emulated, most_together, why_not, wired
 from shardwise.launch.outcome import STOPPED, Failure
 from shardwise.launch.targets import hosts as over_ssh

@@ -13,7 +13,7 @@ from launch.ray.nodes import ray_nodes
 from launch.ray.test_ray import SMALL, begun, ended, losses, nothing_left, ranks_of, reaches
 from launch.running import wait_until
 from launch.test_torchrun import job
-from shardwise.launch.elastic.splits import SmallerSplits
+from shardwise.launch.elastic import SmallerSplits
 from shardwise.launch.outcome import STOPPED
 
 

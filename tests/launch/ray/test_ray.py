@@ -20,7 +20,7 @@ from cli.running import run as shardwise
 from launch.ray.nodes import RayNodes, ray_nodes
 from launch.running import alive, wait_until
 from required import require
-from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
+from shardwise.launch.elastic import bundle_size, bundle_sizes
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import STOPPED
 from shardwise.launch.ray.cluster import RayNode, missing_words, ranks_of_bundles

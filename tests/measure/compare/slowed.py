@@ -65,11 +65,11 @@ def run_across(job: Job, folder: Path, delay_seconds: float, pair: tuple[int, in
 def _in_world(place: WorkerPlace, job: Job, folder: str) -> None:
     import torch
 
-    from shardwise.engine.world import joined
+    from shardwise.engine.world import process_group
     from training.runs import train
 
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         train(job, folder)
 
 
@@ -134,7 +134,7 @@ def burn(seconds: float) -> None:
 @contextmanager
 def late_messages(seconds: float) -> Iterator[None]:
     """What another stage sends arrives this much later."""
-    from shardwise.engine.pipeline.stage import Mailbox
+    from shardwise.engine.pipeline.runtime import Mailbox
 
     receive = Mailbox.receive
 

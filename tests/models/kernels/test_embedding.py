@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from shardwise.models.embedding import TokenEmbedding, summed_rows
+from shardwise.models.decoder import TokenEmbedding, summed_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models import entropy
+from shardwise.models import loss
 from shardwise.models.loss import cross_entropy_sum
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,8 +22,8 @@ versions = pytest.mark.parametrize("with_kernels", [False, pytest.param(True, ma
 @pytest.fixture(autouse=True)
 def the_version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = request.node.callspec.params.get("with_kernels", False)
-    monkeypatch.setattr(entropy.kernels, "run_on", lambda device: wanted)
-    monkeypatch.setattr(entropy, "WIDE_LOGITS", 3000)  # slices that do not divide the tokens
+    monkeypatch.setattr(loss.kernels, "run_on", lambda device: wanted)
+    monkeypatch.setattr(loss, "WIDE_LOGITS", 3000)  # slices that do not divide the tokens
 
 
 def some(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,9 +60,9 @@ def test_the_loss_and_the_gradient_written_over_the_logits(
     logits, labels, factors = some(*shape, dtype)
     right, gradient = exact(logits, labels, factors, softcap)
     before = logits.clone()
-    close(entropy.entropy_(logits, labels, factors, softcap, False), right, 1e-6)
+    close(loss.entropy_(logits, labels, factors, softcap, False), right, 1e-6)
     assert torch.equal(logits, before)
-    close(entropy.entropy_(logits, labels, factors, softcap, True), right, 1e-6)
+    close(loss.entropy_(logits, labels, factors, softcap, True), right, 1e-6)
     close(logits, gradient, NARROW if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -83,13 +83,13 @@ def test_parts_of_the_vocabulary_give_the_whole(
         column = torch.where((labels >= start) & (labels < end), labels - start, -1)
         parts.append(part)
         columns.append(column)
-        found.append(entropy.statistics(part, column, end - start, softcap))
+        found.append(loss.statistics(part, column, end - start, softcap))
     largest = torch.stack([one[0] for one in found]).amax(0)
     total = sum(one[1] * (one[0] - largest).exp() for one in found)
     label = sum(one[2] for one in found)
     close((total.log() + largest - label) * factors, right, 1e-6)
     for part, column, start, end in zip(parts, columns, starts, cuts):
-        entropy.differentiate_(part, column, factors, largest, total, end - start, softcap)
+        loss.differentiate_(part, column, factors, largest, total, end - start, softcap)
         assert not part[:, end - start :].any()
     whole = torch.cat([part[:, : end - start] for part, start, end in zip(parts, starts, cuts)], dim=1)
     close(whole, gradient, NARROW)
@@ -98,7 +98,7 @@ def test_parts_of_the_vocabulary_give_the_whole(
 @versions
 def test_the_product_in_another_format(with_kernels: bool) -> None:
     tensor, factor = torch.randn(3, 5001, device=DEVICE), torch.tensor(0.3, device=DEVICE)
-    found = entropy.scaled(tensor, factor, torch.bfloat16)
+    found = loss.scaled(tensor, factor, torch.bfloat16)
     torch.testing.assert_close(found.float(), tensor * factor, rtol=NARROW, atol=0)
 
 

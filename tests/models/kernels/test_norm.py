@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models import norm_gradients
-from shardwise.models.norm_gradients import rms_norm_gradients
+from shardwise.models import compiled_layer
+from shardwise.models.compiled_layer import rms_norm_gradients
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +29,8 @@ def error(found: Tensor, right: Tensor) -> float:
 def test_gradients_of_a_norm_and_of_the_path_around_it(
     shape: tuple[int, ...], dtype: torch.dtype, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_gradients.kernels, "run_on", lambda device: with_kernels)
-    monkeypatch.setattr(norm_gradients, "PROGRAMS", 4)  # each has several rows, or none
+    monkeypatch.setattr(compiled_layer.kernels, "run_on", lambda device: with_kernels)
+    monkeypatch.setattr(compiled_layer, "PROGRAMS", 4)  # each has several rows, or none
     draw = torch.Generator().manual_seed(sum(shape))
     states, gradient, around = (torch.randn(shape, generator=draw).to(DEVICE, dtype) for _ in range(3))
     weight = torch.rand(shape[-1], generator=draw).to(DEVICE, dtype)

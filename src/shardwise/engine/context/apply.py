@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.context.across_ranks import AcrossRanks, GatheredAttention, RingAttention
 from shardwise.engine.context.blocks import KernelChoice, kernel_for
-from shardwise.engine.context.distributed_attention import AcrossRanks
-from shardwise.engine.context.gather import GatheredAttention
-from shardwise.engine.context.ring import RingAttention
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.context.ulysses import UlyssesAttention
 from shardwise.engine.mesh import Mesh
@@ -35,16 +33,15 @@ def kernel_words(job: Job, device: torch.device) -> str:
     model = job.model
     if job.training.attention == "unfused":
         return "plain matmuls, scores are stored"
-    dtype, capped = precision_of(job.training).compute, model.numerics.attention_softcap is not None
-    if capped and device.type == "cuda" and flexible_attention.fits(dtype, model.query_key_dim, model.value_dim):
+    heads = precision_of(job.training).compute, model.query_key_dim, model.value_dim
+    capped = model.numerics.attention_softcap is not None
+    if capped and device.type == "cuda" and flexible_attention.fits(*heads):
         return "PyTorch's FlexAttention, since scores are capped"
     if capped:
         return "plain matmuls of some queries at a time, since scores are capped"
     if device.type == "cpu":
         return "PyTorch's"
-    against = flash_attention_4.misfit(dtype, model.query_key_dim, model.value_dim) or flash_attention_4.obstacle(
-        device
-    )
+    against = flash_attention_4.misfit(*heads) or flash_attention_4.obstacle(device)
     return (
         f"PyTorch's, not FlashAttention-4: {against}" if against else f"FlashAttention-4 {flash_attention_4.version()}"
     )
@@ -55,9 +52,7 @@ def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: Ker
     if strategy.cp == 1:
         return
     group = mesh.group("cp")
-    documents = WholeDocuments(
-        group, strategy.context_method
-    )  # shared by all layers, so that documents are gathered once
+    documents = WholeDocuments(group, strategy.context_method)  # of all layers: they are gathered once
     across: AcrossRanks | None = None
     if strategy.context_method != "ulysses":
         kind = RingAttention if strategy.context_method == "ring" else GatheredAttention

@@ -12,19 +12,18 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.compression.quantised import MomentumSum
+from shardwise.engine.collectives.communicator import GradientSums
+from shardwise.engine.compression import MomentumSum
 from shardwise.engine.data.fsdp import Sharded
 from shardwise.engine.data.replicated import Bucket, Replicated
-from shardwise.engine.data.units import find_layers, units_of
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import FP32, Precision
-from shardwise.engine.patterns import DECODER, Patterns, matching
+from shardwise.engine.patterns import DECODER, Patterns, find_layers, matching, units_of
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.job import Job
 
-PREFETCH = 1  # units gathered ahead of the one that computes: more than one would hide no more
+PREFETCH = 1  # units gathered ahead of the one that computes; more would hide nothing more
 
 
 class DataParallel:
@@ -37,6 +36,7 @@ class DataParallel:
 
     def __init__(self, parts: dict[nn.Module, Sharded | Replicated]) -> None:
         self.parts = parts
+        self._sharded = [part for part in parts.values() if isinstance(part, Sharded)]
 
     def start(self) -> None:
         """Call once the parameters have values, before the optimizer is made."""
@@ -89,13 +89,12 @@ class DataParallel:
 
     def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
         """Moves ``stored`` weights and gradients off the device, but not the gradients of parameters in ``stay``."""
-        for part in self.parts.values():
-            if isinstance(part, Sharded):
-                part.offload(stored, stay)
+        for part in self._sharded:
+            part.offload(stored, stay)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
         """Waits for gradients that leave the device; returns the norms of those, None if all are on the device."""
-        away = [part.gradients for part in self.parts.values() if isinstance(part, Sharded) and part.gradients]
+        away = [part.gradients for part in self._sharded if part.gradients]
         for gradients in away:
             gradients.settle()
         return [away[0].stored.summed.get(parameter) for parameter in parameters] if away else None
@@ -109,9 +108,8 @@ class DataParallel:
 
     def before_step(self) -> None:
         """Call before the first forward pass of weights that may have changed."""
-        for part in self.parts.values():
-            if isinstance(part, Sharded):
-                part.before_step()
+        for part in self._sharded:
+            part.before_step()
 
     def before_microbatch(self, last: bool) -> None:
         for part in self.parts.values():
@@ -123,9 +121,8 @@ class DataParallel:
 
     def after_evaluation(self) -> None:
         """Call after forward passes without backward passes."""
-        for part in self.parts.values():
-            if isinstance(part, Sharded):
-                part.after_evaluation()
+        for part in self._sharded:
+            part.after_evaluation()
 
 
 def apply_data(

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.collectives.communicator import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
-from shardwise.engine.data.units import Unit
 from shardwise.engine.fp8.apply import gather_in_fp8
 from shardwise.engine.fp8.gathers import GatherScales
 from shardwise.engine.labels import Called
@@ -23,6 +22,7 @@ from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
 from shardwise.engine.parameters import local
+from shardwise.engine.patterns import Unit
 from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.layout.sharding import gathers_in_fp8, last_weights_stay, sharding_of
 

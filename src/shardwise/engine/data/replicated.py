@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.collectives.communicator import GradientSums
 from shardwise.engine.collectives.reductions import Pending, split_like
 from shardwise.engine.compression import CompressedSum, compressed_sum
-from shardwise.engine.data.units import Unit, own_parameters
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import Precision
+from shardwise.engine.patterns import Unit, own_parameters
 from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression

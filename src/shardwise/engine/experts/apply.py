@@ -1,12 +1,13 @@
-"""Spreading the experts of a network over ranks: parameters cut, tokens exchanged."""
+"""Spreading the experts of a network over ranks: parameters cut, tokens exchanged, loads balanced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from shardwise.engine.experts.channel import Channel, ExchangedBytes, NodeOfRank, channel, node_channels
 from shardwise.engine.experts.exchanges import (
     DeduplicatedExchange,
     DividedExchange,
@@ -15,9 +16,11 @@ from shardwise.engine.experts.exchanges import (
     SummedExchange,
     mix_overlapped,
 )
-from shardwise.engine.experts.loads import sequence_sum
+from shardwise.engine.experts.rows import Channel, ExchangedBytes, NodeOfRank, channel, node_channels
+from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
+from shardwise.engine.profiler_ranges import sent
 from shardwise.models.experts import LocalExchange, TokenExchange
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -98,3 +101,38 @@ def _between_tokens(
     if strategy.dispatch == "deduplicated":
         return DeduplicatedExchange(experts, *node_channels(mesh, node_of_rank, parts.traffic), parts)
     return FlatExchange(experts, channel("ep", mesh.group("ep"), node_of_rank, parts.traffic), parts)
+
+
+def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
+    """A function that turns the counts [batch, experts] of a rank's tokens into those of whole sequences."""
+    name = "sequence" if strategy.sequence_parallel else "cp"  # else tensor-parallel ranks hold the same tokens
+    if mesh.size(name) == 1:
+        return lambda counts: counts
+    group = mesh.group(name)
+
+    def summed(counts: Tensor) -> Tensor:
+        total = counts.detach().clone()
+        with sent("ep", Called.SEQUENCE_LOADS, total):
+            dist.all_reduce(total, group=group)
+        return total
+
+    return summed
+
+
+@torch.no_grad()
+def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
+    """Ends a step: sums the loads of all its tokens, moves every balancing bias by ``rate``, and clears the loads.
+
+    The result is the same on every rank, since counts are added exactly. The host reads nothing.
+    """
+    mixtures = [layer for layer in module.modules() if isinstance(layer, MoELayer)]
+    if not mixtures:
+        return
+    totals = torch.stack([mixture.load for mixture in mixtures]).round().long()
+    if mesh.size("stage") > 1:
+        with sent("ep", Called.STEP_LOADS, totals):
+            dist.all_reduce(totals, group=mesh.group("stage"))
+    if not mesh.strategy.sequence_parallel:
+        totals //= mesh.size("tp")  # all of these ranks have counted the same tokens
+    for mixture, total in zip(mixtures, totals):
+        mixture.update_bias(total.float(), rate)

@@ -21,21 +21,22 @@ from torch import Tensor
 
 from shardwise.engine.autograd import same, with_gradient
 from shardwise.engine.collectives.reductions import all_reduce_sum
-from shardwise.engine.experts.channel import (
+from shardwise.engine.experts.rows import (
+    Assumed,
     Channel,
+    Copies,
+    HostCopy,
     RowsInFlight,
     Splits,
+    collect,
+    evenly,
     exchange_rows,
     gather_rows,
-    return_rows,
-    scatter_sum,
-)
-from shardwise.engine.experts.loads import Assumed, HostCopy, evenly, in_pieces
-from shardwise.engine.experts.permute import (
-    Copies,
-    collect,
+    in_pieces,
     inverse,
     masked_copies,
+    return_rows,
+    scatter_sum,
     some_sorted_copies,
     sorted_copies,
     spread,
@@ -198,9 +199,8 @@ class DeduplicatedExchange:
             wanted = self._wanted(indices, 0, self.nodes.size * self.devices.size)
             by_node = wanted.view(-1, self.nodes.size, self.devices.size).any(-1)
             counts, numbers = self._count(indices, wanted, by_node)
-            sizes = (
-                self._read(HostCopy(numbers)) if self.assumed is None else self._assume(self.assumed, *indices.shape)
-            )
+            assumed = self.assumed
+            sizes = self._read(HostCopy(numbers)) if assumed is None else self._assume(assumed, *indices.shape)
             of_nodes, of_devices, part_rows, expert_rows = sizes
             outer = ExchangeLevel(self.nodes, masked_copies(by_node, sum(of_nodes.send)), of_nodes)
             rows, chosen = outer.out(rows, Called.DISPATCH), outer.out(indices.int(), Called.CHOICES)

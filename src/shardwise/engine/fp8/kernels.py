@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.engine.fp8.scaling import BLOCK, LARGEST, scale_shape
+from shardwise.engine.fp8.scaling import BLOCK, LARGEST, scale_shape, whole_shape
 
 # As measured on an H200 (bench/fp8.py casts): more warps wait for each other where they look for a block's largest.
 _WARPS, _WARPS_OF_BLOCKS = 8, 4
@@ -31,8 +31,7 @@ def cast_forms(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values and scales of the plain form, then of the turned one; of a form that is not wanted, empty."""
     first = parts[0]
-    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
+    rows, columns = whole_shape(parts, stacked)
 
     def form(wanted: bool, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         shape = scale_shape(rows, columns, scaling, stacked) if wanted else (0,)
@@ -76,10 +75,8 @@ def _in_rows(matrix: Tensor) -> Tensor:
 
 def largest_of(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
     """The largest magnitude of each row and of each column of all parts together."""
-    first = parts[0]
-    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
-    by_row, by_column = (torch.zeros(size, dtype=torch.float32, device=first.device) for size in (rows, columns))
+    sizes = whole_shape(parts, stacked)
+    by_row, by_column = (torch.zeros(size, dtype=torch.float32, device=parts[0].device) for size in sizes)
     row = column = 0
     for part in parts:
         part = _in_rows(part)

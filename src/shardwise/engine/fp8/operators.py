@@ -12,21 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.engine.fp8.scaling import BLOCK, Form, cast, format_of, joined, scale_shape
+from shardwise.engine.fp8.scaling import BLOCK, Form, cast, format_of, scale_shape, whole_matrix, whole_shape
 
 Both = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("shardwise::fp8_cast", mutates_args=())
 def fp8_cast(
-    parts: Sequence[Tensor],
-    largest: Sequence[Tensor],
-    scaling: str,
-    gradient: bool,
-    stacked: bool,
-    plain: bool,
+    parts: Sequence[Tensor], largest: Sequence[Tensor], scaling: str, gradient: bool, stacked: bool, plain: bool,
     turned: bool,
-) -> Both:
+) -> Both:  # fmt: skip
     """Values and scales of the plain and the turned form of matrices side by side, or of weights ``stacked``.
 
     ``largest`` is the result of `fp8_largest`, the largest of all for tensor scaling, or empty for block scaling.
@@ -36,7 +31,7 @@ def fp8_cast(
         from shardwise.engine.fp8.kernels import cast_forms
 
         return cast_forms(parts, largest, scaling, dtype, stacked, plain, turned)
-    matrix = joined(parts, stacked)
+    matrix = whole_matrix(parts, stacked)
     by_row, by_column = [*largest, *largest][:2] if largest else (None, None)
     forms: list[Tensor] = []
     for wanted, source, most in ((plain, matrix, by_row), (turned, matrix.T, by_column)):
@@ -48,17 +43,11 @@ def fp8_cast(
 
 @fp8_cast.register_fake
 def _(
-    parts: Sequence[Tensor],
-    largest: Sequence[Tensor],
-    scaling: str,
-    gradient: bool,
-    stacked: bool,
-    plain: bool,
+    parts: Sequence[Tensor], largest: Sequence[Tensor], scaling: str, gradient: bool, stacked: bool, plain: bool,
     turned: bool,
-) -> Both:
+) -> Both:  # fmt: skip
     first, dtype = parts[0], format_of(scaling, gradient)
-    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
+    rows, columns = whole_shape(parts, stacked)
     outputs = []
     for wanted, shape in ((plain, (rows, columns)), (turned, (columns, rows))):
         outputs.append(first.new_empty(shape if wanted else (0, 0), dtype=dtype))
@@ -79,16 +68,14 @@ def fp8_largest(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]
         from shardwise.engine.fp8.kernels import largest_of
 
         return largest_of(parts, stacked)
-    sizes = joined(parts, stacked).abs().float()
+    sizes = whole_matrix(parts, stacked).abs().float()
     return sizes.amax(1), sizes.amax(0)
 
 
 @fp8_largest.register_fake
 def _(parts: Sequence[Tensor], stacked: bool) -> tuple[Tensor, Tensor]:
-    first = parts[0]
-    rows = sum(part.shape[0] for part in parts) if stacked else first.shape[0]
-    columns = first.shape[1] if stacked else sum(part.shape[1] for part in parts)
-    return first.new_empty(rows, dtype=torch.float32), first.new_empty(columns, dtype=torch.float32)
+    rows, columns = (parts[0].new_empty(size, dtype=torch.float32) for size in whole_shape(parts, stacked))
+    return rows, columns
 
 
 @torch.library.custom_op("shardwise::fp8_turned", mutates_args=())
@@ -127,13 +114,7 @@ def product(left: Form, right: Form, dtype: torch.dtype, fast: bool) -> Tensor:
 
 @torch.library.custom_op("shardwise::fp8_product", mutates_args=())
 def fp8_product(
-    left: Tensor,
-    left_scales: Tensor,
-    right: Tensor,
-    right_scales: Tensor,
-    square: bool,
-    dtype: torch.dtype,
-    fast: bool,
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, square: bool, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     if not left.is_cuda:
         return (Form(left, left_scales).wide() @ Form(right, right_scales, square).wide().T).to(dtype)
@@ -153,12 +134,6 @@ def fp8_product(
 
 @fp8_product.register_fake
 def _(
-    left: Tensor,
-    left_scales: Tensor,
-    right: Tensor,
-    right_scales: Tensor,
-    square: bool,
-    dtype: torch.dtype,
-    fast: bool,
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, square: bool, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)

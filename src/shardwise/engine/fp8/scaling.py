@@ -109,6 +109,13 @@ def _cast_blocks(wide: Tensor, most: float, dtype: torch.dtype, square: bool) ->
     return Form(values, scales.contiguous(), square)
 
 
-def joined(parts: Sequence[Tensor], stacked: bool) -> Tensor:
-    """Matrices above each other, or side by side."""
+def whole_shape(parts: Sequence[Tensor], stacked: bool) -> tuple[int, int]:
+    """Rows and columns of matrices above each other (``stacked``), or side by side."""
+    rows, columns = parts[0].shape
+    if stacked:
+        return sum(part.shape[0] for part in parts), columns
+    return rows, sum(part.shape[1] for part in parts)
+
+
+def whole_matrix(parts: Sequence[Tensor], stacked: bool) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 0 if stacked else 1)

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.offload.store import (
-    GRADIENT,
-    MASTER,
-    Incoming,
-    Store,
-    StoredRegion,
-    host_tensor,
-)
+from shardwise.engine.offload.store import GRADIENT, MASTER, Incoming, Store, StoredRegion, host_tensor
 from shardwise.engine.offload.streamed import StreamedUpdate, UpdatedWeights
 from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
@@ -52,7 +45,7 @@ def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
 
 
 def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
-    """The number of leading elements nearest to a share of all: whole parameters, at most ``most`` elements."""
+    """How many leading elements come nearest to a share of all, in whole parameters and no more than ``most``."""
     wanted = share * sum(row.size for row in rows)
     ends = [0, *(row.begin + row.size for row in rows)]
     return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))

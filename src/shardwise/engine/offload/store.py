@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
+from shardwise.engine.refuse import OFFLOAD_FOLDER, folder_of, nameless_file
 from shardwise.layout.payloads import Payload
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
@@ -282,7 +282,7 @@ class _File:
                 left, start = left[done:], start + done
         except OSError as error:
             problem = f"{self.folder}: {error.strerror or error}"
-            raise SpecError(FIELD, problem, "free some of it, or name another folder") from None
+            raise SpecError(OFFLOAD_FOLDER, problem, "free some of it, or name another folder") from None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ chunks that hold its own weights. Chunks come in the order of the parameters, th
 room for the states that the first layer needs: these are fetched for the next update as soon as the current one is
 over, overlapped with the rest of the step.
 
-Weights that are stored too are updated when a forward pass fetches them: their chunks, none of which holds weights of
-two units, wait until then, and the pass reads what the update leaves on the device. Where gradients are stored as
-well, the host's processors update (`states`).
+Where weights are stored too, the update of a unit's weights waits until a forward pass fetches them, and leaves them on
+the device for that pass. No chunk holds weights of two units. Where gradients are stored as well, the host's processors
+update (`states`).
 """
 
 from __future__ import annotations

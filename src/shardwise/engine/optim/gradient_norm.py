@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called, StepPhase
-from shardwise.engine.optim.tables import TensorTables, aligned, triton_type
+from shardwise.engine.optim.one_pass import TensorTables, aligned, triton_type
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.engine.torch_private import foreach_norm
 from shardwise.models import kernels
@@ -73,7 +73,7 @@ class GradientNorm:
 
     def _in_one_pass(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The same by a launch for each format."""
-        from shardwise.engine.optim.norm_kernel import BLOCK, WARPS, squares
+        from shardwise.engine.optim.kernels import NORM_BLOCK, NORM_WARPS, squares
 
         there = [
             (place, gradient.contiguous())
@@ -86,11 +86,10 @@ class GradientNorm:
             alike.setdefault((gradient.dtype, aligned([row[1]])), []).append(row)
         sums_of_squares = []
         for (dtype, is_aligned), rows in alike.items():
-            table = self.tables.of(self.zero.device, rows, BLOCK)
+            table = self.tables.of(self.zero.device, rows, NORM_BLOCK)
             sums = torch.empty(table.programs, dtype=torch.float32, device=self.zero.device)
-            squares[(table.programs,)](
-                table.rows, table.owners, self.weights, sums, triton_type(dtype), is_aligned, BLOCK, num_warps=WARPS
-            )
+            kind = (triton_type(dtype), is_aligned, NORM_BLOCK)
+            squares[(table.programs,)](table.rows, table.owners, self.weights, sums, *kind, num_warps=NORM_WARPS)
             sums_of_squares.append(sums.sum())
         return torch.stack(sums_of_squares).sum() if sums_of_squares else self.zero.clone()
 

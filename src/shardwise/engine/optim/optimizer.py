@@ -18,7 +18,6 @@ from shardwise.engine.labels import StepPhase
 from shardwise.engine.offload.states import BYTES, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import MASTER, Store
 from shardwise.engine.optim import eight_bits
-from shardwise.engine.optim.masters import master_values, split_
 from shardwise.engine.optim.one_pass import OnePass, OnePassPart
 from shardwise.engine.optim.updates import STATES, Update, muon_update
 from shardwise.engine.parameters import local
@@ -27,7 +26,7 @@ from shardwise.engine.torch_private import foreach_copy_
 from shardwise.models import kernels
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
-from shardwise.spec.training import Optimization, Training
+from shardwise.spec.training import Training
 
 NOWHERE = Offload()
 FORMATS = {"adamw-bf16-moments": torch.bfloat16, "adam8bit": torch.uint8}  # of states that are not fp32
@@ -35,27 +34,31 @@ CONVERTED_ELEMENTS = 2**24  # of parameters whose gradients or values have an fp
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Looks like any optimizer of `torch.optim`, so that learning-rate schedules and checkpoints work.
+    """The optimizer of a job for the parameters of this rank, given by their names in the whole model.
 
-    All states are allocated at the start: memory does not grow with the first step. ``offload`` says which states are
-    in the ``store``; of a parameter whose states are partly there, the device keeps the remaining part as a flat
-    tensor. Without a store, the masters of bf16 parameters are reduced to their ``rests`` unless ``whole_masters`` is
-    set (because others write them too). ``on_split`` is called for each, so that its fp32 master can be freed before
-    other states are allocated.
+    It looks like any optimizer of `torch.optim`, so that learning-rate schedules and checkpoints work. All states are
+    allocated at the start: memory does not grow with the first step. ``masters`` are the fp32 values of 16-bit
+    parameters (`DataParallel.masters`); the mapping becomes the optimizer's own. The shares of states, weights and
+    gradients that ``offload`` names are kept in the ``store``; of a parameter whose states are partly there, the device
+    keeps the remaining part as a flat tensor. Without a store, the masters of bf16 parameters are reduced to their
+    ``rests`` unless ``whole_masters`` is set (because others write them too). ``on_split`` is called for each, so that
+    its fp32 master can be freed before other states are allocated.
     """
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        settings: Optimization,
-        masters: dict[nn.Parameter, Tensor],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        training: Training,
+        *,
+        masters: dict[nn.Parameter, Tensor] | None = None,
         store: Store | None = None,
         offload: Offload = NOWHERE,
         whole_masters: bool = False,
         on_split: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
-        super().__init__(groups, {"lr": settings.learning_rate})
-        self.settings, self.masters = settings, masters
+        self.settings = training.optimization
+        super().__init__(_groups(named_parameters, training), {"lr": self.settings.learning_rate})
+        self.masters = masters = {} if masters is None else masters
         self.rests: dict[nn.Parameter, Tensor] = {}  # the lower halves of masters whose upper halves are the weights
         self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
         self._one_pass = OnePass()
@@ -336,23 +339,8 @@ def known_to_host(flag: Tensor) -> bool:
     return bool(flag.item())
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    training: Training,
-    *,
-    masters: dict[nn.Parameter, Tensor] | None = None,
-    store: Store | None = None,
-    offload: Offload = NOWHERE,
-    whole_masters: bool = False,
-    on_split: Callable[[nn.Parameter], None] = lambda parameter: None,
-) -> LocalOptimizer:
-    """The optimizer of a job for the parameters of this rank, by their names in the whole model.
-
-    ``masters`` are the fp32 values of 16-bit parameters (`DataParallel.masters`), which are kept as they are if
-    ``whole_masters``; the mapping becomes the optimizer's own. The share of states, weights and gradients that
-    ``offload`` names is kept in the ``store``.
-    """
-    settings = training.optimization
+def _groups(named_parameters: Iterable[tuple[str, nn.Parameter]], training: Training) -> list[dict[str, Any]]:
+    """The trained parameters, by the kind of their update and by whether they decay."""
     if training.optimizer not in STATES:
         raise SpecError("training.optimizer", f"this engine has no {training.optimizer}", "optimizer: adamw")
     groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -360,18 +348,11 @@ def build_optimizer(
         if parameter.requires_grad:
             kind = kind_for(name, parameter, training.optimizer)
             groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
-    return LocalOptimizer(
-        [
-            {"params": members, "kind": kind, "weight_decay": settings.decay if decayed else 0.0}
-            for (kind, decayed), members in groups.items()
-        ],
-        settings,
-        {} if masters is None else masters,
-        store,
-        offload,
-        whole_masters,
-        on_split,
-    )
+    decay = training.optimization.decay
+    return [
+        {"params": members, "kind": kind, "weight_decay": decay if decayed else 0.0}
+        for (kind, decayed), members in groups.items()
+    ]
 
 
 def kind_for(name: str, parameter: nn.Parameter, optimizer: str) -> str:
@@ -389,3 +370,22 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Muon is for the matrices inside the layers; embedding, head, vectors and what joins embeddings take AdamW."""
     return parameter.dim() > 1 and "layers." in name and not name.endswith((".bias", "_bias", ".joined.weight"))
+
+
+# -- fp32 masters of bf16 weights in two bytes: a weight is the upper half of its master -----------
+# The weight is the nearest bf16 number, as PyTorch rounds. Read as integers, the bits of a master are 2^16 times those
+# of its weight, plus a rest from -2^15 to 2^15. A rest of 2^15 does not fit into 16 bits and is kept as 2^15 - 1: a
+# master exactly half way between two weights may change in the last of its 24 bits. Otherwise nothing is lost.
+
+
+def master_values(weight: Tensor, rest: Tensor) -> Tensor:
+    """The fp32 values of a bf16 ``weight`` and its int16 ``rest``."""
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return bits.add_(rest).view(torch.float32)
+
+
+def split_(values: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Writes fp32 ``values`` as a bf16 ``weight`` and its int16 ``rest``."""
+    weight.copy_(values)
+    upper = weight.view(torch.int16).to(torch.int32) << 16
+    rest.copy_(values.contiguous().view(torch.int32).sub(upper).clamp_(max=2**15 - 1))

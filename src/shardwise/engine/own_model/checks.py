@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.optim.optimizer import is_hidden_matrix
-from shardwise.engine.own_model.apply import dropout_of
+from shardwise.engine.own_model.network import dropout_of
 from shardwise.engine.own_model.tables import SUPPLIED, described, is_hugging_face, read_description
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import is_linear, sizes

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.data.units import find_layers
-from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.patterns import Patterns, find_layers, matching
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError

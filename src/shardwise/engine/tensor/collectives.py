@@ -90,11 +90,11 @@ def start_gather(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQU
     with sent("tp", Called.ALL_GATHER, tensor):
         work = all_gather(stacked, tensor, group, async_op=True)
 
-    def joined() -> Tensor:
+    def whole() -> Tensor:
         apart = torch.unflatten(stacked, 0, (group.size(), -1)).movedim(0, dimension)
         return apart.flatten(dimension, dimension + 1)
 
-    return CollectiveInFlight(Called.ALL_GATHER, work, tensor, joined)
+    return CollectiveInFlight(Called.ALL_GATHER, work, tensor, whole)
 
 
 def start_scatter(tensor: Tensor, group: dist.ProcessGroup) -> CollectiveInFlight:

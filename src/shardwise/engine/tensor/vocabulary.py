@@ -19,8 +19,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
-from shardwise.models.entropy import differentiate_, statistics
-from shardwise.models.loss import summed_loss
+from shardwise.models.loss import differentiate_, statistics, summed_loss
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class CutEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows, inside = self.slice.local(tokens)
         embedded = F.embedding(rows, self.weight, self.padding) * inside.unsqueeze(-1).to(self.weight.dtype)
-        joined = self.join(embedded, self.group)
-        return joined if self.embed_scale is None else joined * self.embed_scale.to(self.weight.dtype)
+        whole = self.join(embedded, self.group)
+        return whole if self.embed_scale is None else whole * self.embed_scale.to(self.weight.dtype)
 
 
 class CutHead(nn.Module):

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Literal
@@ -272,42 +272,21 @@ def _age(path: Path, now: float) -> float | None:
 
 def as_data(state: RunState) -> dict[str, Any]:
     """Plain data, seconds and bytes: what ``--json`` prints."""
-    figures, saved = state.figures, state.saved
-    late = {rank.rank: rank for rank in state.late}
+    late = {rank.rank: rank.share for rank in state.late}
+    measured = ("loss", "validation_loss", "tokens_per_second", "step_seconds", "predicted_seconds", "mfu")
+    memory = ("memory_bytes", "memory_bytes_of_ranks", "predicted_memory_bytes")
+    times = ("restarts", "goodput", "running_seconds", "left_seconds", "quiet_seconds")
     return {
         "run": state.folder,
         "state": state.state,
         "why": state.why,
-        "finding": None if state.finding is None else {"ranks": state.finding.ranks, "text": state.finding.text},
+        "finding": None if state.finding is None else asdict(state.finding),
         "step": state.step,
         "steps": state.steps,
-        "loss": figures.loss,
-        "validation_loss": figures.validation_loss,
-        "tokens_per_second": figures.tokens_per_second,
-        "step_seconds": figures.step_seconds,
-        "predicted_seconds": figures.predicted_seconds,
-        "mfu": figures.mfu,
-        "memory_bytes": figures.memory_bytes,
-        "memory_bytes_of_ranks": list(figures.memory_bytes_of_ranks),
-        "predicted_memory_bytes": figures.predicted_memory_bytes,
-        "restarts": state.restarts,
-        "goodput": state.goodput,
-        "running_seconds": state.running_seconds,
-        "left_seconds": state.left_seconds,
-        "quiet_seconds": state.quiet_seconds,
-        "saved": None
-        if saved is None
-        else {"step": saved.step, "age_seconds": saved.age_seconds, "in_memory": saved.in_memory},
+        **{name: getattr(state.figures, name) for name in (*measured, *memory)},
+        "memory_bytes_of_ranks": list(state.figures.memory_bytes_of_ranks),
+        **{name: getattr(state, name) for name in times},
+        "saved": None if state.saved is None else asdict(state.saved),
         "stragglers": [rank.rank for rank in state.stragglers],
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "phase": rank.phase,
-                "step": rank.step,
-                "phase_seconds": rank.phase_seconds,
-                "silent_seconds": rank.silent_seconds,
-                "late_share": late[rank.rank].share if rank.rank in late else None,
-            }
-            for rank in state.ranks
-        ],
+        "ranks": [{**asdict(rank), "late_share": late.get(rank.rank)} for rank in state.ranks],
     }

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.elastic.splits import bundle_size, bundle_sizes
+from shardwise.launch.elastic import bundle_size, bundle_sizes
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ray.pipe import END_SECONDS, GROUPS, AgentActor, answer, within
 from shardwise.planner.placement import place_nodes
@@ -103,19 +103,19 @@ def ray_cluster(address: str | None, processors: int) -> Iterator[RayCluster]:
     given = {"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}
     if address:
         _require_listener(address)
-        with variables(given), _joined(address=address):
+        with variables(given), _connected(address=address):
             yield RayCluster()
         return
     # Its token stays in the environment of its processes, instead of a file in the home directory.
     given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with OwnedFolder("ray", Path("/tmp")) as folder, variables(given):  # its sockets need short names
         own = {"num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        with _joined(address=_LOCAL, _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
+        with _connected(address=_LOCAL, _node_ip_address=_LOOPBACK, _temp_dir=str(folder), **own):
             yield RayCluster()
 
 
 @contextmanager
-def _joined(**given: Any) -> Iterator[None]:
+def _connected(**given: Any) -> Iterator[None]:
     import ray  # it reads the variables
 
     if ray.is_initialized():

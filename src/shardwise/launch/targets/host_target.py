@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.launch.elastic.splits import SmallerSplits
+from shardwise.launch.elastic import SmallerSplits
 from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure

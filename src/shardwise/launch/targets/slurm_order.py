@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.interop.fabric import Switches, nodes_of, of_hosts, read_slurm
-from shardwise.launch.job_file import write_job
-from shardwise.launch.placed import on_nodes
+from shardwise.launch.job_file import on_nodes, write_job
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml

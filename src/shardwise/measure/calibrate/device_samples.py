@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import copy_stream
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.layout.groups import local_rank
 from shardwise.measure.calibrate.gpu_samples import CopyFigure, GpuSamples, ProductFigure, measure_gpu
 from shardwise.measure.calibrate.ranks import ROUNDS, Rank, StoreBarrier, seconds_of, undisturbed
@@ -285,7 +285,7 @@ class _Busy:
 
 def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:
     """In a process group of one process."""
-    with joined(0, 1, dist.HashStore()):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore()):  # type: ignore[attr-defined]
         for shape in sizes.steps:
             job = step_job(shape, sizes.precisions[0])
             engine = Engine(job, device=str(device))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.collectives import CollectiveKind, Topology, build_schedule
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_reduce_sum
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.layout.groups import Division, RankRun, division_of
 from shardwise.measure.calibrate.ranks import Rank, undisturbed
 from shardwise.measure.collectives.run import Operation
@@ -60,7 +60,7 @@ def measure_links(
 ) -> list[LinkSample]:
     """Called on every rank of a cluster with levels of ``widths``; what this rank measured."""
     torch.set_num_threads(threads)
-    with joined(rank.number, rank.world, rank.store, device=device):
+    with process_group(rank.number, rank.world, rank.store, device=device):
         samples = []
         for level, width in enumerate(widths):
             if width == 1:
@@ -116,7 +116,7 @@ OVERLAP_ROUNDS, OVERLAP_ELEMENTS = 7, 2**20
 def measure_overlap(rank: Rank, device: str, threads: int) -> float:
     """The share of an overlapped all-reduce that is not hidden behind concurrent matmuls; 1 if nothing is."""
     torch.set_num_threads(threads)
-    with joined(rank.number, rank.world, rank.store, device=device):
+    with process_group(rank.number, rank.world, rank.store, device=device):
         world = dist.group.WORLD
         assert world is not None
         gradient = torch.ones(OVERLAP_ELEMENTS, device=device)

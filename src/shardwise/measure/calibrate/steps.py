@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job
@@ -116,7 +116,7 @@ def measured_cases(
     cases: Sequence[StepCase], base: Device, device: torch.device, report: Callable[[str], None]
 ) -> Iterator[CaseSample]:
     """In a process group of one process."""
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         for number, case in enumerate(cases):
             report(f"steps, {number + 1} of {len(cases)}")
             try:
@@ -148,7 +148,7 @@ def _measured(case: StepCase, base: Device, device: torch.device) -> CaseSample:
 def run_once(case: StepCase, device_index: int) -> None:
     """Runs a first step, which compiles its kernels."""
     device = torch.device("cuda", device_index)
-    with joined(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         engine = Engine(case_job(case, cluster_from("dgx-h100").device), device=str(device))
         engine.step(_batch(case, device))
 

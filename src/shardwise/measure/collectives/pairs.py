@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.measure.calibrate.ranks import Rank, Ranks
 from shardwise.spec.wiring import PairLink, Wiring
 
@@ -46,7 +46,7 @@ def measure_pairs(rank: Rank, device: str, rounds: Sequence[Sequence[Pair]]) -> 
     """Measures rank i of a node with rank i of another, for all i and all pairs of a round at once."""
     own, place = divmod(rank.number, rank.ranks_per_host)
     measured: dict[Pair, PairFigures] = {}
-    with joined(rank.number, rank.world, rank.store, device=device, seconds=600):
+    with process_group(rank.number, rank.world, rank.store, device=device, seconds=600):
         for pairs in rounds:
             dist.barrier()
             for low, high in pairs:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.collectives import CollectiveKind, Schedule, build_schedule
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.gradient_schedules import by_schedules, choose
 from shardwise.measure.calibrate.ranks import Rank
@@ -145,13 +145,13 @@ def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 
 
 def measure_as_rank(rank: Rank, requests: Sequence[CollectiveRequest], device: str) -> list[MeasuredCollective]:
     """In a world that a launcher has started: every rank calls this."""
-    with joined(rank.number, rank.world, rank.store, device=device):
+    with process_group(rank.number, rank.world, rank.store, device=device):
         return [result for request in requests for result in measure(request, torch.device(device))]
 
 
 def _work(place: WorkerPlace, request: CollectiveRequest) -> list[MeasuredCollective]:
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.rendezvous_file):
+    with process_group(place.rank, place.world, place.rendezvous_file):
         return measure(request, torch.device("cpu"))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.interop.fabric import of_hosts
 from shardwise.layout.groups import node_of
 from shardwise.layout.network import joining_level, rate_for_each
@@ -119,7 +119,7 @@ def clock_offsets(rank: Rank) -> list[float]:
     Measured like NTP (RFC 5905, section 8), by the quickest of several exchanges, which is the most exact.
     """
     nodes, offsets = rank.world // rank.ranks_per_host, [0.0]
-    with joined(rank.number, rank.world, rank.store):
+    with process_group(rank.number, rank.world, rank.store):
         for node in range(1, nodes):
             other = node * rank.ranks_per_host
             if rank.number == 0:
@@ -349,5 +349,5 @@ def _between(ranks: StartedRanks, hosts: Sequence[str], request: Examination, he
 
 
 def _sum_over_all(rank: Rank, device: str) -> tuple[bool, float]:
-    with joined(rank.number, rank.world, rank.store, device=device, seconds=_SECONDS):
+    with process_group(rank.number, rank.world, rank.store, device=device, seconds=_SECONDS):
         return timed_all_reduce(rank.number, rank.world, device)

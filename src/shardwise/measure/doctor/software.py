@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import joined
+from shardwise.engine.world import process_group
 from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.findings import Checked, Examination
@@ -145,7 +145,7 @@ def main() -> None:
     place, device = WorldPlace.from_environment(), sys.argv[1]
     reporter = Reporter(place)
     try:
-        with joined(place.rank, place.world, str(place.rendezvous), device=device, seconds=_TIMEOUTS.start):
+        with process_group(place.rank, place.world, str(place.rendezvous), device=device, seconds=_TIMEOUTS.start):
             right, seconds = timed_all_reduce(place.rank, place.world, device, reporter)
             if place.rank == 0 and place.folder is not None:
                 (place.folder / _RESULT).write_text(json.dumps({"right": right, "seconds": seconds}), encoding="utf-8")

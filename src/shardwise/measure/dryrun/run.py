@@ -11,7 +11,7 @@ from shardwise.cost.compute.operators import ends_operators, fully_recomputed_sh
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.engine.experts.loads import Assumed
+from shardwise.engine.experts.rows import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.groups import coordinate, coordinates
 from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role, sent_forward

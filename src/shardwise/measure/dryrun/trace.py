@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.engine import engine as engine_module
+from shardwise.engine import recompute
 from shardwise.engine.batch import Batch
-from shardwise.engine.context.distributed_attention import AcrossRanks
+from shardwise.engine.context.across_ranks import AcrossRanks
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts.loads import Assumed
+from shardwise.engine.experts.rows import Assumed
 from shardwise.engine.labels import Label
 from shardwise.engine.optim import optimizer
 from shardwise.engine.parameters import local
-from shardwise.engine.recompute import apply as recompute_apply
-from shardwise.engine.recompute.apply import recomputed_layers
+from shardwise.engine.recompute import recomputed_layers
 from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.groups import coordinate
 from shardwise.layout.payloads import Payload
@@ -297,7 +297,7 @@ def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
     numbers: Counter[int] = Counter()
     for (stage, kind), number in shape.layers:
         numbers[stage] += number * kind.recomputed
-    return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[stage] for stage in sorted(numbers)]))
+    return replaced((recompute, "recomputed_layers", lambda *_: [numbers[stage] for stage in sorted(numbers)]))
 
 
 def _structure_is_real() -> AbstractContextManager[None]:

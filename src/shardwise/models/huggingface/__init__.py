@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.models.huggingface.folder import open_folder
-from shardwise.models.huggingface.writer import write_folder
+from shardwise.models.huggingface.folder import open_folder, write_folder
 
 __all__ = ["open_folder", "write_folder"]

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from shardwise.interop.companions import folder_of_model, has_companions, keep_companions, require_companions
 from shardwise.interop.jobs import model_from
-from shardwise.models.huggingface.folder import DTYPES, open_folder
+from shardwise.models.huggingface.folder import DTYPES, open_folder, stored_tensors, write_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.models.huggingface.tensors import Naming
-from shardwise.models.huggingface.writer import stored_tensors, write_folder
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, sync_folder
 from shardwise.run.checkpoint.folder import folder_at, kept_companions, newest_at
 from shardwise.run.checkpoint.manifest import NAME as MANIFEST

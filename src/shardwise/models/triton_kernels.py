@@ -1,6 +1,7 @@
-"""Softmax, cross-entropy and its gradient in one launch: 16-bit logits are read, and overwritten by their gradient.
+"""The models' Triton kernels; each takes one pass over memory.
 
-Sums run along the row as it is read (online softmax, Milakov and Gimelshein, arXiv 1805.02867); all arithmetic is fp32.
+`read` and `write` move the numbers of a block, in fp32 and in the format of their tensor. A block that is ``WHOLE``
+needs no mask, so that a thread moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -8,8 +9,119 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # logits of a token that a program reads at a time
-WARPS = 8
+
+@triton.jit
+def read(address, place, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        values = tl.load(address + place)
+    else:
+        values = tl.load(address + place, mask=inside, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def write(address, place, inside, values, WHOLE: tl.constexpr):
+    values = values.to(address.dtype.element_ty)
+    if WHOLE:
+        tl.store(address + place, values)
+    else:
+        tl.store(address + place, values, mask=inside)
+
+
+# -- The backward pass of an RMS norm, together with the gradient of the path around it ------------
+# y = x · w / rms(x), so with n = x / rms(x) and g = dy · w: dx = (g − n · mean(g · n)) / rms(x), dw = Σ dy · n
+# (Zhang and Sennrich, arXiv 1910.07467). A program takes every so many rows, and sums its part of dw as it goes.
+
+
+@triton.jit
+def norm_gradients(
+    gradient, around, inputs, weight, of_inputs, of_weight, outputs, rows, features, epsilon, AGAIN: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``of_weight`` [PROGRAMS, features] are partial sums. ``WHOLE``: WIDTH is the number of features.
+
+    ``AGAIN``: the outputs of the norm are written as well.
+    """
+    column = tl.arange(0, WIDTH)
+    inside = column < features
+    scale = read(weight, column, inside, WHOLE)
+    total = tl.zeros((WIDTH,), tl.float32)
+    wide = tl.full((), 0, tl.int64)
+    for row in range(tl.program_id(0), rows, PROGRAMS):
+        start = (wide + row) * features
+        x = read(inputs + start, column, inside, WHOLE)
+        dy = read(gradient + start, column, inside, WHOLE)
+        beside = read(around + start, column, inside, WHOLE)
+        inverse = tl.rsqrt(tl.sum(x * x, 0) / features + epsilon)
+        normed = x * inverse
+        of_normed = dy * scale
+        dx = (of_normed - normed * (tl.sum(of_normed * normed, 0) / features)) * inverse + beside
+        total += dy * normed
+        write(of_inputs + start, column, inside, dx, WHOLE)
+        if AGAIN:
+            write(outputs + start, column, inside, normed * scale, WHOLE)
+    tl.store(of_weight + tl.program_id(0) * features + column, total, mask=inside)
+
+
+# -- The backward pass of SwiGLU (arXiv 2002.05202), which makes its output again on the way -------
+
+
+GATED_BLOCK = 2048  # elements of a program
+GATED_WARPS = 4
+
+
+@triton.jit
+def gated_gradients(gradient, gate, up, of_gate, of_up, output, elements, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """``WHOLE``: BLOCK divides the number of elements."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < elements
+    dy = read(gradient, place, inside, WHOLE)
+    g = read(gate, place, inside, WHOLE)
+    u = read(up, place, inside, WHOLE)
+    share = 1.0 / (1.0 + tl.exp(-g))
+    activated = g * share
+    write(of_gate, place, inside, dy * u * (share + activated * (1.0 - share)), WHOLE)
+    write(of_up, place, inside, dy * activated, WHOLE)
+    write(output, place, inside, activated * u, WHOLE)
+
+
+# -- Sums of the rows of a matrix that belong to the same token, in an order that never changes ----
+
+
+ROWS, FEATURES = 8, 1024  # that a program reads at a time: a token that is a fifth of a text has thousands of rows
+ROW_WARPS = 4
+
+
+@triton.jit
+def row_sums(gradient, ordered, order, sums, tokens, features, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """``ordered`` are the tokens in rising order, ``order`` their places; the first of its kind sums for all."""
+    place = tl.program_id(0)
+    token = tl.load(ordered + place)
+    before = tl.load(ordered + place - 1, mask=place > 0, other=-1)
+    if token != before:
+        column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+        inside = column < features
+        total = tl.zeros((FEATURES,), tl.float32)
+        places = place + tl.arange(0, ROWS)
+        alike = tl.load(ordered + places, mask=places < tokens, other=-1) == token
+        left = tl.sum(alike.to(tl.int32), 0)
+        while left > 0:
+            row = tl.load(order + places, mask=alike, other=0).to(tl.int64) * features
+            both = alike[:, None] & inside[None, :]
+            total += tl.sum(tl.load(gradient + row[:, None] + column[None, :], mask=both, other=0.0).to(tl.float32), 0)
+            places += ROWS
+            alike = tl.load(ordered + places, mask=places < tokens, other=-1) == token
+            left = tl.sum(alike.to(tl.int32), 0)
+        tl.store(sums + token.to(tl.int64) * features + column, total.to(sums.dtype.element_ty), mask=inside)
+
+
+# -- Softmax, cross-entropy and its gradient: 16-bit logits are overwritten by their gradient ------
+# Sums run along the row as it is read (online softmax, Milakov and Gimelshein, arXiv 1805.02867); all arithmetic is
+# fp32.
+
+
+LOGITS_BLOCK = 4096  # logits of a token that a program reads at a time
+LOGITS_WARPS = 8
 
 
 @triton.jit
