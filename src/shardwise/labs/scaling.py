@@ -61,8 +61,9 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
     for ranks in SIZES:
         setup.on_progress(f"{kind} scaling, {ranks} of {max(SIZES)} processes")
         sequences = BATCH if kind == "strong" else BATCH * ranks
-        network_of = Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY)
-        cluster = described(network_of) if slow and ranks > 1 else None
+        cluster = None
+        if slow and ranks > 1:
+            cluster = described(Emulation(nodes=ranks, ranks_per_node=1, rate=RATE, delay=DELAY))
         whole = _steps(setup, pool, ranks, sequences, cluster, PACE)
         beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # one sequence each: layers take little of it
         layers = MODEL["layers"] * (PACE.layer_forward + PACE.layer_backward) * sequences / ranks
