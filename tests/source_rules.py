@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from shardwise.api.campaign import EXAMPLES
-from shardwise.api.given import JobKeywords
+from shardwise.cli.completion import words_of
+from shardwise.cli.main import VERBS
 from shardwise.spec.errors import in_flags
 from shardwise.spec.fields import job_fields
 from shardwise.spec.schedules import schedule_records
@@ -344,10 +344,8 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 @cache
 def own_flags() -> frozenset[str]:
-    """The flags of the command line, as far as its modules spell them."""
-    texts = _constants(*(node for module in modules() if module.package == "cli" for node in module.nodes))
-    keywords = {f"--{name.replace('_', '-')}" for name in (*JobKeywords.__annotations__, *EXAMPLES)}
-    return frozenset(text for text in texts if _FLAG.fullmatch(text)) | keywords
+    """The flags of all verbs."""
+    return frozenset(flag.name for verb in VERBS for flag in words_of(verb).flags)
 
 
 def flags_in_errors(module: Module) -> Iterator[str]:
