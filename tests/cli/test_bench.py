@@ -84,7 +84,7 @@ def test_the_levels_of_a_network_and_the_world() -> None:
         (["collectives", "--levels", "moon"], "--levels"),
         (["collectives", "--max-bytes", "4"], "--min-bytes"),
         (["collectives", "--cluster", "dgx-h100:2"], "--cluster"),
-        (["collectives", "--time-limit", "nan"], "--time-limit: nan"),
+        (["collectives", "--time-limit", "nan"], "--time-limit: 'nan' is not a quantity"),
         (["collectives", "--out", "/no/where.csv"], "--out: /no/where.csv cannot be written"),
         (["collectives", "--picture", "/no/where.svg"], "--picture: /no/where.svg cannot be written"),
         (["collectives", "--max-bytes", "100TB"], "--max-bytes: 2 ranks need at least"),
