@@ -9,7 +9,6 @@ import pytest
 
 from cli.printed_formulas import check_formulas
 from cli.running import run, run_json
-from shardwise.api.bare import TOPOLOGIES
 from shardwise.api.given import job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.cli.explain import TOPICS, explained
@@ -18,6 +17,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.report.explain.dimension import explain_dimension
 from shardwise.report.explain.explanation import Quantity
 from shardwise.spec import presets
+from shardwise.spec.bare import TOPOLOGIES
 from shardwise.spec.errors import SpecError
 
 UNITS = ("number", "seconds", "bytes", "bytes_per_second", "flops", "flops_per_second", "share")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.api import bare
+from shardwise.api import sources
 from shardwise.api.given import JobArguments
-from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
-from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
+from shardwise.interop.jobs import model_notes
 from shardwise.planner.automatic import decided
 from shardwise.spec.bare import BareNumbers, StandIn
-from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import precision_notes
 from shardwise.spec.job import Job, names_precision
 from shardwise.spec.model import Model
@@ -29,15 +26,13 @@ from shardwise.spec.strategy import AUTO, Strategy, without_auto
 from shardwise.spec.training import Training
 
 if TYPE_CHECKING:
-    from shardwise.interop.frameworks import Configuration
+    pass
 
-DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
 # Fields of the strategy that no search varies, most of them since they change the numbers that training computes.
 NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "synchronise")
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
-_DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 # Fields that many configurations leave to the training script, so that they have to be assumed.
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
 
@@ -160,8 +155,8 @@ def _job_fields(
     An ``emulation`` stands in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
     """
     numbers, overrides = arguments.bare, arguments.overrides
-    bare.check(numbers, overrides)
-    fields, framework, notes = _source_fields(arguments)
+    sources.check(numbers, overrides)
+    fields, framework, notes = sources.source_fields(arguments)
     if framework is not None and runs_here:
         fields.pop("stack", None)
     for path, value in overrides.items():
@@ -171,9 +166,9 @@ def _job_fields(
     if nodes is not None and fields.get("cluster") is None and not numbers.given("cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
     named = fields.get("model")
-    fields["model"] = _looked_up("model", _model, numbers, fields, overrides)
+    fields["model"] = _looked_up("model", sources.model, numbers, fields, overrides)
     notes += model_notes(named)
-    cluster = _looked_up("cluster", _cluster, numbers, fields, overrides)
+    cluster = _looked_up("cluster", sources.cluster, numbers, fields, overrides)
     if nodes is not None and cluster.levels[-1].name == EMULATED:
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, perhaps with another link
     fields["cluster"] = cluster
@@ -182,22 +177,6 @@ def _job_fields(
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
     return fields, framework, notes
-
-
-def _source_fields(arguments: JobArguments) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The fields below the overrides, from a file or a mapping; the framework whose configuration that is; notes."""
-    configuration = arguments.configuration
-    if arguments.job:
-        framework = other_framework(arguments.job)
-        if framework is None:
-            return read_job_fields(arguments.job), None, []
-        from shardwise.interop.frameworks import configuration_in
-
-        configuration = configuration_in(arguments.job, framework)
-    if configuration is None:
-        return dict(arguments.fields or {}), None, []
-    fields, notes = _imported(arguments, configuration)
-    return fields, configuration.framework, notes
 
 
 def _looked_up(
@@ -255,36 +234,6 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
         set_field(fields, "strategy.accumulate", usual)
 
 
-def _imported(arguments: JobArguments, configuration: Configuration) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a job from another framework's configuration, and notes for the user."""
-    notes, framework = [], configuration.framework
-    numbers, overrides = arguments.bare, arguments.overrides
-    known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
-    if not numbers.given("cluster") and "cluster" not in known:
-        if numbers.gpus is None:
-            remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
-            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
-        known["cluster"] = DEFAULT_CLUSTER
-        notes.append(f"no cluster is given: {numbers.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
-    cluster = _cluster(numbers, known)
-    named = numbers.given("model") or "model" in known
-    model = _model(numbers, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
-    given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
-    # The first reading only finds the degrees; together with those of flags they give the data-parallel degree.
-    degrees = {**configuration.read(model, given=given).fields, **given}
-    others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
-    if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
-        given["strategy.dp"] = cluster.devices // others
-    imported = configuration.read(model, cluster, given)
-    fields = {**imported.nested(), **known}
-    if imported.no_model and "model" not in fields and model is None:
-        raise imported.without_model()
-    if isinstance(fields.get("model"), dict):
-        fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    notes += [*imported.notes, *imported.not_priced]
-    return fields, notes
-
-
 def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
     """Notes on fields that neither the configuration nor a flag sets."""
     nouns = {"strategy": job.strategy, "training": job.training}
@@ -294,35 +243,6 @@ def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
         for noun, name in paths
         if name not in (fields.get(noun) or {})
     ]
-
-
-def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:
-    if numbers.given("model"):
-        return bare.model(numbers, _mapping(fields.get("strategy")).get("tp", 1))
-    if fields.get("model") is None:
-        raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
-    return model_from(fields["model"])
-
-
-def _cluster(numbers: BareNumbers, fields: Mapping[str, Any]) -> Cluster:
-    if numbers.given("cluster"):
-        return bare.cluster(numbers)
-    if fields.get("cluster") is None:
-        remedy = "name one: ⟨cluster=dgx-h100:4⟩ (`shardwise list clusters`), or ⟨topology=...⟩ ⟨gpus=N⟩"
-        raise SpecError("cluster", "is missing", remedy)
-    try:
-        cluster = job_cluster_from(fields["cluster"])
-    except SpecError as error:
-        raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
-    if mixed_kinds(cluster) is not None:
-        for flag, value in (("⟨gpus⟩", numbers.gpus), ("⟨gpus_per_node⟩", numbers.gpus_per_node)):
-            if value is not None:
-                raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
-    if numbers.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole_number(numbers.gpus_per_node, "⟨gpus_per_node⟩"))
-    if numbers.gpus is not None:
-        cluster = cluster.with_devices(whole_number(numbers.gpus, "⟨gpus⟩"))
-    return cluster
 
 
 _DESCRIBING = ("source", "published_parameters")  # no longer true once a field is changed

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.api import bare
 from shardwise.api.quantities import amount, exclusive
+from shardwise.api.sources import DEFAULT_LATENCY, bare_cluster
 from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from, model_from, whole_number
 from shardwise.cli.output import add_output_arguments, show
@@ -142,14 +142,14 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
         parsed.gpus = "2" if kind.value == "send_recv" else "8"
     parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
     names = ("topology", "gpus", "gpus_per_node", "shape", "bandwidth", "latency")
-    return network(bare.cluster(BareNumbers(**{name: getattr(parsed, name) for name in names}))), "textbook"
+    return network(bare_cluster(BareNumbers(**{name: getattr(parsed, name) for name in names}))), "textbook"
 
 
 def _one_message(name: str, parsed: argparse.Namespace) -> Explanation:
     from shardwise.report.explain.collective import explain_message
 
     if parsed.bandwidth or parsed.latency:
-        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or bare.DEFAULT_LATENCY}
+        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or DEFAULT_LATENCY}
         return explain_message(parsed.size, Link.from_dict({"name": "given", **given}))
     return explain_message(parsed.size, presets.resolve("link", Link, parsed.link or "infiniband-ndr"))
 
