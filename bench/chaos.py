@@ -36,6 +36,7 @@ import torch
 
 from shardwise.api.execution import ready_run, trained
 from shardwise.api.given import job_arguments
+from shardwise.api.run_options import RunOptions, RunPlace
 from shardwise.cost.campaign import HOUR, Campaign
 from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.outcome import DONE, STOPPED, Event, Outcome
@@ -283,7 +284,8 @@ def trained_run(
 ) -> tuple[Outcome | None, Timeline]:
     """As `shardwise train`; ``begin`` is called with the timeline and the network before the ranks start."""
     line = Timeline(RunFolder(folder), described["run"]["emulate"]["nodes"])
-    ready = ready_run(job_arguments(described, {}), steps=steps, run_folder=folder, note=lambda text: None)
+    options = RunOptions(steps=steps, run_folder=folder, grace="120s")
+    ready = ready_run(job_arguments(described, {}), options, RunPlace(), note=lambda text: None)
     watching = threading.Thread(target=line.watch, daemon=True)
 
     def supervised(launch: Launch) -> Outcome:
@@ -294,7 +296,7 @@ def trained_run(
             return replace(launch, network=network).supervised(line.notes)
 
     try:
-        return trained(ready, supervised, grace="120s", debug=False).outcome, line
+        return trained(ready, supervised).outcome, line
     finally:
         line.close()
 

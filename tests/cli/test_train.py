@@ -149,7 +149,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "0"], "--steps"),
+        (["--steps", "0"], "run.steps: 0 is below 1"),
         (["--grace", "soon"], "--grace: 'soon' is not a quantity"),
         (["--set", "run.schedule.warmup=2000"], "run.schedule.warmup: 2000 steps in a run of 1000"),
         (["--set", "training.tokens=1e6", "--set", "run.schedule.warmup=7813"], "7813 steps in a run of 7813"),

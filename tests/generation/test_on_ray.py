@@ -53,6 +53,7 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
     assert "--on: ray is for a file of prompts" in refused("--prompt-tokens", "1,2", "--on", "ray")
     assert "--replicas: is for --on ray" in refused(*files, "--replicas", "2")
     assert "--ray-address: is for --on ray" in refused(*files, "--ray-address", "10.0.0.1:6379")
+    assert "'adress' is not an option of ray; did you mean address?" in refused(*files, "--on", "ray,adress=1")
     assert "--replicas" in refused(*files, "--on", "ray", "--replicas", "none")
     assert list(tmp_path.iterdir()) == []
 

@@ -33,10 +33,10 @@ def job(**training: object) -> Job:
 
 
 def test_the_steps_are_a_field_of_the_job() -> None:
-    asked = replace(job(), run=Run(nvtx=StepWindow.parse("steps=10:12", "--nvtx")))
+    asked = replace(job(), run=Run(nvtx=StepWindow.from_dict("steps=10:12")))
     assert Job.from_dict(asked.to_dict()) == asked
     assert asked.to_dict()["run"]["nvtx"] == {"first": 10, "last": 12}
-    assert StepWindow.parse("steps=1:900", "--nvtx").last == 900  # nothing is kept of them
+    assert StepWindow.from_dict("steps=1:900").last == 900  # nothing is kept of them
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_steps_are_a_field_of_the_job() -> None:
 )
 def test_no_steps(text: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
-        StepWindow.parse(text, "--nvtx")
+        StepWindow.from_dict(text)
 
 
 def test_one_profiler_at_a_time() -> None:

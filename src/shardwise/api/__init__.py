@@ -53,9 +53,11 @@ def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_keyword(error: SpecError, keywords: Iterable[str]) -> SpecError:
+    from shardwise.api.run_options import option_paths
     from shardwise.spec.fields import keyword_paths
 
-    names = {keyword_paths().get(name, name): name for name in keywords}
+    paths = option_paths() | keyword_paths()
+    names = {paths.get(name, name): name for name in keywords}
     for path, name in names.items():
         if error.field == path or error.field.startswith((f"{path}.", f"{path}[")):
             return type(error)(name + error.field.removeprefix(path), error.problem, error.remedy)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.api.quantities import whole_number
 from shardwise.api.results import Figure, Result, Rows
+from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with_address, require_compatible
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.elastic import FindsRecuts
@@ -26,7 +24,7 @@ from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, hosts_named, started_on, target_named
+from shardwise.launch.targets.registry import TargetRequest, started_on
 from shardwise.report.page import Page
 from shardwise.report.progress import LONG_SECONDS
 from shardwise.report.status import training_data, training_page
@@ -34,17 +32,12 @@ from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment import Started, started
 from shardwise.run.metrics.lines import RunSummary
 from shardwise.run.storage.place import absolute
-from shardwise.spec.bare import Size
-from shardwise.spec.emulation import Emulation
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.spec.run import Profile, StepWindow
-from shardwise.spec.units import counted, parse, readable_duration, readable_seconds
+from shardwise.spec.units import counted, readable_duration, readable_seconds
 
-GRACE = "30s"
-MOST_PORT = 65535
 OnProgress = Callable[[str], None]
 Watch = Callable[[RunFolder, Job], AbstractContextManager[Any]]
 
@@ -98,50 +91,43 @@ class TrainingResult(Result):
         return {"metrics": list(read_lines(RunFolder(self.folder).metrics)), "summary": [self._data()]}
 
 
+class TrainKeywords(RunKeywords, JobKeywords, total=False):
+    """Options of a run, and keywords that describe its job."""
+
+
 def train(
     job: JobSource | None = None,
     *,
-    steps: int | str | None = None,
-    run_folder: str | PathLike[str] | None = None,
-    data: Sequence[str] = (),
-    go_on: bool = False,
-    grace: Size = GRACE,
-    emulate: str | None = None,
-    profile: str | None = None,
-    nvtx: str | None = None,
-    on: str | None = None,
     ray_address: str | None = None,
-    wait_for_resources: Size | None = None,
-    least_devices: int | None = None,
-    metrics_port: int | None = None,
-    debug: bool = False,
     on_progress: OnProgress | None = None,
-    **keywords: Unpack[JobKeywords],
+    **keywords: Unpack[TrainKeywords],
 ) -> TrainingResult:
     """Prices the job, starts one process per device, trains, and restarts after a failure.
 
     Called by every rank that torchrun, srun or mpirun started, it trains as these ranks and starts none.
     Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
     failed run is a result with ``ok`` False, not an error. ``on`` names a file of hosts to start the processes on, over
-    ssh, or `ray`: a cluster at ``ray_address`` or RAY_ADDRESS, or one of this machine. It waits for devices that are
+    ssh, or `ray`: a cluster at RAY_ADDRESS or `ray,address=...`, or one of this machine. It waits for devices that are
     missing (``wait_for_resources``, `run.restarts.wait`), then continues with fewer, at least ``least_devices``
     (`run.restarts.shrink`), and with more when they return. ``profile`` and ``nvtx`` name steps, as in "steps=10:12":
     to record for `compare`, or to mark as NVTX ranges. ``metrics_port`` serves the run's state to Prometheus on
     loopback while it trains. ``on_progress`` is called with notes and events.
     """
     report, here = on_progress or (lambda text: None), started()
-    target = None if on is None else starting_target(on, here)
-    require_ray_for(ray_address, target)
+    given: dict[str, Any] = {**keywords, "on": on_with_address(keywords.get("on"), ray_address)}
+    options = RunOptions.taken_from(given)
+    place = RunPlace.of(options.on, here)
+    require_compatible([name for name, value in given.items() if value], place)
+    if place.target is not None and place.target.kind != "starts":
+        problem = f"{place.target.name} writes a file and starts nothing"
+        raise SpecError("⟨on⟩", problem, "`shardwise train --on` writes it")
+    of_job = {name: value for name, value in given.items() if name not in RunKeywords.__annotations__}
 
     def ready(hosts: Sequence[str] | None) -> ReadyRun:
-        return ready_run(
-            job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-            profile=profile, nvtx=nvtx, metrics_port=metrics_port, wait_for_resources=wait_for_resources,
-            least_devices=least_devices, started_as=here, elsewhere=on is not None, hosts=hosts, note=report,
-        )  # fmt: skip
+        return ready_run(job_arguments(job, of_job), options, place, hosts=hosts, note=report)
 
     if here is not None:
-        return trained_as_rank(here, ready, debug=debug)
+        return trained_as_rank(here, ready, debug=options.debug)
 
     def report_event(event: Event) -> None:
         report(f"{event.kind}: {event.text}")
@@ -149,9 +135,7 @@ def train(
     def supervised(launch: Launch) -> Outcome:
         return launch.supervised(report_event)
 
-    prepared = ready(None if target is None else hosts_named(target, str(on)))
-    run = supervised if target is None else on_target(target, str(on), prepared, supervised, ray_address)
-    return trained(prepared, run, grace=grace, debug=debug)
+    return trained(ready(place.host_names()), supervised)
 
 
 @dataclass(frozen=True)
@@ -163,17 +147,17 @@ class ReadyRun:
     checked: Preflight
     named_model: Any
     """The model as the caller gave it."""
-    go_on: bool
-    """Resume even if data, sequence, batch or optimizer differ."""
+    options: RunOptions
+    place: RunPlace
     note: OnProgress
 
-    def finished_step(self, *, here: bool = True) -> int | None:
+    def finished_step(self) -> int | None:
         """Prepares the folder to begin or to resume; returns the last step if all are done."""
-        for note in require_same_run(self.job, self.folder, go_on=self.go_on):
+        for note in require_same_run(self.job, self.folder, go_on=self.options.go_on):
             self.note(note)
         step = finished_at(self.job, self.folder)
         if step is None:
-            if here:
+            if not self.place.printed:
                 from shardwise.training.checkpoint.load import require_resumable  # imports torch
 
                 require_resumable(self.job, self.folder.checkpoints)
@@ -181,20 +165,27 @@ class ReadyRun:
         return step
 
 
-def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, debug: bool) -> TrainingResult:
-    """Trains unless all steps are done; ``run`` supervises the launch."""
-    grace_seconds = float(parse(grace, "seconds", "--grace"))
+def trained(ready: ReadyRun, supervised: Callable[[Launch], Outcome]) -> TrainingResult:
+    """Trains unless all steps are done; the ranks are started here or on the run's target."""
     port = ready.job.run.logging.metrics_port
     with ExitStack() as stack:
         server = None if port is None else stack.enter_context(MetricsServer(port, "run.logging.metrics_port"))
         stack.enter_context(ready.folder.checkpoints.locked())
         step = ready.finished_step()
-        if server is not None and step is None:
+        if step is not None:
+            return TrainingResult(ready.job, run_summary(ready.folder, step), None)
+        if server is not None:
             ready.note(f"metrics at {server.url}")
         recuts = _recuts(ready.job, ready.folder)
-        launch = Launch(ready.job, ready.folder, grace_seconds, debug, metrics=server, recuts=recuts)
-        outcome = run(launch) if step is None else None
-    return TrainingResult(ready.job, run_summary(ready.folder, step), outcome)
+        options, target = ready.options, ready.place.target
+        launch = Launch(ready.job, ready.folder, options.grace_seconds, options.debug, metrics=server, recuts=recuts)
+        if target is not None:
+            launched = stack.enter_context(started_on(TargetRequest(target, ready.job, ready.folder.path)))
+            for text in launched.notes:
+                ready.note(text)
+            launch = replace(launch, target=launched)
+        outcome = supervised(launch)
+    return TrainingResult(ready.job, run_summary(ready.folder, None), outcome)
 
 
 def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
@@ -206,53 +197,26 @@ def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
 
 
 def ready_run(
-    given: JobArguments,
-    *,
-    steps: int | str | None = None,
-    run_folder: str | PathLike[str] | None = None,
-    data: Sequence[str] = (),
-    go_on: bool = False,
-    emulate: str | None = None,
-    profile: str | None = None,
-    nvtx: str | None = None,
-    metrics_port: int | str | None = None,
-    wait_for_resources: Size | None = None,
-    least_devices: int | str | None = None,
-    here: bool = True,
-    started_as: Started | None = None,
-    elsewhere: bool = False,
-    hosts: Sequence[str] | None = None,
-    note: OnProgress,
+    given: JobArguments, options: RunOptions, place: RunPlace, *, hosts: Sequence[str] | None = None, note: OnProgress
 ) -> ReadyRun:
-    """The job, completed, checked and given a folder.
-
-    ``here``: ranks are started by this command, not by commands that it prints. ``started_as``: the rank that this
-    process already is. ``elsewhere``: the ranks will be on other hosts. ``hosts``: the nodes, if their names are known.
-    """
-    fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
-    if emulate is not None:
-        fields["emulate"] = Emulation.parse(emulate, "--emulate")
-    described, notes = job_from(given, fields)
-    job = _shrinking(_completed(described, run_folder, data, profile, nvtx), wait_for_resources, least_devices)
-    if metrics_port is not None:
-        logging = replace(job.run.logging, metrics_port=port_number(metrics_port))
-        job = replace(job, run=replace(job.run, logging=logging))
-    if job.run.logging.metrics_port is not None and (started_as is not None or not here):
-        raise no_metrics("the ranks" if started_as is None else started_as.launcher)
+    """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known."""
+    described, notes = job_with(given, options, place)
+    job = _with_absolute_paths(described)
+    started_as, elsewhere = place.started_as, place.target is not None
     require_packages("train", "torch", "safetensors")
     if started_as is not None:
         _require_world(job, started_as)
     for text in notes:
         note(text)
     if job.run.emulate is not None:
-        _check_emulation(job, here=here and not elsewhere, note=note)
+        _check_emulation(job, here=place.is_here, note=note)
     job, placing = on_nodes(job, hosts, started=started_as is not None)
     for text in placing:
         note(text)
-    checked = preflight(job, here=here, started=started_as, elsewhere=elsewhere)
-    job = _placed(job, given, go_on=go_on, note=note)
+    checked = preflight(job, here=not place.printed, started=started_as, elsewhere=elsewhere)
+    job = _placed(job, given, go_on=options.go_on, note=note)
     folder = RunFolder(Path(str(job.run.folder)), job.run)
-    if here and not elsewhere and (started_as is None or started_as.hosts == 1):
+    if place.is_here:
         from shardwise.launch.preflight import with_fitting_microbatch
 
         fitting = with_fitting_microbatch(job, folder, note)
@@ -263,7 +227,37 @@ def ready_run(
         *_how_long(job, checked.price.step_seconds),
     ):
         note(text)
-    return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
+    return ReadyRun(job, folder, checked, _named_model(given), options, place, note)
+
+
+def job_with(given: JobArguments, options: RunOptions, place: RunPlace) -> tuple[Job, list[str]]:
+    """The job with the fields that the options set, and notes."""
+    job, notes = job_from(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
+    restarts = job.run.restarts
+    if restarts.shrink and restarts.least_devices > job.strategy.world:
+        problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
+        raise SpecError("run.restarts.least_devices", problem, "use at most as many")
+    if job.run.logging.metrics_port is not None and place.other_launcher is not None:
+        problem = f"is served by `shardwise train`, and {place.other_launcher} starts these"  # so nobody would serve it
+        remedy = "leave it out; `shardwise status RUN --metrics-port N` serves any run"
+        raise SpecError("run.logging.metrics_port", problem, remedy)
+    return job, notes
+
+
+def job_for_manifest(given: JobArguments, options: RunOptions, place: RunPlace, note: OnProgress) -> tuple[Job, str]:
+    """The job for nodes that share no storage with this machine, and a name for its run: from its folder or file, else
+    the model's. It is completed and priced here, its files are checked there: paths stay as given.
+    """
+    job, notes = job_with(given, options, place)
+    if job.run.emulate is not None:
+        raise SpecError("run.emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
+    if job.run.backend != "auto":
+        raise SpecError("run.backend", f"{job.run.backend} is for ranks that mpirun starts", "leave it out")
+    checked = preflight(job, here=False)
+    for text in (*notes, *checked.notes):
+        note(text)
+    named = job.run.folder or given.job
+    return job, Path(named).stem if named else job.model.name or "run"
 
 
 def _how_long(job: Job, step_seconds: float) -> list[str]:
@@ -273,58 +267,6 @@ def _how_long(job: Job, step_seconds: float) -> list[str]:
         return []
     whole = readable_duration(steps * step_seconds)
     return [f"this run is predicted to take {whole}: {counted(steps, 'step')} of {readable_seconds(step_seconds)}"]
-
-
-def starting_target(on: str, here: Started | None) -> LaunchTarget:
-    """The target of that name, which must start ranks; raises SpecError also if this process is a rank already."""
-    target = target_named(on)
-    if here is not None:
-        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
-    if target.kind != "starts":
-        raise SpecError("--on", f"{target.name} writes a file and starts nothing", "`shardwise train --on` writes it")
-    return target
-
-
-def require_ray_for(address: str | None, target: LaunchTarget | None) -> None:
-    """Raises SpecError for a Ray address without ``--on ray``."""
-    if address is not None and (target is None or target.name != "ray"):
-        raise SpecError("--ray-address", "is for --on ray", "leave it out")
-
-
-def _shrinking(job: Job, wait: Size | None, least_devices: int | str | None) -> Job:
-    """The job with the flags in its `run.restarts`, checked."""
-    restarts = job.run.restarts
-    if wait is not None:
-        seconds = float(parse(wait, "seconds", "--wait-for-resources"))
-        try:
-            restarts = replace(restarts, wait=seconds)
-        except SpecError as error:
-            raise SpecError("--wait-for-resources", error.problem, error.remedy) from None
-    if least_devices is not None:
-        restarts = replace(restarts, shrink=True, least_devices=whole_number(least_devices, "--least-devices"))
-    if restarts.shrink and restarts.least_devices > job.strategy.world:
-        name = "run.restarts.least_devices" if least_devices is None else "--least-devices"
-        problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
-        raise SpecError(name, problem, "use at most as many")
-    return job if restarts == job.run.restarts else replace(job, run=replace(job.run, restarts=restarts))
-
-
-def on_target(
-    target: LaunchTarget,
-    on: str,
-    ready: ReadyRun,
-    supervised: Callable[[Launch], Outcome],
-    ray_address: str | None = None,
-) -> Callable[[Launch], Outcome]:
-    """A function that supervises a launch whose ranks the target starts."""
-
-    def run(launch: Launch) -> Outcome:
-        with started_on(target, TargetRequest(on, launch.job, launch.folder.path, ray_address)) as started_target:
-            for text in started_target.notes:
-                ready.note(text)
-            return supervised(replace(launch, target=started_target))
-
-    return run
 
 
 def trained_as_rank(
@@ -360,7 +302,7 @@ def trained_as_rank(
 
 def _require_world(job: Job, here: Started) -> None:
     if job.run.emulate is not None:
-        raise SpecError("--emulate", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+        raise SpecError("run.emulate", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
     if job.strategy.world != here.world:
         problem = f"the job has {job.strategy.world:,} ranks, {here.launcher} started {here.world:,}"
         raise SpecError("cluster", problem, "start as many as the job has")
@@ -374,39 +316,16 @@ def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
     return summary if finished_step is None else replace(summary, steps=finished_step)
 
 
-def _completed(
-    job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None, nvtx: str | None
-) -> Job:
-    """The job with a folder, and absolute paths for the workers."""
-    changes: dict[str, object] = {"folder": str(run_folder) if run_folder else job.run.folder}
-    if profile is not None:
-        changes["profile"] = Profile.parse(profile, "--profile")
-    if nvtx is not None:
-        changes["nvtx"] = StepWindow.parse(nvtx, "--nvtx")
-    known = job.run.data
-    given = (data,) if isinstance(data, str) else tuple(data) or known.shards
-    shards = tuple(map(absolute, given))
-    if job.run.checkpoints.folder is not None:
-        changes["checkpoints"] = replace(job.run.checkpoints, folder=absolute(job.run.checkpoints.folder))
-    if job.run.start_from is not None:
-        changes["start_from"] = absolute(job.run.start_from)
-    try:
-        changes["data"] = replace(known, shards=shards, validation=tuple(map(absolute, known.validation)))
-        return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
-    except SpecError as error:
-        raise error.under("run") from None
-
-
-def port_number(text: int | str, flag: str = "--metrics-port") -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", str(text)) or int(text) > MOST_PORT:
-        raise SpecError(flag, f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
-    return int(text)
-
-
-def no_metrics(launcher: str) -> SpecError:
-    """The error for a metrics port when another launcher runs the ranks, so that no process here can serve metrics."""
-    remedy = "leave it out; `shardwise status RUN --metrics-port N` serves any run"
-    return SpecError("run.logging.metrics_port", f"is served by `shardwise train`, and {launcher} starts these", remedy)
+def _with_absolute_paths(job: Job) -> Job:
+    """As the workers need them."""
+    run = job.run
+    kept, begun = run.checkpoints.folder, run.start_from
+    data = replace(
+        run.data, shards=tuple(map(absolute, run.data.shards)), validation=tuple(map(absolute, run.data.validation))
+    )
+    checkpoints = replace(run.checkpoints, folder=None if kept is None else absolute(kept))
+    start_from = None if begun is None else absolute(begun)
+    return replace(job, run=replace(run, data=data, checkpoints=checkpoints, start_from=start_from))
 
 
 def _weights_left(named: Any, job: Job) -> list[str]:
@@ -424,7 +343,7 @@ def _check_emulation(job: Job, *, here: bool, note: OnProgress) -> None:
     emulation = job.run.emulate
     assert emulation is not None
     if not here:
-        raise SpecError("--emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
+        raise SpecError("run.emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
     require_emulation()
     if job.cluster.node_devices != emulation.ranks_per_node:
         there = f"{job.cluster.name} has nodes of {job.cluster.node_devices}"

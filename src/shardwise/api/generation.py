@@ -9,15 +9,15 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.api.execution import require_ray_for
 from shardwise.api.quantities import path_text, whole_number
 from shardwise.api.quantities import texts as given_texts
 from shardwise.api.results import Figure, Result, Rows
+from shardwise.api.run_options import on_with_address
 from shardwise.generation.request import Generation, GenerationRequest, Sampling
 from shardwise.interop.companions import end_tokens
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.targets.registry import TARGETS
+from shardwise.launch.targets.registry import target_named
 from shardwise.report.console import picked
 from shardwise.report.generation import generation_page
 from shardwise.report.page import Page
@@ -101,7 +101,7 @@ def generate(
     model: str | None = None,
     tokenizer: str | PathLike[str] | None = None,
     cache: bool = True,
-    on: Literal["ray"] | None = None,
+    on: str | None = None,
     ray_address: str | None = None,
     wait_for_resources: Size | None = None,
     replicas: int | None = None,
@@ -114,9 +114,9 @@ def generate(
     ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
     at a token of ``stop`` (default: those that the weights' folder names; "none": no token ends it) or after
     ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. With
-    ``on="ray"`` a file is divided among ``replicas`` of the model on a Ray cluster (the one at ``ray_address``, or one
-    started here), each on ``tp`` ranks of one node. ``on_text`` is called with the index of a prompt and what was added
-    to its text; ``on_done`` with how many prompts of a file are done, and how many there are.
+    ``on="ray"`` a file is divided among ``replicas`` of the model on a Ray cluster (`ray,address=...`, or one started
+    here), each on ``tp`` ranks of one node. ``on_text`` is called with the index of a prompt and what was added to its
+    text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
     request = GenerationRequest(
@@ -125,7 +125,7 @@ def generate(
         (), whole_number(batch_size, "⟨batch_size⟩"), cache,
     )  # fmt: skip
     request.sampling.check()
-    place = _ray_place(on, here, request, prompt_file, ray_address, wait_for_resources, replicas)
+    place = _ray_place(on_with_address(on, ray_address), here, prompt_file, wait_for_resources, replicas)
     texts = list(given_texts(prompt, "⟨prompt⟩"))
     _check_prompts(texts, prompt_tokens, prompt_file, out)
     require_packages("generate", "torch", "safetensors")
@@ -214,18 +214,17 @@ class _RayPlace:
 
 
 def _ray_place(
-    on: str | None, here: Started | None, request: GenerationRequest, prompt_file: str | PathLike[str] | None,
-    ray_address: str | None, wait_for_resources: Size | None, replicas: int | None,
+    on: str | None, here: Started | None, prompt_file: str | PathLike[str] | None,
+    wait_for_resources: Size | None, replicas: int | None,
 ) -> _RayPlace | None:  # fmt: skip
     """Where the models run; None: here."""
-    target = TARGETS["ray"] if on == "ray" else None
-    require_ray_for(ray_address, target)
     if on is None:
         for flag, value in (("⟨replicas⟩", replicas), ("⟨wait_for_resources⟩", wait_for_resources)):
             if value is not None:
                 raise SpecError(flag, "is for ⟨on=ray⟩", "leave it out")
         return None
-    if target is None:
+    target = target_named(on)
+    if target.name != "ray":
         raise SpecError("⟨on⟩", f"{shown(on)}: files of prompts are generated here or on ray", "use ⟨on=ray⟩")
     if here is not None:
         raise SpecError("⟨on⟩", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
@@ -234,7 +233,7 @@ def _ray_place(
         raise SpecError("⟨on⟩", "ray is for a file of prompts", remedy)
     wait = WAIT_SECONDS if wait_for_resources is None else parse(wait_for_resources, "seconds", "⟨wait_for_resources⟩")
     number = None if replicas is None else whole_number(replicas, "⟨replicas⟩", 10_000)
-    return _RayPlace(ray_address, float(wait), number)
+    return _RayPlace(target.option("address"), float(wait), number)
 
 
 def _of_file(asked: _Asked, data: Path, out: Path, on_done: OnDone | None, place: _RayPlace | None) -> GenerationResult:

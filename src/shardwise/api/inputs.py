@@ -14,7 +14,7 @@ from shardwise.planner.automatic import decided
 from shardwise.spec.bare import BareNumbers, StandIn
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import Spec
-from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
+from shardwise.spec.emulation import EMULATED, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import precision_notes
 from shardwise.spec.job import Job, names_precision
@@ -39,27 +39,23 @@ _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strateg
 Noun = TypeVar("Noun", bound=Spec)
 
 
-def job_from(
-    arguments: JobArguments, run: Mapping[str, Any] | None = None, *, runs_here: bool = False
-) -> tuple[Job, list[str]]:
+def job_from(arguments: JobArguments, *, trains: bool = False, runs_here: bool = False) -> tuple[Job, list[str]]:
     """The job that a file and flags describe; flags override the file.
 
     The file may be another framework's configuration: notes say what is not used of it and what had to be assumed. It
-    is priced as that framework runs it, unless our engine runs it (``runs_here``). ``run`` has fields of the job's
-    run that flags set.
+    is priced as that framework runs it, unless our engine examines it (``runs_here``) or ``trains`` it.
     """
-    emulation = (run or {}).get("emulate")
-    fields, framework, notes = _job_fields(arguments, emulation, runs_here=runs_here or run is not None)
-    given = fields.get("run", None if run is None else {})
+    fields, framework, notes = _job_fields(arguments, runs_here=runs_here or trains)
+    given = fields.get("run", {} if trains else None)
     if isinstance(given, Mapping):
-        fields["run"] = with_steps({**given, **(run or {})}, fields)
+        fields["run"] = with_steps(given, fields)
         if framework is not None:
             fields["run"], cut = _fitting_run(fields["run"])
             notes += cut
     _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
     check_algorithm(job.strategy.collective, "strategy.collective")
-    if run is not None or not runs_here:  # not for verbs that examine or compare the job here instead of running it
+    if trains or not runs_here:  # not for verbs that examine or compare the job here instead of running it
         notes += precision_notes(job, given=names_precision(fields))
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
 
@@ -147,12 +143,10 @@ def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str
     return notes
 
 
-def _job_fields(
-    arguments: JobArguments, emulation: Emulation | None = None, *, runs_here: bool = False
-) -> tuple[dict[str, Any], str | None, list[str]]:
+def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[dict[str, Any], str | None, list[str]]:
     """The fields of a job, the framework whose configuration they come from, and notes about that.
 
-    An ``emulation`` stands in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
+    Emulated nodes stand in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
     """
     numbers, overrides = arguments.bare, arguments.overrides
     sources.check(numbers, overrides)
@@ -162,7 +156,7 @@ def _job_fields(
     for path, value in overrides.items():
         if not path.startswith(("model.", "cluster.")):
             set_field(fields, path, value)
-    nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
+    nodes = emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
     if nodes is not None and fields.get("cluster") is None and not numbers.given("cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
     named = fields.get("model")

@@ -137,8 +137,8 @@ def _source() -> str:
 def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) -> int:
     if parsed.emulate is not None:
         raise SpecError("--emulate", "cannot be combined with --on", "leave one of the two out")
-    job = a_rank_for_each_device(target, parsed.on, parsed.cluster, parsed.run_device)
-    return run_on_target(target, parsed.on, job, ["bench", *without_option(arguments, "--on")])
+    job = a_rank_for_each_device(target, parsed.cluster, parsed.run_device)
+    return run_on_target(target, job, ["bench", *without_option(arguments, "--on")])
 
 
 def _parser() -> Parser:

@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     _complete(parsed, here)
     job = job_from(parsed, runs_here=True)
     if target is not None:
-        return run_on_target(target, parsed.on, job, ["bench", "step", *without_option(arguments, "--on")])
+        return run_on_target(target, job, ["bench", "step", *without_option(arguments, "--on")])
     if parsed.nvtx:
         require_nvtx(job, "--nvtx")
     require_measurable(job, here)

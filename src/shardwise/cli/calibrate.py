@@ -73,6 +73,6 @@ def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) ->
         if getattr(parsed, name) is not None:
             raise SpecError(f"--{name}", "cannot be combined with --on", "leave one of the two out")
     device = "cuda" if parsed.run_device == "cuda" else "cpu"
-    job = a_rank_for_each_device(target, parsed.on, parsed.cluster, device)
+    job = a_rank_for_each_device(target, parsed.cluster, device)
     given = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device", device]
-    return run_on_target(target, parsed.on, job, ["calibrate", *given])
+    return run_on_target(target, job, ["calibrate", *given])

@@ -98,12 +98,12 @@ def _parser() -> Parser:
 def _on_target(target: LaunchTarget, parsed: argparse.Namespace, arguments: list[str]) -> int:
     """Runs the same command on the target's hosts; bad input is refused here, before any host is asked."""
     if _no_job(parsed):
-        job = a_rank_for_each_device(target, parsed.on, parsed.cluster, parsed.run_device or "cpu")
+        job = a_rank_for_each_device(target, parsed.cluster, parsed.run_device or "cpu")
     else:
         job = job_from(parsed, runs_here=True)
     _switches(parsed)
     others = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device"]
-    return run_on_target(target, parsed.on, job, ["doctor", *others, parsed.run_device or job.run_device])
+    return run_on_target(target, job, ["doctor", *others, parsed.run_device or job.run_device])
 
 
 def _findings(request: Examination, here: Started | None) -> Iterator[Checked]:

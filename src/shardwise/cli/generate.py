@@ -9,7 +9,7 @@ from argparse import SUPPRESS, Namespace
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
 from shardwise.cli.arguments import add_field_argument, keywords
 from shardwise.cli.inputs import path_from, print_notes, require_torch
-from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES
+from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES, add_old_arguments, with_old_arguments
 from shardwise.cli.parser import Parser
 from shardwise.report.generation import figures, shown_text
 from shardwise.report.progress import counted_progress
@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> int:
         if getattr(parsed, name) not in (None, "1"):
             remedy = "start one command for each part of the prompts" if name == "dp" else "use --tp"
             raise SpecError(f"--{name}", f"{shown(getattr(parsed, name))}: {why}", remedy)
+    parsed.on, parsed.ray_address = with_old_arguments(parsed, "ray_address"), None
     path_from(parsed.source)
     require_torch("generate", "safetensors")
     parsed.prompt_tokens = [_ids(ids, "--prompt-tokens") for ids in parsed.prompt_tokens]
@@ -95,11 +96,8 @@ def _parser() -> Parser:
     add("--batch-size", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
     add_field_argument(parser, "--tp", "; with --on ray of each replica (default 1; under a launcher all its ranks)")
     on = "run on other hosts; ray, with --prompt-file: CPU actors tokenise, model actors generate, by Ray Data"
-    add("--on", metavar="ray", help=on)
+    add("--on", metavar="ray[,address=...]", help=on)
     add("--replicas", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
-    add(
-        "--ray-address", metavar="ADDRESS", help="with --on ray: the cluster (default RAY_ADDRESS, or one started here)"
-    )
     wait = f"how long to wait for missing devices; with --on ray (default {WAIT_SECONDS:g}s)"
     add("--wait-for-resources", metavar="TIME", help=wait)
     add("--run-device", choices=RUN_DEVICES, default="cpu", help=f"{RUN_DEVICE_HELP} (default cpu)")
@@ -113,6 +111,7 @@ def _parser() -> Parser:
     add("--no-cache", dest="cache", action="store_false", help="read the whole text again for every token")
     for name in _REFUSED:
         add(f"--{name}", help=SUPPRESS)  # accepted only to say why it is refused
+    add_old_arguments(parser, "ray_address")
     parser.add_argument_group("output").add_argument("--json", action="store_true", help="JSON output")
     return parser
 

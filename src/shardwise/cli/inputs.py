@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,10 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
 
-__all__ = ["job_from", "model_from", "path_from", "place_from", "print_notes", "require_torch", "whole_number"]
+__all__ = [
+    "job_from", "model_from", "path_from", "place_from", "port_number", "print_notes", "require_torch", "whole_number",
+]  # fmt: skip
+MOST_PORT = 65535
 
 
 def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
@@ -48,6 +52,12 @@ def place_from(text: str) -> Place:
     except (OSError, ValueError) as error:
         raise SpecError("", f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})", "check it") from None
     return place
+
+
+def port_number(text: str, flag: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > MOST_PORT:
+        raise SpecError(flag, f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
+    return int(text)
 
 
 def require_torch(verb: str, *also: str) -> None:

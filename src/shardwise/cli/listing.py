@@ -137,6 +137,19 @@ def _schedules() -> list[Row]:
     ]
 
 
+def _targets() -> list[Row]:
+    from shardwise.launch.targets.registry import HOSTS, TARGETS
+
+    rows = []
+    for target in (HOSTS, *TARGETS.values()):
+        rows.append({"target": target.name, "option": "", "what": target.what})
+        for name, option in target.options.items():
+            if option.accepts is not None:
+                shown = name if option.alone else f"{name}=..."
+                rows.append({"target": target.name, "option": shown, "what": option.what})
+    return rows
+
+
 def _collectives() -> list[Row]:
     from shardwise.collectives import pairs
     from shardwise.collectives.closed_form import WHY_NOT
@@ -165,5 +178,9 @@ _PRESETS: dict[str, tuple[str, type[Any], Callable[[Any], Row]]] = {
     "clusters": ("cluster", Cluster, _cluster),
     "stacks": ("stack", Stack, _stack),
 }
-_TABLES: dict[str, Callable[[], list[Row]]] = {"schedules": _schedules, "collectives": _collectives}
+_TABLES: dict[str, Callable[[], list[Row]]] = {
+    "schedules": _schedules,
+    "collectives": _collectives,
+    "targets": _targets,
+}
 WHAT = (*_PRESETS, *_TABLES, "schema")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
@@ -13,20 +15,12 @@ from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED, printed_as_it_grows
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.targets.host_file import read_hosts
-from shardwise.launch.targets.registry import (
-    HOSTS,
-    LaunchTarget,
-    TargetRequest,
-    command_status,
-    started_on,
-    target_named,
-)
+from shardwise.launch.targets.options import text_of
+from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, command_status, started_on, target_named
 from shardwise.run.attempt import rank_file
 from shardwise.run.environment import Started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.errors import SpecError
-from shardwise.spec.files import read_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
@@ -34,20 +28,51 @@ RUN_DEVICES = ("cpu", "cuda")
 RUN_DEVICE_HELP = "what to run on, cpu or cuda"
 EMULATE_HELP = "run on virtual nodes of this machine; 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
 WIRING_HELP = "on several nodes: file to write of what was measured between them, for cluster.wiring of a job"
+# Flags of earlier versions that are options of a target now: the option that each became, and of which targets.
+_OLD = {
+    "sbatch": ("", ("slurm",)),
+    "submit": ("submit", ("slurm",)),
+    "ray_address": ("address=", ("ray",)),
+    "manifest": ("", ("kubernetes", "skypilot")),
+    "out": ("out=", ("kubernetes", "skypilot")),
+}
 
 
 def add_target_argument(parser: Parser) -> None:
-    on = "run on other hosts; a file of them (`host slots=8`, over ssh), ray, or slurm (by srun)"
-    parser.add_argument_group("where it runs").add_argument("--on", metavar="TARGET", help=on)
+    on = "run on other hosts; a file of them (`host slots=8`, over ssh), ray, slurm by srun (`shardwise list targets`)"
+    parser.add_argument_group("where it runs").add_argument("--on", metavar="TARGET[,OPTION=...]", help=on)
 
 
-def run_on_target(target: LaunchTarget, named: str, job: Job, arguments: Sequence[str]) -> int:
+def add_old_arguments(parser: Parser, *names: str) -> None:
+    """Flags that work until version 1.0."""
+    for name in names:
+        action = "store_true" if name == "submit" else "append"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=SUPPRESS, action=action)
+
+
+def with_old_arguments(parsed: Namespace, *names: str) -> str | None:
+    """The value of `--on`, with the options that were given by flags of earlier versions; a note says the new form."""
+    words: list[str] = []
+    named: str | None = parsed.on
+    for name in names:
+        (option, targets), given = _OLD[name], getattr(parsed, name)
+        if given and (named is None or named.partition(",")[0] not in targets):
+            raise SpecError(f"⟨{name}⟩", f"is for ⟨on={' or '.join(targets)}⟩", "leave it out")
+        words += [option] if given is True else [f"{option}{value}" for value in given or ()]
+    if not words:
+        return named
+    on = f"{named},{text_of(words)}"
+    print_notes([f"options of a target follow its name, and their own flags will go in 1.0: --on {shlex.quote(on)}"])
+    return on
+
+
+def run_on_target(target: LaunchTarget, job: Job, arguments: Sequence[str]) -> int:
     """Runs `shardwise ARGUMENTS` as the job's ranks; returns the exit status."""
     today = (argument for argument, _ in flags_now(arguments[0], list(arguments)))  # the hint was given here
     command = [sys.executable, "-m", "shardwise", *today]
     if target.kind != "starts":
-        return command_status(target, TargetRequest(named, job), command)
-    with started_on(target, TargetRequest(named, job)) as started_target, OwnedFolder("target") as folder:
+        return command_status(TargetRequest(target, job), command)
+    with started_on(TargetRequest(target, job)) as started_target, OwnedFolder("target") as folder:
         print_notes(started_target.notes)
         with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, 0, "log")):
             outcome = supervise(
@@ -63,16 +88,16 @@ def target_of_verb(on: str | None, here: Started | None) -> LaunchTarget | None:
         return None
     target = target_named(on)
     if here is not None:
-        raise SpecError("--on", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
+        raise SpecError("⟨on⟩", f"{here.launcher} has started this as a rank", "leave it out, or start it alone")
     return target
 
 
-def a_rank_for_each_device(target: LaunchTarget, named: str, cluster: str | None, device: str) -> Job:
+def a_rank_for_each_device(target: LaunchTarget, cluster: str | None, device: str) -> Job:
     """A small job with a rank per device, for verbs without a job: targets read ranks, nodes and device from one.
 
     A file of hosts gives their number and slots; other targets need a ``cluster``, and so do GPUs.
     """
-    sized = _cluster(target, named, cluster, device)
+    sized = _cluster(target, cluster, device)
     world = sized.devices
     return Job.from_dict(
         {
@@ -82,13 +107,13 @@ def a_rank_for_each_device(target: LaunchTarget, named: str, cluster: str | None
     )  # fmt: skip
 
 
-def _cluster(target: LaunchTarget, named: str, cluster: str | None, device: str) -> Cluster:
+def _cluster(target: LaunchTarget, cluster: str | None, device: str) -> Cluster:
     if cluster is not None:
         return named_cluster(cluster)
-    if target is not HOSTS or device == "cuda":
-        what = f"on {target.name}" if target is not HOSTS else "of GPUs"
-        raise SpecError("--cluster", f"is missing: nothing else says how many ranks {what}", "such as dgx-h100:2")
-    hosts = read_hosts(read_text(named, "file of hosts", errors="replace"), named)
+    hosts = target.hosts()
+    if hosts is None or device == "cuda":
+        what = f"on {target.name}" if hosts is None else "of GPUs"
+        raise SpecError("⟨cluster⟩", f"is missing: nothing else says how many ranks {what}", "such as dgx-h100:2")
     return cpu_hosts(len(hosts), min(host.slots or 1 for host in hosts))
 
 

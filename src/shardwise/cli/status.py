@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 
-from shardwise.api.execution import port_number
 from shardwise.api.observation import observed_folder, status, statuses
 from shardwise.api.quantities import amount
+from shardwise.cli.inputs import port_number
 from shardwise.cli.output import add_output_arguments, form_of, show
 from shardwise.cli.parser import Parser
 from shardwise.report.console import console
@@ -67,7 +67,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     if parsed.watch is not None or parsed.json or form_of(parsed) != "text":
         raise SpecError("--metrics-port", "prints nothing but its address", "leave out --watch, --json and the others")
-    port, folder = port_number(parsed.metrics_port), observed_folder(parsed.run)
+    port, folder = port_number(parsed.metrics_port, "⟨metrics_port⟩"), observed_folder(parsed.run)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with MetricsServer(port, "--metrics-port") as server, server.serving(folder):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import webbrowser
 
-from shardwise.api.execution import port_number
 from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from
+from shardwise.cli.inputs import job_from, port_number
 from shardwise.cli.parser import Parser
 from shardwise.launch.loopback import LOOPBACK, bound
 from shardwise.spec.installation import require_packages
@@ -30,7 +29,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     add_job_arguments(parser)
     parsed = parser.parse(arguments)
-    port, state = port_number(parsed.port, "--port"), _state(parsed)
+    port, state = port_number(parsed.port, "⟨port⟩"), _state(parsed)
     require_packages("ui", "uvicorn", "starlette")
     from shardwise.ui.app import serve
 

@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
     require_torch("verify")
     if target is not None:
         given = [*without_option(arguments, "--on"), "--run-device", parsed.run_device or job.run_device]
-        return run_on_target(target, parsed.on, job, ["verify", *given])
+        return run_on_target(target, job, ["verify", *given])
     with verification_progress(parsed.steps, shown=not parsed.json and here is None) as watch:
         result = verify(job, **keywords(verify, parsed), watch=watch)
     if here is not None and here.rank:

@@ -130,15 +130,17 @@ class StepWindow(Spec):
         return self.first <= step <= self.last
 
     @classmethod
-    def parse(cls, text: str, field: str) -> Self:
-        """From ``steps=10:12``, or ``steps=10``."""
-        match = re.fullmatch(r"steps=(\d{1,9})(?::(\d{1,9}))?", text.strip())
+    def from_dict(cls, data: object, path: str = "") -> Self:
+        """From a mapping, or from text such as ``steps=10:12`` or ``steps=10``."""
+        if not isinstance(data, str):
+            return super().from_dict(data, path)
+        match = re.fullmatch(r"steps=(\d{1,9})(?::(\d{1,9}))?", data.strip())
         if match is None:
-            raise SpecError(field, f"{shown(text)} names no steps", "write it like steps=10:12")
+            raise SpecError(path, f"{shown(data)} names no steps", "write it like steps=10:12")
         try:
             return cls(first=int(match[1]), last=int(match[2] or match[1]))
         except SpecError as error:
-            raise SpecError(field, error.problem, error.remedy) from None
+            raise SpecError(path, error.problem, error.remedy) from None
 
 
 MOST_STEPS = 100  # records are kept in memory until the last of these steps

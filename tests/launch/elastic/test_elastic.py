@@ -108,10 +108,10 @@ def test_what_cannot_shrink_is_refused(tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         return error_line(shardwise("train", *SMALL, "--run-folder", str(tmp_path / "run"), *arguments))
 
-    assert "--least-devices: 3, and the job has 2; use at most as many" in refused("--least-devices", "3")
+    assert "run.restarts.least_devices: 3, and the job has 2; use at most as many" in refused("--least-devices", "3")
     least = ("--set", "run.restarts.shrink=true", "--set", "run.restarts.least_devices=3")
     assert "run.restarts.least_devices: 3, and the job has 2" in refused(*least)
-    assert "--wait-for-resources: " in refused("--wait-for-resources", "-1s")
+    assert "run.restarts.wait: " in refused("--wait-for-resources", "-1s")
     assert "run.restarts.shrink: needs a launcher" in refused("--least-devices", "1", "--print-torchrun")
     assert "run.restarts.shrink: a script for slurm starts" in refused("--least-devices", "1", "--on", "slurm")
 
@@ -345,7 +345,7 @@ def test_a_host_that_does_not_answer_is_waited_for(tmp_path: Path, monkeypatch: 
     from launch.targets.test_hosts import SHARED
     from shardwise.launch.local import supervise
     from shardwise.launch.targets.host_target import start_on
-    from shardwise.launch.targets.registry import TargetRequest
+    from shardwise.launch.targets.registry import TargetRequest, target_named
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     whole = planned("laptop:2", dp=2)
@@ -373,7 +373,7 @@ if attempt == 1:
             os.environ[over_ssh.SSH] = working
 
         command = [*program(tmp_path, body, SHARED), str(tmp_path)]
-        with start_on(TargetRequest(str(hosts.file), whole)) as target:
+        with start_on(TargetRequest(target_named(str(hosts.file)), whole)) as target:
             threading.Thread(target=act, daemon=True).start()
             outcome = supervise(
                 command, 2, tmp_path / "run", start=target.start, layouts=target, timeouts=QUICK, restarts=1,

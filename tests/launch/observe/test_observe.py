@@ -126,8 +126,9 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path, 
     )
     assert not (tmp_path / "run" / "attempts").exists()
     assert observed.status == 2
-    for wrong in ("70000", "-1", "1e3", "http"):
-        assert "is not a port" in run("train", str(file), "--metrics-port", wrong).err
+    for wrong in ("70000", "-1", "1.5", "http"):
+        assert "run.logging.metrics_port: " in run("train", str(file), "--metrics-port", wrong).err
+        assert "is not a port" in run("status", str(tmp_path), "--metrics-port", wrong).err
 
 
 def test_status_serves_a_run_that_has_ended(tmp_path: Path, shards: str) -> None:

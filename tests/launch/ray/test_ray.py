@@ -79,12 +79,6 @@ def test_smaller_nodes_than_planned_get_fewer_ranks_but_whole_tp_groups() -> Non
     )
 
 
-def test_options_of_ray_are_for_ray() -> None:
-    small = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
-    found = shardwise("train", *small, "--ray-address", "5")
-    assert (found.status, found.err) == (2, "shardwise: error: --ray-address: is for --on ray; leave it out\n")
-
-
 def test_a_stop_while_a_place_is_waited_for(tmp_path: Path) -> None:
     def start(command: object, folder: Path, environment: object, stopped: Callable[[], bool]) -> HostRanks:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -249,7 +243,7 @@ def test_a_cluster_of_this_machine_alone(nodes: RayNodes, undisturbed: Path, tmp
 def test_more_devices_at_least_than_the_job_has(tmp_path: Path) -> None:
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
     found = shardwise(*SMALL, "--on", "ray", "--least-devices", "3", "--run-folder", str(tmp_path / "run"))
-    said = "shardwise: error: --least-devices: 3, and the job has 2; use at most as many"
+    said = "shardwise: error: run.restarts.least_devices: 3, and the job has 2; use at most as many"
     assert found.status == 2 and found.err.splitlines()[-1] == said
 
 
@@ -258,13 +252,13 @@ def test_where_nobody_listens_is_one_line(tmp_path: Path) -> None:
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    found = shardwise(*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", address)
+    found = shardwise(*SMALL, "--on", f"ray,address={address}", "--run-folder", str(tmp_path / "run"))
     assert (found.status, len(found.err.splitlines())) == (2, 1)
-    assert f"--ray-address: no cluster can be joined at {address}: [Errno 111] Connection refused; " in found.err
+    assert f"--on ray: no cluster can be joined at {address}: [Errno 111] Connection refused; " in found.err
 
 
 def connecting(tmp_path: Path, address: str) -> subprocess.Popen[str]:
-    given = (*SMALL, "--on", "ray", "--run-folder", str(tmp_path / "run"), "--ray-address", address)
+    given = (*SMALL, "--on", f"ray,address={address}", "--run-folder", str(tmp_path / "run"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "shardwise", *given]
     return subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)

@@ -29,7 +29,7 @@ from shardwise.launch.targets import hosts as over_ssh
 from shardwise.launch.targets.host_file import Host, placed, read_hosts
 from shardwise.launch.targets.host_target import start_on
 from shardwise.launch.targets.installed import installed, require_same
-from shardwise.launch.targets.registry import TargetRequest
+from shardwise.launch.targets.registry import TargetRequest, target_named
 from shardwise.spec import SpecError
 from shardwise.spec.wiring import Wiring
 
@@ -85,9 +85,9 @@ def test_every_rank_has_one_host_and_no_host_more_than_its_slots(
 
 
 def test_too_few_hosts() -> None:
-    with pytest.raises(SpecError, match="--on: 1 host with room for 8 ranks each, 16 ranks need 2"):
+    with pytest.raises(SpecError, match="on: 1 host with room for 8 ranks each, 16 ranks need 2"):
         placed([Host("a", 8)], 16, 8)
-    with pytest.raises(SpecError, match="--on: 16 ranks on hosts of 3 slots; give every host 8 slots, or another"):
+    with pytest.raises(SpecError, match="on: 16 ranks on hosts of 3 slots; give every host 8 slots, or another"):
         placed([Host("a", 3), Host("b", 8)], 16, 8)
 
 
@@ -158,7 +158,7 @@ def launched(
     command, events = [*program(folder, body, SHARED), str(folder)], list[Event]()
     wanted = job("laptop:2", dp=2)
     wanted = replace(wanted, cluster=replace(wanted.cluster, wiring=settings.pop("wiring", None)))
-    with start_on(TargetRequest(str(hosts.file), wanted)) as target:
+    with start_on(TargetRequest(target_named(str(hosts.file)), wanted)) as target:
         beside = threading.Thread(target=meanwhile, args=(target,), daemon=True)
         target.agents = [agent.facts["process"] for agent in target.connected]  # type: ignore[attr-defined]
         target.clients = [agent.process.pid for agent in target.connected]  # type: ignore[attr-defined]
@@ -301,8 +301,8 @@ from pathlib import Path
 from launch.test_torchrun import job
 from shardwise.launch.local import supervise
 from shardwise.launch.targets.host_target import start_on
-from shardwise.launch.targets.registry import TargetRequest
-with start_on(TargetRequest(sys.argv[1], job("laptop:2", dp=2))) as target:
+from shardwise.launch.targets.registry import TargetRequest, target_named
+with start_on(TargetRequest(target_named(sys.argv[1]), job("laptop:2", dp=2))) as target:
     supervise(sys.argv[3:], 2, Path(sys.argv[2]) / "run", restarts=0, start=target.start)
 """
 
@@ -336,7 +336,7 @@ def test_a_cut_cable_ends_both_sides(two_hosts: SshHosts, tmp_path: Path, monkey
 def test_hosts_that_cannot_be_used_are_named(
     two_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = TargetRequest(str(two_hosts.file), job("laptop:2", dp=2))
+    request = TargetRequest(target_named(str(two_hosts.file)), job("laptop:2", dp=2))
     monkeypatch.setattr(over_ssh, "installed", lambda *paths: {"Python": "2.7"})
     with pytest.raises(SpecError, match=rf"{two_hosts.addresses[0]}: Python is .* there, 2\.7 here"), start_on(request):
         pass

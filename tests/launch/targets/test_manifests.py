@@ -21,7 +21,8 @@ from launch.targets.test_slurm import SMALL, losses, two_nodes
 from measure.calibrate.test_hosts import free_port
 from required import require
 from shardwise.launch.targets.image import IMAGE
-from shardwise.launch.targets.manifest import OPTIONS, is_name, name_from
+from shardwise.launch.targets.manifest import is_name, name_from
+from shardwise.launch.targets.registry import TARGETS
 from shardwise.spec.job import Job
 
 LARGE = (
@@ -54,12 +55,12 @@ CASES = {
 }
 
 
-def options(*given: str) -> list[str]:
-    return [word for one in given for word in ("--manifest", one)]
+def on(target: str, *options: str) -> tuple[str, str]:
+    return "--on", ",".join((target, *options))
 
 
 def rendered(target: str, job: tuple[str, ...], *given: str) -> list[dict[str, Any]]:
-    found = shardwise("train", *job, "--on", target, "--out", "-", *options(*given))
+    found = shardwise("train", *job, *on(target, "out=-", *given))
     assert found.status == 0, found.err
     return list(yaml.safe_load_all(found.out))
 
@@ -232,31 +233,36 @@ def test_without_a_volume_the_checkpoints_are_in_a_store() -> None:
 @pytest.mark.parametrize(
     ("target", "more", "said"),
     [
-        ("kubernetes", (), "--manifest: runs is missing: no volume would keep the run; --manifest runs=VOLUME"),
-        ("kubernetes", ("runs=a",), "--manifest: gang is missing: 2 pods must start together or not at all"),
+        ("kubernetes", (), "--on: runs is missing: no volume would keep the run; give runs=VOLUME"),
+        ("kubernetes", ("runs=a",), "--on: gang is missing: 2 pods must start together or not at all"),
         ("kubernetes", ("runs=a", "gang=slurm"), "gang is coscheduling, volcano or none; write it like gang=..."),
         ("kubernetes", ("runs=a", "gang=coscheduling", "kind=jobset"), "which Kubeflow Trainer makes and JobSet does"),
-        ("kubernetes", ("runs=A_b",), "--manifest: 'runs=A_b': runs is the name of a claim; write it like runs=..."),
+        (
+            "kubernetes",
+            ("runs=A_b",),
+            "'runs=A_b': runs is the name of a claim for the runs; write it like runs=...",
+        ),
         ("kubernetes", ("runs",), "runs is the name of a claim"),
-        ("kubernetes", ("runs=a", "runs=b"), "--manifest: runs is given twice; give it once"),
-        ("kubernetes", ("imag=x",), "--manifest: 'imag' is not an option of kubernetes; did you mean image?"),
+        ("kubernetes", ("runs=a", "runs=b"), "--on: runs is given twice; give it once"),
+        ("kubernetes", ("imag=x",), "--on: 'imag' is not an option of kubernetes; did you mean image?"),
         ("kubernetes", ("spot=true",), "'spot' is not an option of kubernetes; it is for --on skypilot"),
         ("kubernetes", ("volume=a:/runs/x",), "volume a at /runs/x: /runs is another volume's"),
         ("kubernetes", ("volume=a:/",), "volume is a claim and its folder"),
         ("kubernetes", ("runs=a", "queue=q", "env=PET_NNODES=3"), "env PET_NNODES follows from the job"),
-        ("kubernetes", ("env=A=1", "env=A=2"), "--manifest: A is given twice; give it once"),
+        ("kubernetes", ("env=A=1", "env=A=2"), "--on: A is given twice; give it once"),
         ("kubernetes", ("shm=lots",), "shm is an amount of memory such as 16GiB"),
         ("skypilot", ("runs=s3://bucket/x",), "runs is the name of a SkyPilot volume"),
         ("skypilot", ("runs=a", "env=SKYPILOT_NODE_RANK=3"), "env SKYPILOT_NODE_RANK follows from the job"),
     ],
 )
 def test_wrong_options_are_one_line(target: str, more: tuple[str, ...], said: str) -> None:
-    assert said in refusal("train", *LARGE, "--on", target, "--out", "-", *options(*more))
+    assert said in refusal("train", *LARGE, *on(target, "out=-", *more))
 
 
 def test_wrong_jobs_are_one_line(tmp_path: Path) -> None:
     def refused(*more: str, target: str = "kubernetes") -> str:
-        return refusal("train", *LARGE, *more, "--on", target, *options("runs=a", "queue=q"))
+        queue = ["queue=q"] if target == "kubernetes" else []
+        return refusal("train", *LARGE, *more, *on(target, "runs=a", *queue))
 
     assert "run.data.shards[0]: 'shards/x' is in no volume of the nodes" in refused("--data", "shards/x")
     assert "'/data/x' is in no volume of the nodes; name it below /runs" in refused("--data", "/data/x")
@@ -264,24 +270,24 @@ def test_wrong_jobs_are_one_line(tmp_path: Path) -> None:
     assert "'/runs/../x' is not in the volume" in refused("--run-folder", "/runs/../x")
     assert "--rehearse" in refused("--rehearse", "2")
     assert "--debug: is not for --on kubernetes" in refused("--debug")
-    assert "--submit: is for --on slurm" in refused("--submit")
     assert "run.checkpoints.memory" in refused("--set", "run.checkpoints.memory=2")
     served = "run.logging.metrics_port: is served by `shardwise train`, and {} starts these"
     for target in ("kubernetes", "skypilot"):
         assert served.format(target) in refused("--set", "run.logging.metrics_port=9100", target=target)
-    assert "cannot be written" in refused("--out", str(tmp_path / "none" / "x.yaml"))
-    assert "--manifest: is for --on kubernetes or skypilot" in refusal("train", *LARGE, "--manifest", "runs=a")
+    nowhere = on("kubernetes", "runs=a", "queue=q", f"out={tmp_path}/none/x.yaml")
+    assert "x.yaml cannot be written" in refusal("train", *LARGE, *nowhere)
+    assert "--json: cannot be combined with out=-" in refusal("train", *LARGE, "--json", *on("kubernetes", "out=-"))
     assert "kubernetes only writes a file for `train`" in refusal("verify", *LARGE[:-4], "--on", "kubernetes")
     gaudi = ("--model", "llama3-8b", "--cluster", "mi355x-node:2", "--tp", "8", "--seq", "4096", "--global-batch", "64")
-    unknown = refusal("train", *gaudi, "--on", "skypilot", *options("runs=a"))
-    assert "SkyPilot's name of mi355x is not known; --manifest accelerator=NAME gives it" in unknown
+    unknown = refusal("train", *gaudi, *on("skypilot", "runs=a"))
+    assert "SkyPilot's name of mi355x is not known; give it: --on skypilot,accelerator=NAME" in unknown
 
 
 def test_every_option_is_tried() -> None:
     """Options that are mutually exclusive are in separate cases."""
-    for target, known in OPTIONS.items():
-        tried = {one.partition("=")[0] for one in EVERYTHING[target]}
-        assert set(known) - tried <= {"kind", "gang"}
+    for target, given in EVERYTHING.items():
+        tried = {one.partition("=")[0] for one in given}
+        assert set(TARGETS[target].options) - tried == ({"kind", "gang", "out"} if target == "kubernetes" else {"out"})
 
 
 def test_names_are_made_for_the_cluster() -> None:
@@ -292,10 +298,10 @@ def test_names_are_made_for_the_cluster() -> None:
 
 def test_the_file_and_how_to_submit_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = shardwise("train", *LARGE, "--on", "skypilot", *options("runs=a"))
+    found = shardwise("train", *LARGE, *on("skypilot", "runs=a"))
     said = "llama3-8b.skypilot.yaml\nSubmit it: sky jobs launch llama3-8b.skypilot.yaml\n"
     assert (found.status, found.out) == (0, said)
-    found = shardwise("train", *LARGE, "--on", "kubernetes", "--json", *options("runs=a", "gang=none"))
+    found = shardwise("train", *LARGE, "--json", *on("kubernetes", "runs=a", "gang=none"))
     assert json.loads(found.out) == {
         "path": "llama3-8b.kubernetes.yaml", "command": ["kubectl", "apply", "-f", "llama3-8b.kubernetes.yaml"]
     }  # fmt: skip
@@ -323,8 +329,7 @@ class Pods:
     def __init__(self, folder: Path, *job: str) -> None:
         (folder / "cluster").mkdir()
         given = (*SMALL, "--cluster", two_nodes(folder / "cluster"), *job)
-        wanted = options("runs=a", "queue=q", "kind=jobset")
-        text = shardwise("train", *given, "--on", "kubernetes", "--out", "-", *wanted)
+        text = shardwise("train", *given, *on("kubernetes", "out=-", "runs=a", "queue=q", "kind=jobset"))
         assert text.status == 0, text.err
         here = re.sub("(?<!/)/runs/", f"{folder}/runs/", text.out).replace("/etc/shardwise", str(folder))
         self.documents = list(yaml.safe_load_all(here))

@@ -14,6 +14,7 @@ import pytest
 from cli.running import error_line, run
 from shardwise.api.execution import ready_run
 from shardwise.api.given import job_arguments
+from shardwise.api.run_options import RunOptions, RunPlace
 from shardwise.report import progress as shown_progress
 from shardwise.run.metrics.lines import (
     Follower,
@@ -178,7 +179,9 @@ def test_a_long_run_says_after_its_first_steps_how_long_it_takes(
 def test_a_long_run_says_before_it_starts_how_long_it_is_predicted_to_take(steps: int, tmp_path: Path) -> None:
     job = {"model": "tiny", "cluster": "laptop:2", "seq": 128, "global_batch": 8, "dp": 2}
     said: list[str] = []
-    ready = ready_run(job_arguments(None, job), steps=steps, run_folder=tmp_path / "run", note=said.append)
+    ready = ready_run(
+        job_arguments(None, job), RunOptions(steps=steps, run_folder=tmp_path / "run"), RunPlace(), note=said.append
+    )
     each = ready.checked.price.step_seconds
     found = [one for one in said if "predicted to take" in one]
     assert bool(found) == (steps * each >= 60)

@@ -149,9 +149,9 @@ def _not_joined(address: str, error: Exception) -> SpecError:
     why = error.problem if isinstance(error, SpecError) else " ".join(str(error).split()) or type(error).__name__
     if address == _LOCAL:
         problem = f"no cluster can be started on this machine: {why}"
-        return SpecError("⟨on=ray⟩", problem, "try again, or join one that is there (⟨ray_address⟩)")
+        return SpecError("⟨on=ray⟩", problem, "try again, or join one that is there (⟨on=ray,address=...⟩)")
     problem = f"no cluster can be joined at {address}: {why}"
-    return SpecError("⟨ray_address⟩", problem, "`ray status --address ...` must work here")
+    return SpecError("⟨on=ray⟩", problem, "`ray status --address ...` must work here")
 
 
 @contextmanager

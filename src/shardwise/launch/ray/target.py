@@ -31,6 +31,7 @@ from shardwise.launch.ray.cluster import (
 from shardwise.launch.ray.pipe import ANSWER_SECONDS, RayPipe, answer
 from shardwise.launch.targets.host_file import Host
 from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
+from shardwise.launch.targets.options import TargetOption
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import DoesNotFit, SpecError
@@ -38,6 +39,7 @@ from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 
+OPTIONS = {"address": TargetOption("the address of a cluster (default RAY_ADDRESS; without it one is started here)")}
 _SHORT_SECONDS = 15.0  # for a group of which Ray says that there is room
 _REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python of Ray"
 
@@ -46,10 +48,10 @@ _REMEDY = "`python -m shardwise --version` must work on all nodes, by the Python
 def start_on(request: TargetRequest) -> Iterator[RayTarget]:
     """Waits for a place for all ranks and compares what its nodes have installed, before any rank starts."""
     require_packages("⟨on=ray⟩", "ray")
-    job, address = request.job, request.ray_address or os.environ.get(ADDRESS)
+    job, address = request.job, request.target.option("address") or os.environ.get(ADDRESS)
     cores = len(os.sched_getaffinity(0))
     if not address and job.run_device == "cpu":
-        require_cores("cluster", job.strategy.world, "join a cluster (⟨ray_address⟩), or plan for fewer devices")
+        require_cores("cluster", job.strategy.world, "join a cluster (⟨on=ray,address=...⟩), or plan for fewer devices")
     splits = SmallerSplits(job, job.run.restarts.least_devices) if job.run.restarts.shrink else None
     with ExitStack() as stack:
         stack.enter_context(variables(outliving()))

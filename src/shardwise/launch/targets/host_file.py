@@ -70,9 +70,9 @@ def placed(hosts: Sequence[Host], world: int, node_devices: int) -> list[tuple[H
     here = wanted if room >= wanted else room
     if world % here:
         problem = f"{counted(world, 'rank')} on hosts of {here} slots"
-        raise SpecError("--on", problem, f"give every host {wanted} slots, or another number that divides {world}")
+        raise SpecError("⟨on⟩", problem, f"give every host {wanted} slots, or another number that divides {world}")
     needed = world // here
     if needed > len(hosts):
         there = f"{counted(len(hosts), 'host')} with room for {here} ranks each"
-        raise SpecError("--on", f"{there}, {counted(world, 'rank')} need {needed}", "name more hosts or slots")
+        raise SpecError("⟨on⟩", f"{there}, {counted(world, 'rank')} need {needed}", "name more hosts or slots")
     return [(host, range(number * here, (number + 1) * here)) for number, host in enumerate(hosts[:needed])]

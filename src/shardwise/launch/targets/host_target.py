@@ -15,15 +15,16 @@ from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.targets.host_file import Host, placed, read_hosts
+from shardwise.launch.targets.host_file import Host, placed
 from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared, ssh_process
+from shardwise.launch.targets.options import TargetOption
 from shardwise.launch.targets.registry import TargetRequest
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
-from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 
+OPTIONS: Mapping[str, TargetOption] = {}
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0  # between two tries to reach a host that was lost
 
@@ -33,8 +34,7 @@ Places = Sequence[tuple[Host, range]]
 @contextmanager
 def start_on(request: TargetRequest) -> Iterator[HostTarget]:
     """Connects to all hosts that are needed and compares what they have installed, before any rank starts."""
-    path = Path(request.named)
-    hosts = in_order(read_hosts(read_text(path, "file of hosts", errors="replace"), str(path)), request.job)
+    hosts = in_order(request.target.hosts() or [], request.job)
     placed(hosts, request.job.strategy.world, request.job.cluster.node_devices)
     with OwnedFolder("hosts") as folder, keepers_elsewhere(request.job, request.folder) as keep:
         target = HostTarget(request, hosts, request.job, folder, keep)
@@ -155,7 +155,7 @@ class HostTarget:
             layout = self._layout([host for host in self._usable() if host.name not in lost], whole_only=not late)
             if layout is None:
                 if late:
-                    raise next(iter(lost.values()), None) or SpecError("--on", "no host is left", "check the hosts")
+                    raise next(iter(lost.values()), None) or SpecError("⟨on⟩", "no host is left", "check the hosts")
                 time.sleep(_RETRY_SECONDS)
                 lost.clear()
                 continue

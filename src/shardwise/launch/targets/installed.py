@@ -35,7 +35,7 @@ def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, f
         if other == value:
             continue
         if name == "the job file" and other == "missing":
-            remedy = "the run's folder must be on storage that all hosts share (--run-folder)"
+            remedy = "the run's folder must be on storage that all hosts share (⟨run_folder⟩)"
             raise SpecError(host, f"does not see {folder}", remedy)
         raise SpecError(host, f"{name} is {other} there, {value} here", "make it the same on all hosts")
 

@@ -9,20 +9,24 @@ of Jobs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import re
 from typing import Any
 
 from shardwise.launch.outcome import STOPS
 from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
 from shardwise.launch.targets.manifest import (
+    COMMON,
     END_SECONDS,
-    FLAG,
+    OBJECT,
+    RESOURCE,
     ManifestJob,
+    is_bytes,
+    is_mount,
     manifest_job,
-    manifest_options,
+    one_of,
     written_manifest,
 )
+from shardwise.launch.targets.options import TargetOption
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.run.environment import PORT
 from shardwise.spec.errors import SpecError
@@ -36,15 +40,32 @@ _TRAINER, _JOBSET = "trainer.kubeflow.org/v1alpha1", "jobset.x-k8s.io/v1alpha2"
 _SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}  # as their charts install them
 _SCHEDULE_SECONDS = 600  # for a gang to find room, before it is queued again
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kKMGTP]i?)?")
+_SELECTOR = re.compile(r"[A-Za-z0-9][-\w./]*=[-\w.]*")
+OPTIONS = {
+    **COMMON,
+    "memory": TargetOption("an amount of memory such as 500Gi", _QUANTITY.fullmatch),
+    "kind": TargetOption("trainjob or jobset", one_of("trainjob", "jobset")),
+    "namespace": TargetOption("a namespace", OBJECT.fullmatch),
+    "runs": TargetOption("the name of a claim for the runs", OBJECT.fullmatch),
+    "data": TargetOption("the name of a claim with the data", OBJECT.fullmatch),
+    "volume": TargetOption("a claim and its folder: models:/models or models:/models:ro", is_mount, several=True),
+    "shm": TargetOption("an amount of memory such as 16GiB", is_bytes),
+    "gang": TargetOption("coscheduling, volcano or none", one_of("coscheduling", "volcano", "none")),
+    "scheduler": TargetOption("the name of a scheduler", OBJECT.fullmatch),
+    "queue": TargetOption("the name of a Kueue queue", OBJECT.fullmatch),
+    "rdma": TargetOption("a resource and its number, such as rdma/ib:8", RESOURCE.fullmatch),
+    "secret": TargetOption("the name of a secret whose entries are variables", OBJECT.fullmatch),
+    "pull-secret": TargetOption("the name of a secret for the image's registry", OBJECT.fullmatch),
+    "service-account": TargetOption("the name of a service account", OBJECT.fullmatch),
+    "node-selector": TargetOption("a label such as pool=h100", _SELECTOR.fullmatch, several=True),
+}
 
 
-def write_for(
-    request: TargetRequest, *, out: Path, run_name: str, grace_seconds: float = 30, manifest: Sequence[str] = ()
-) -> Written:
-    """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
-    options = manifest_options("kubernetes", manifest)
-    run = manifest_job(request.job, options, run_name, grace_seconds)
-    return written_manifest(dump_documents(documents(run)), out, ("kubectl", "apply", "-f"))
+def write_for(request: TargetRequest, *, run_name: str, grace_seconds: float = 30) -> Written:
+    """The file for the run ``run_name``."""
+    run = manifest_job(request, run_name, grace_seconds)
+    return written_manifest(dump_documents(documents(run)), request, run_name, ("kubectl", "apply", "-f"))
 
 
 def documents(run: ManifestJob) -> list[dict[str, Any]]:
@@ -59,19 +80,19 @@ def documents(run: ManifestJob) -> list[dict[str, Any]]:
 def _require_possible(run: ManifestJob) -> None:
     options = run.options
     if run.nodes > 1 and options.gang is None and options.queue is None:
-        remedy = f"{FLAG} gang=coscheduling, volcano or none, or {FLAG} queue=NAME of Kueue: what the cluster has"
-        raise SpecError(FLAG, f"gang is missing: {run.nodes} pods must start together or not at all", remedy)
+        remedy = "gang=coscheduling, volcano or none, or queue=NAME of Kueue: what the cluster has"
+        raise SpecError("⟨on⟩", f"gang is missing: {run.nodes} pods must start together or not at all", remedy)
     if options.gang == "coscheduling" and options.kind == "jobset":
         problem = "gang=coscheduling needs a pod group, which Kubeflow Trainer makes and JobSet does not"
-        raise SpecError(FLAG, problem, "use kind=trainjob, gang=volcano, or queue=NAME")
+        raise SpecError("⟨on⟩", problem, "use kind=trainjob, gang=volcano, or queue=NAME")
     if run.is_gpu and run.job.cluster.device.vendor not in _GPUS:
         problem = f"Kubernetes has no resource for {run.job.cluster.device.name} that this engine runs on"
         raise SpecError("cluster", problem, f"use devices of {' or '.join(_GPUS)}")
     if any(mount.is_uri for mount in options.mounts):
-        raise SpecError(FLAG, "a claim is wanted, not a URI", "name URIs in the job")
+        raise SpecError("⟨on⟩", "a claim is wanted, not a URI", "name URIs in the job")
     for name in options.env:
         if name.startswith("PET_"):
-            raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
+            raise SpecError("⟨on⟩", f"env {name} follows from the job", "leave it out")
     if len(run.job.to_yaml().encode()) > MOST_JOB_BYTES:
         raise SpecError("job file", "is larger than 1 MiB, the limit of a ConfigMap", "name a model of the catalogue")
 

@@ -1,7 +1,7 @@
 """The launch targets by name. A target that `starts` ranks supervises them; the others write a file to submit.
 
 A target that `writes` shares this machine's storage, where the run is prepared; one that `renders` a manifest does not,
-and puts the job file into it. A new target is a row here and a module with `start_on(request)`, or with
+and puts the job file into it. A new target is a row here and a module with its `OPTIONS` and `start_on(request)`, or
 `write_for(request, ...)` and, if its file can be submitted from here, `submitted(written)` and
 `run_command(request, command)`.
 """
@@ -9,14 +9,15 @@ and puts the job file into it. A new target is a row here and a module with `sta
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.launch.local import Layouts, StartRanks
-from shardwise.launch.targets.host_file import read_hosts
+from shardwise.launch.targets.host_file import Host, read_hosts
+from shardwise.launch.targets.options import OptionValues, TargetOption, checked_options, words_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
@@ -24,12 +25,38 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """``module`` is imported when the target is chosen."""
+    """Where ranks can be started. `target_named` adds what the user has said of it."""
 
     name: str
     what: str
     kind: Literal["starts", "writes", "renders"]
     module: str
+    """Imported when the target is chosen."""
+    file: str = ""
+    """The file of hosts."""
+    given: OptionValues = field(default_factory=dict)
+    """Its options that were given."""
+
+    @property
+    def options(self) -> Mapping[str, TargetOption]:
+        """All that it has."""
+        options: Mapping[str, TargetOption] = importlib.import_module(self.module).OPTIONS
+        return options
+
+    def option(self, name: str) -> str | None:
+        """The value of an option; None if it was not given."""
+        values = self.given.get(name)
+        return None if values is None else values[-1]
+
+    def hosts(self) -> list[Host] | None:
+        """The hosts of a host file, in its order; None if a manager chooses the hosts."""
+        if not self.file:
+            return None
+        return read_hosts(read_text(self.file, "file of hosts", errors="replace"), self.file)
+
+    def host_names(self) -> list[str] | None:
+        hosts = self.hosts()
+        return None if hosts is None else [host.address for host in hosts]
 
 
 HOSTS = LaunchTarget(
@@ -39,7 +66,7 @@ TARGETS = {
     target.name: target
     for target in (
         LaunchTarget(
-            "slurm", "a script for sbatch, which --submit submits", "writes", "shardwise.launch.targets.slurm"
+            "slurm", "a script for sbatch; other verbs than train: srun", "writes", "shardwise.launch.targets.slurm"
         ),
         LaunchTarget("ray", "a Ray cluster, or one of this machine", "starts", "shardwise.launch.ray.target"),
         LaunchTarget(
@@ -55,10 +82,9 @@ _DEVICES = ("cpu", "cuda")  # the meaning of `--on` in earlier versions
 class TargetRequest:
     """A job whose ranks are to be started on a target."""
 
-    named: str  # the target, as the user gave it
+    target: LaunchTarget
     job: Job
     folder: Path | None = None  # of a run; None for other commands
-    ray_address: str | None = None
 
 
 class SubmittedJob(Protocol):
@@ -88,32 +114,42 @@ class Written:
 
 
 def target_named(text: str) -> LaunchTarget:
-    """The target, or a file of hosts; raises SpecError for any other name."""
+    """The target with its options, or a file of hosts; raises SpecError for any other text."""
     if not isinstance(text, str):
-        raise SpecError("--on", f"{shown(text)} is not a launch target", f"use {', '.join(TARGETS)}")
-    if text in TARGETS:
-        return TARGETS[text]
-    if "\0" not in text and Path(text).is_file():
-        return HOSTS
-    if text in _DEVICES:
-        remedy = f"say --run-device {text}; `train` takes its device from the job (--set run.device={text})"
-        raise SpecError("--on", f"{text} is a device, not a launch target", remedy)
-    if "/" in text or "." in text:
-        raise SpecError("--on", f"there is no file of hosts {shown(text)}", "write one host in a line: `host slots=8`")
+        raise SpecError("⟨on⟩", f"{shown(text)} is not a launch target", f"use {', '.join(TARGETS)}")
+    name, *words = [text] if _is_file(text) else words_of(text) or [""]
+    if name in TARGETS:
+        target = TARGETS[name]
+    elif _is_file(name):
+        target = replace(HOSTS, file=name)
+    else:
+        raise _unknown(name)
+    if not words:
+        return target
+    return replace(target, given=checked_options(name, words, target.options, _target_with))
+
+
+def _is_file(text: str) -> bool:
+    return "\0" not in text and Path(text).is_file()
+
+
+def _target_with(option: str) -> str:
+    return next((name for name, target in TARGETS.items() if option in target.options), "")
+
+
+def _unknown(name: str) -> SpecError:
+    if name in _DEVICES:
+        remedy = f"say ⟨run_device={name}⟩; `train` takes its device from the job (⟨run.device={name}⟩)"
+        return SpecError("⟨on⟩", f"{name} is a device, not a launch target", remedy)
+    if "/" in name or "." in name:
+        return SpecError("⟨on⟩", f"there is no file of hosts {shown(name)}", "write one host in a line: `host slots=8`")
     remedy = f"name a file of hosts, or {', '.join(TARGETS)}"
-    raise SpecError("--on", f"{shown(text)} is not a launch target", remedy)
+    return SpecError("⟨on⟩", f"{shown(name)} is not a launch target", remedy)
 
 
-def hosts_named(target: LaunchTarget, named: str) -> list[str] | None:
-    """The hosts of a host file, in its order; None if a manager chooses the hosts."""
-    if target is not HOSTS:
-        return None
-    return [host.address for host in read_hosts(read_text(named, "file of hosts", errors="replace"), named)]
-
-
-def started_on(target: LaunchTarget, request: TargetRequest) -> AbstractContextManager[StartsRanks]:
+def started_on(request: TargetRequest) -> AbstractContextManager[StartsRanks]:
     """Checks the hosts of a target that `starts`, before any rank starts."""
-    started: AbstractContextManager[StartsRanks] = importlib.import_module(target.module).start_on(request)
+    started: AbstractContextManager[StartsRanks] = importlib.import_module(request.target.module).start_on(request)
     return started
 
 
@@ -122,23 +158,25 @@ def submitted(target: LaunchTarget, written: Written) -> SubmittedJob:
     return job
 
 
-def command_status(target: LaunchTarget, request: TargetRequest, command: Sequence[str]) -> int:
+def command_status(request: TargetRequest, command: Sequence[str]) -> int:
     """Runs a command as the job's ranks, on a target that `writes` but can also run one; its exit status."""
-    run = getattr(importlib.import_module(target.module), "run_command", None)
+    run = getattr(importlib.import_module(request.target.module), "run_command", None)
     if run is None:
-        raise SpecError("--on", f"{target.name} only writes a file for `train`", "name a file of hosts, or slurm")
+        problem = f"{request.target.name} only writes a file for `train`"
+        raise SpecError("⟨on⟩", problem, "name a file of hosts, or slurm")
     status: int = run(request, command)
     return status
 
 
-def written_for(target: LaunchTarget, request: TargetRequest, **options: Any) -> Written:
-    if request.job.run.restarts.shrink:
-        problem = f"a script for {target.name} starts as many ranks as the job has"
+def written_for(request: TargetRequest, **more: Any) -> Written:
+    name, run = request.target.name, request.job.run
+    if run.restarts.shrink:
+        problem = f"a script for {name} starts as many ranks as the job has"
         raise SpecError("run.restarts.shrink", problem, "leave it out")
-    if request.job.run.checkpoints.memory is not None:
-        problem = f"a script for {target.name} starts ranks, and no process beside them that keeps the copies"
+    if run.checkpoints.memory is not None:
+        problem = f"a script for {name} starts ranks, and no process beside them that keeps the copies"
         raise SpecError("run.checkpoints.memory", problem, "leave it out")
-    if request.job.run.recut is not None:
-        raise SpecError("run.recut", f"a script for {target.name} has no launcher to re-cut the stages", "leave it out")
-    written: Written = importlib.import_module(target.module).write_for(request, **options)
+    if run.recut is not None:
+        raise SpecError("run.recut", f"a script for {name} has no launcher to re-cut the stages", "leave it out")
+    written: Written = importlib.import_module(request.target.module).write_for(request, **more)
     return written

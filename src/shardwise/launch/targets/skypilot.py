@@ -7,12 +7,22 @@ schema (tests/launch/targets/schemas); docs.skypilot.co "Distributed jobs", "Man
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
 from shardwise.launch.outcome import STOPS
-from shardwise.launch.targets.manifest import FLAG, ManifestJob, manifest_job, manifest_options, written_manifest
+from shardwise.launch.targets.manifest import (
+    COMMON,
+    OBJECT,
+    URI,
+    ManifestJob,
+    is_mount,
+    manifest_job,
+    one_of,
+    written_manifest,
+)
+from shardwise.launch.targets.options import TargetOption
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
@@ -34,22 +44,34 @@ _ACCELERATORS = {
     "v100-sxm-32gb": "V100-32GB",
 }
 _JOB, _END = "/tmp/shardwise/job.yaml", "END_OF_JOB"
+_ACCELERATOR = re.compile(r"[A-Za-z][\w-]*")
+_PLAIN = re.compile(r"[^\s\0]+")
+OPTIONS = {
+    **COMMON,
+    "runs": TargetOption("the name of a SkyPilot volume for the runs", OBJECT.fullmatch),
+    "data": TargetOption(
+        "a bucket such as s3://bucket/corpus, or a SkyPilot volume",
+        lambda text: URI.fullmatch(text) or OBJECT.fullmatch(text),
+    ),
+    "volume": TargetOption("a SkyPilot volume and its folder, such as models:/models", is_mount, several=True),
+    "memory": TargetOption("GB of memory such as 500, or 500+", re.compile(r"\d+(\.\d+)?\+?").fullmatch),
+    "infra": TargetOption("a place such as aws/us-east-1 or k8s", _PLAIN.fullmatch),
+    "accelerator": TargetOption("SkyPilot's name of a GPU, such as H100", _ACCELERATOR.fullmatch),
+    "spot": TargetOption("true or false", one_of("true", "false")),
+}
 
 
-def write_for(
-    request: TargetRequest, *, out: Path, run_name: str, grace_seconds: float = 30, manifest: Sequence[str] = ()
-) -> Written:
-    """The file ``out`` for the run ``run_name``; ``manifest`` are options, such as "image=..."."""
-    options = manifest_options("skypilot", manifest)
-    run = manifest_job(request.job, options, run_name, grace_seconds)
-    return written_manifest(dump_documents([task(run)]), out, ("sky", "jobs", "launch"))
+def write_for(request: TargetRequest, *, run_name: str, grace_seconds: float = 30) -> Written:
+    """The file for the run ``run_name``."""
+    run = manifest_job(request, run_name, grace_seconds)
+    return written_manifest(dump_documents([task(run)]), request, run_name, ("sky", "jobs", "launch"))
 
 
 def task(run: ManifestJob) -> dict[str, Any]:
     options = run.options
     for name in options.env:
         if name.startswith("SKYPILOT_"):
-            raise SpecError(FLAG, f"env {name} follows from the job", "leave it out")
+            raise SpecError("⟨on⟩", f"env {name} follows from the job", "leave it out")
     buckets = {mount.path: {"source": mount.source, "mode": "MOUNT"} for mount in options.all_mounts if mount.is_uri}
     volumes = {mount.path: mount.source for mount in options.all_mounts if not mount.is_uri}
     made = {
@@ -93,7 +115,8 @@ def _accelerator(run: ManifestJob) -> str:
         return run.options.accelerator
     device = run.job.cluster.device.name
     if device not in _ACCELERATORS:
-        raise SpecError("cluster", f"SkyPilot's name of {device} is not known", f"{FLAG} accelerator=NAME gives it")
+        remedy = "give it: ⟨on=skypilot,accelerator=NAME⟩"
+        raise SpecError("cluster", f"SkyPilot's name of {device} is not known", remedy)
     return _ACCELERATORS[device]
 
 

@@ -20,39 +20,61 @@ from pathlib import Path
 from shardwise import __version__
 from shardwise.launch.local import DEBUG
 from shardwise.launch.outcome import STOPPED
+from shardwise.launch.targets.options import TargetOption
 from shardwise.launch.targets.registry import TargetRequest, Written
 from shardwise.launch.torchrun import WORKER
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 SCRIPT = "slurm.sh"
 ORDER = "shardwise.launch.targets.slurm_order"
 WARNING_SECONDS = 60  # beyond the time for a checkpoint: Slurm may signal up to a minute late or early
 POLL_SECONDS = 2.0
-_OPTION = re.compile(r"(?:--)?(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>.*))?", re.DOTALL)
-_FIXED = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "array", "wrap")
+# Options of sbatch up to Slurm 26 (src/common/slurm_opt.c), without those that have it print or wait for something.
+_SBATCH = (
+    "account", "acctg-freq", "batch", "bb", "bbf", "begin", "chdir", "cluster-constraint", "clusters", "comment",
+    "consolidate-segments", "constraint", "container", "container-id", "context", "contiguous", "core-spec",
+    "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "dependency",
+    "distribution", "error", "exclude", "exclusive", "export", "export-file", "extra", "extra-node-info",
+    "get-user-env", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task",
+    "gres", "gres-flags", "hint", "hold", "ignore-pbs", "input", "job-name", "kill-on-invalid-dep", "licenses",
+    "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network",
+    "nice", "no-kill", "nodefile", "nodelist", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket",
+    "ntasks-per-tres", "oom-kill-step", "open-mode", "output", "overcommit", "oversubscribe", "partition", "power",
+    "prefer", "priority", "profile", "propagate", "qos", "reboot", "reservation", "resv-ports", "segment",
+    "sockets-per-node", "spread-job", "spread-segments", "stepmgr", "switches", "thread-spec", "threads-per-core",
+    "time", "time-min", "tmp", "tres-bind", "tres-per-task", "uid", "use-min-nodes", "wait-all-nodes", "wckey",
+)  # fmt: skip
+_FIXED = ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "signal", "requeue", "no-requeue", "array", "wrap")
+SUBMIT = "submit"
+OPTIONS = {
+    SUBMIT: TargetOption("a switch: the script is submitted, and its job followed", lambda text: False, alone=True),
+    "OPTION": TargetOption("an option of sbatch, such as time=4:00:00", alone=True, names=_SBATCH),
+    "--": TargetOption("an option of this site's sbatch, such as --bank=physics", alone=True),
+    "": TargetOption("decided by the job", None, names=_FIXED),
+}
 _RUNNING = (
     "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED", "SIGNALING", "STAGE_OUT",
 )  # fmt: skip
 
 
-def write_for(
-    request: TargetRequest, *, grace_seconds: float = 30, sbatch: Sequence[str] = (), debug: bool = False
-) -> Written:
-    """The script in the run's folder; ``sbatch`` are more options, such as "partition=gpu" and "time=4:00:00"."""
+def write_for(request: TargetRequest, *, grace_seconds: float = 30, debug: bool = False) -> Written:
+    """The script in the run's folder."""
     assert request.folder is not None
     folder = request.folder.resolve()
     path = folder / SCRIPT
-    text = script(request.job, folder, grace_seconds=grace_seconds, sbatch=sbatch, debug=debug)
+    text = script(request.job, folder, grace_seconds=grace_seconds, sbatch=_sbatch(request), debug=debug)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
     return Written(path, ("sbatch", str(path)))
 
 
-def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str] = (), debug: bool = False) -> str:
+def script(
+    job: Job, folder: Path, *, grace_seconds: float, sbatch: Mapping[str, str] | None = None, debug: bool = False
+) -> str:
     """The script for ``job``, which is prepared in ``folder`` on storage that all nodes share."""
-    directives = {**_directives(job, folder, grace_seconds), **_given(sbatch)}
-    heading = "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in directives.items())
+    directives = {**_directives(job, folder, grace_seconds), **(sbatch or {})}
+    heading = "\n".join(f"#SBATCH {flag}" for flag in _flags(directives))
     values = {
         "heading": heading,
         "version": __version__,
@@ -70,47 +92,43 @@ def script(job: Job, folder: Path, *, grace_seconds: float, sbatch: Sequence[str
     return text
 
 
-def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str | None]:
+def _sbatch(request: TargetRequest) -> dict[str, str]:
+    """The user's options of sbatch."""
+    return {name: values[-1] for name, values in request.target.given.items() if name != SUBMIT}
+
+
+def _flags(options: Mapping[str, str]) -> list[str]:
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str]:
     before = round(max(grace_seconds, 1) + WARNING_SECONDS)
     return {
         "job-name": re.sub(r"[^\w.-]", "-", folder.name) or "shardwise",
         **_resources(job),
-        "requeue": None,
+        "requeue": "",
         "open-mode": "append",  # a job that was requeued continues its log
         "output": f"{folder}/slurm-%j.log",
         "signal": f"B:USR1@{before}",
     }
 
 
-def _resources(job: Job) -> dict[str, str | None]:
+def _resources(job: Job) -> dict[str, str]:
     """The options that give every rank a task."""
     world = job.strategy.world
     here = min(job.cluster.node_devices, world)
     if world % here:
         raise SpecError("strategy", f"{world} ranks are not a whole number of nodes of {here} devices")
-    resources: dict[str, str | None] = {"nodes": str(world // here), "ntasks": str(world), "ntasks-per-node": str(here)}
+    resources = {"nodes": str(world // here), "ntasks": str(world), "ntasks-per-node": str(here)}
     if job.run_device == "cuda":
         resources["gpus-per-node"] = str(here)
     return resources
 
 
-def _order(directives: Mapping[str, str | None]) -> str:
+def _order(directives: Mapping[str, str]) -> str:
     if directives["nodes"] == "1":
         return "  # one node: nothing to order"
     return _ORDER.replace("@command@", shlex.join([sys.executable, "-m", ORDER]))
-
-
-def _given(options: Sequence[str]) -> dict[str, str | None]:
-    """The user's options of sbatch; those that follow from the job are refused."""
-    given: dict[str, str | None] = {}
-    for text in options:
-        match = _OPTION.fullmatch(text.strip())
-        if match is None or "\n" in text:
-            raise SpecError("--sbatch", f"{shown(text)} is not an option of sbatch", "write it like time=4:00:00")
-        if match["name"] in _FIXED:
-            raise SpecError("--sbatch", f"{match['name']} follows from the job", "leave it out")
-        given[match["name"]] = match["value"]
-    return given
 
 
 def _exports(*, debug: bool) -> str:
@@ -187,9 +205,10 @@ _ORDER = """  first=$(@command@ "$run" "$logs/hosts") || exit
 def run_command(request: TargetRequest, command: Sequence[str]) -> int:
     """Runs a command as the ranks of a job, in this allocation or one of its own, and prints what they print."""
     if shutil.which("srun") is None:
-        raise SpecError("--on", "there is no srun here", "use a login node of a Slurm cluster")
-    wanted = {name: value for name, value in _resources(request.job).items() if value is not None}
-    options = [f"--{name}={value}" for name, value in wanted.items()]
+        raise SpecError("⟨on⟩", "there is no srun here", "use a login node of a Slurm cluster")
+    if SUBMIT in request.target.given:
+        raise SpecError("⟨on⟩", f"{SUBMIT} is for `train`: this runs by srun", "leave it out")
+    options = _flags({**_resources(request.job), **_sbatch(request)})
     return subprocess.run(["srun", *options, "--kill-on-bad-exit=1", *command]).returncode
 
 
@@ -226,9 +245,9 @@ class SlurmJob:
 
 def submitted(written: Written) -> SlurmJob:
     if shutil.which("sbatch") is None:
-        raise SpecError("--submit", "there is no sbatch here", f"submit {written.path} on a login node")
+        raise SpecError("⟨on⟩", "there is no sbatch here", f"submit {written.path} on a login node")
     done = subprocess.run([written.command[0], "--parsable", *written.command[1:]], capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode}"
-        raise SpecError("--submit", said, "--sbatch gives it more options, such as --sbatch partition=gpu")
+        raise SpecError("⟨on⟩", said, "give it more options, such as ⟨on=slurm,partition=gpu,submit⟩")
     return SlurmJob(done.stdout.strip().partition(";")[0])
