@@ -336,7 +336,6 @@ ERRORS = {
 }  # fmt: skip
 # Other frameworks' options; the command line, which says flags; what reads one from a command.
 FOREIGN_OPTIONS = ("interop/frameworks/", "cli/", "launch/node.py")
-FOREIGN_OPTIONS += ("api/execution.py", "api/manifests.py", "launch/targets/")  # still to be converted
 _COMMAND = re.compile(r"`[^`]*`")
 _SETTING = re.compile(r"⟨([\w.]+)(=true|=false)?")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
-from engine.recompute.cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, hidden_of, job_of, layer_call
+from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, hidden_of, job_of, layer_call
 from engine.workers import on_ranks
 from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.engine import apply_compile

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.recompute.cases import GPT, MIXTURE, batch, job_of
+from engine.recompute_cases import GPT, MIXTURE, batch, job_of
 from engine.workers import on_ranks
 from shardwise.engine import graphs
 from shardwise.engine.batch import Batch

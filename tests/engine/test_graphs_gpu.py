@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.recompute.cases import GPT, LLAMA, MIXTURE, batch, job_of
+from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, job_of
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs import WARM_STEPS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.recompute.cases import GPT, LLAMA
+from engine.recompute_cases import GPT, LLAMA
 from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.layer import Layer

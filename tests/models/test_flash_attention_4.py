@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from engine.recompute.cases import LLAMA, job_of
+from engine.recompute_cases import LLAMA, job_of
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.recompute import all_but_cheap
 from shardwise.models import flash_attention_4

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.compression.test_training import MODEL, planned_bytes
+from engine.test_compressed_training import MODEL, planned_bytes
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine

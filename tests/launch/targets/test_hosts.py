@@ -77,7 +77,7 @@ def test_every_rank_has_one_host_and_no_host_more_than_its_slots(
     try:
         found = placed(hosts, nodes * devices, devices)
     except SpecError as error:
-        assert str(error).startswith("--on: ")
+        assert str(error).startswith("on: ")
         return
     assert [rank for _, ranks in found for rank in ranks] == list(range(nodes * devices))
     assert len({len(ranks) for _, ranks in found}) == 1 and [one for one, _ in found] == hosts[: len(found)]

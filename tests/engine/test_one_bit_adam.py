@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.compression.test_training import job
+from engine.test_compressed_training import job
 from engine.workers import on_ranks
 from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine

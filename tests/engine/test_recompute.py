@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.recompute.cases import (
+from engine.recompute_cases import (
     GPT,
     LATENT,
     LLAMA,

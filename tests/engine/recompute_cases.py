@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cost.builders import job
-from engine.recompute.live_bytes import Kept, kept_by
+from engine.live_bytes import Kept, kept_by
 from shardwise.engine.context.blocks import BackwardInputs, Scores, kernel_for
 from shardwise.models.attention import attention_scale
 from shardwise.models.decoder import Decoder
