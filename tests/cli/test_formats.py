@@ -10,7 +10,7 @@ import pytest
 from cli.running import run
 from shardwise.cli.main import VERBS
 
-PRINT_NO_TABLES = {"data", "convert", "export", "generate", "ui"}
+PRINT_NO_TABLES = {"completion", "data", "convert", "export", "generate", "ui"}
 NOT_OFFERED = {"doctor"}
 JOB = ("--model", "llama3-8b", "--cluster", "dgx-h100:1", "--global-batch", "16", "--seq", "2048")
 COMMANDS = {

@@ -30,6 +30,7 @@ from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
 from shardwise.launch.run import Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, submitted, written_for
+from shardwise.report.formats import versioned
 from shardwise.report.status import points_page
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment import Started, started
@@ -134,7 +135,7 @@ def _render(options: RunOptions, place: RunPlace, parsed: argparse.Namespace) ->
 def _show_written(written: Written, parsed: argparse.Namespace) -> None:
     """Prints the path of the file and the command that submits it; a file that was itself printed has no command."""
     if parsed.json:
-        print(json.dumps({"path": str(written.path), "command": written.command}))
+        print(json.dumps(versioned("train --on", {"path": str(written.path), "command": written.command})))
     elif written.command:
         print(f"{written.path}\nSubmit it: {shlex.join(written.command)}")
 

@@ -20,6 +20,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "verify": (FIRST,),
     "dryrun": (FIRST,),
     "train": (FIRST,),
+    "train --on": (FIRST,),
     "status": (FIRST,),
     "compare": (FIRST,),
     "calibrate": (FIRST,),

@@ -20,6 +20,7 @@ from shardwise.report.charts.devices import memory_chart
 from shardwise.report.charts.job import communication_chart, levels_chart, step_chart, timeline_chart
 from shardwise.report.console import picked
 from shardwise.report.export import export_data
+from shardwise.report.formats import versioned
 from shardwise.report.verdict import advice_row, fit_words, floor_row, subject_words, verdict_of, verdict_rows
 from shardwise.spec.clusters import device_words
 from shardwise.spec.errors import SpecError, shown
@@ -158,7 +159,7 @@ def exported(given: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError("to", f"{shown(to)} is not a framework", "choose one of " + ", ".join(TARGETS))
     chosen = target(to)
     job, _ = job_of({name: value for name, value in given.items() if name != "to"})
-    return export_data(chosen.export(job), priced_export(job, chosen.name))
+    return versioned("export", export_data(chosen.export(job), priced_export(job, chosen.name)))
 
 
 def trace(given: Mapping[str, Any]) -> dict[str, Any]:

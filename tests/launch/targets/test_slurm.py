@@ -83,7 +83,7 @@ def test_train_writes_it_and_starts_nothing(tmp_path: Path) -> None:
     assert (folder / "job.yaml").exists() and not (folder / "attempts").exists()
     assert "TORCH_DISTRIBUTED_DEBUG" not in (folder / "slurm.sh").read_text()
     said = json.loads(shardwise(*given, "--json", "--debug").out)
-    assert said == {"path": f"{folder}/slurm.sh", "command": ["sbatch", f"{folder}/slurm.sh"]}
+    assert said == {"format": 1, "path": f"{folder}/slurm.sh", "command": ["sbatch", f"{folder}/slurm.sh"]}
     assert "export TORCH_DISTRIBUTED_DEBUG=DETAIL\n" in (folder / "slurm.sh").read_text()
     assert "--csv: is not for --on slurm without submit" in refusal(*given, "--csv")
 
