@@ -303,8 +303,10 @@ def test_the_file_and_how_to_submit_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found.status, found.out) == (0, said)
     found = shardwise("train", *LARGE, "--json", *on("kubernetes", "runs=a", "gang=none"))
     assert json.loads(found.out) == {
-        "format": 1, "path": "llama3-8b.kubernetes.yaml", "command": ["kubectl", "apply", "-f", "llama3-8b.kubernetes.yaml"]
-    }  # fmt: skip
+        "format": 1,
+        "path": "llama3-8b.kubernetes.yaml",
+        "command": ["kubectl", "apply", "-f", "llama3-8b.kubernetes.yaml"],
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "llama3-8b.kubernetes.yaml", "llama3-8b.skypilot.yaml"
     ]  # fmt: skip
