@@ -70,7 +70,7 @@ def test_the_table_names_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
         (["--steps", "0"], "--steps: 0 is too few", 2),
         (["--warmup", "-1"], "--warmup: -1 is too few", 2),
         (["--stepz", "3"], "did you mean --steps", 2),
-        (["--precision", "bf17"], "training.precision", 2),
+        (["--precision", "bf17"], "--precision", 2),
         (["--cluster", "laptop:2"], "cluster: the job has 2 ranks, this command 1", 2),
         (["--cluster", "laptop", "--gpus", "1", "--set", "run.device=cuda"], "cluster: PyTorch finds no GPU here", 2),
         (["--graphs", "true"], "training.graphs: there are no CUDA graphs: a CPU has none", 2),

@@ -131,8 +131,8 @@ def test_flags_override_and_are_known_when_the_batch_is_read(folder: Path) -> No
     [
         ("ds_config.json", "--gpus 64", ["model: is missing"]),
         ("ds_config.json", "--model llama3-8b --gpus 12", ["gpus: 12 is not a whole number"]),
-        ("ds_config.json", "--model llama3-8b --gpus 64 --dp two", ["strategy.dp: 'two' is not a quantity"]),
-        ("ds_config.json", "--model llama3-8b --gpus 64 --pp -1", ["strategy.pp: '-1'"]),
+        ("ds_config.json", "--model llama3-8b --gpus 64 --dp two", ["--dp: 'two' is not a quantity"]),
+        ("ds_config.json", "--model llama3-8b --gpus 64 --pp -1", ["--pp: '-1'"]),
         ("ds_config.json", "--model llama3-8b --gpus 64 --set strategy.tp=[1]", ["strategy.tp: '[1]'"]),
         ("ds_config.json", "--model llama3-8b --gpus 64 --set strategy=3", ["strategy: 3 should be a mapping"]),
         ("ds_config.json", "--layers 8 --hidden 64 --heads 4 --gpus 64 --set strategy=3", ["strategy: 3 should be"]),

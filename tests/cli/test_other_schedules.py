@@ -126,7 +126,7 @@ def test_they_run_as_one_process_does(installed: Path, schedule: str) -> None:
 def test_a_name_that_nobody_registers_is_one_line(installed: Path) -> None:
     result = shardwise(installed, f"analyze {job('eagre')}")
     assert result.returncode == 2
-    assert result.stderr.strip().endswith("strategy.schedule: 'eagre' is not a pipeline schedule; did you mean eager?")
+    assert result.stderr.strip().endswith("--schedule: 'eagre' is not a pipeline schedule; did you mean eager?")
 
 
 def test_a_package_that_does_not_import_is_named(installed: Path) -> None:

@@ -149,11 +149,11 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "0"], "run.steps: 0 is below 1"),
+        (["--steps", "0"], "--steps: 0 is below 1"),
         (["--grace", "soon"], "--grace: 'soon' is not a quantity"),
         (["--set", "run.schedule.warmup=2000"], "run.schedule.warmup: 2000 steps in a run of 1000"),
         (["--set", "training.tokens=1e6", "--set", "run.schedule.warmup=7813"], "7813 steps in a run of 7813"),
-        (["--set", "training.tokens=1e6", "--steps", "9k"], "run.steps: 9,000 of 128 tokens are not the 1,000,000 of"),
+        (["--set", "training.tokens=1e6", "--steps", "9k"], "--steps: 9,000 of 128 tokens are not the 1,000,000 of"),
         (["--set", "training.tokens=1e6", "--set", "run.steps=many"], "run.steps: 'many' is not"),
         (["--set", "run.data.weights=[1]"], "run.data.weights: 1 weights for 0 shards"),
         (["--cluster", "laptop:512", "--dp", "512", "--global-batch", "512"], "512 processes on"),

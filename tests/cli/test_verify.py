@@ -28,7 +28,7 @@ def test_beyond_the_tolerance_the_status_is_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--cluster laptop:3 --tp 3", "strategy.tp: 3 does not divide 8 query heads"),
+        ("--cluster laptop:3 --tp 3", "--tp: 3 does not divide 8 query heads"),
         ("--cluster laptop:2 --pp 2 --schedule dualpipe", "schedule: dualpipev"),
         ("--cluster laptop:2 --tp 2 --run-device cuda", "--run-device: cuda"),
         ("--cluster laptop:2 --steps 0", "--steps: 0; use 1 or more"),

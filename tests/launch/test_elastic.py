@@ -108,10 +108,10 @@ def test_what_cannot_shrink_is_refused(tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         return error_line(shardwise("train", *SMALL, "--run-folder", str(tmp_path / "run"), *arguments))
 
-    assert "run.restarts.least_devices: 3, and the job has 2; use at most as many" in refused("--least-devices", "3")
+    assert "--least-devices: 3, and the job has 2; use at most as many" in refused("--least-devices", "3")
     least = ("--set", "run.restarts.shrink=true", "--set", "run.restarts.least_devices=3")
     assert "run.restarts.least_devices: 3, and the job has 2" in refused(*least)
-    assert "run.restarts.wait: " in refused("--wait-for-resources", "-1s")
+    assert "--wait-for-resources: " in refused("--wait-for-resources", "-1s")
     assert "run.restarts.shrink: needs a launcher" in refused("--least-devices", "1", "--print-torchrun")
     assert "run.restarts.shrink: a script for slurm starts" in refused("--least-devices", "1", "--on", "slurm")
 

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
                 sys.stdout.flush()
             return status
         except SpecError as error:
-            return _told(in_flags(error.line), error.status)
+            return _told(in_flags(_by_flag(error, arguments).line), error.status)
         except StoreError as error:
             return _told(f"{error.filename}: {error.strerror}; check the store and the network")
         except OSError as error:
@@ -78,6 +78,20 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         except KeyboardInterrupt:
             return 130
+
+
+def _by_flag(error: SpecError, arguments: list[str]) -> SpecError:
+    """The same mistake; a field that the command has set by a flag is called by that flag."""
+    from shardwise.api.run_options import option_paths
+    from shardwise.spec.fields import job_fields
+
+    flags = {path: record.flag for path, record in job_fields().items()}
+    flags |= {path: f"--{name.replace('_', '-')}" for name, path in option_paths().items()}
+    path, bracket, place = error.field.partition("[")
+    flag = flags.get(path)
+    if not flag or flag not in (argument.partition("=")[0] for argument in arguments):
+        return error
+    return type(error)(f"{flag}{bracket}{place}", error.problem, error.remedy)
 
 
 def _told(problem: str, exit_status: int = SpecError.status) -> int:

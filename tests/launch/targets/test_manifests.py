@@ -264,9 +264,9 @@ def test_wrong_jobs_are_one_line(tmp_path: Path) -> None:
         queue = ["queue=q"] if target == "kubernetes" else []
         return refusal("train", *LARGE, *more, *on(target, "runs=a", *queue))
 
-    assert "run.data.shards[0]: 'shards/x' is in no volume of the nodes" in refused("--data", "shards/x")
+    assert "--data[0]: 'shards/x' is in no volume of the nodes" in refused("--data", "shards/x")
     assert "'/data/x' is in no volume of the nodes; name it below /runs" in refused("--data", "/data/x")
-    assert "run.folder: '/home/me/run' is not in the volume of the runs" in refused("--run-folder", "/home/me/run")
+    assert "--run-folder: '/home/me/run' is not in the volume of the runs" in refused("--run-folder", "/home/me/run")
     assert "'/runs/../x' is not in the volume" in refused("--run-folder", "/runs/../x")
     assert "--rehearse" in refused("--rehearse", "2")
     assert "--debug: is not for --on kubernetes" in refused("--debug")

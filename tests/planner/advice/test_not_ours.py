@@ -59,5 +59,5 @@ def test_a_model_that_is_not_built_is_priced_with_a_note() -> None:
 def test_mxfp8_is_refused_in_one_line(verb: str) -> None:
     command = f"{verb} --model tiny --cluster laptop:2 --seq 64 --global-batch 4 --precision mxfp8"
     found = run(*command.split())
-    assert found.status == 2 and "training.precision: mxfp8: block-scaled matmuls need Blackwell" in found.err
+    assert found.status == 2 and "--precision: mxfp8: block-scaled matmuls need Blackwell" in found.err
     assert found.out == "" and len(found.err.strip().splitlines()) == 1
