@@ -64,7 +64,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
-    assert "label_smoothing: 'more' is not a choice" in done.stderr
+    assert "--label-smoothing: 'more' is not a choice" in done.stderr
     return said
 
 

@@ -35,7 +35,7 @@ def test_every_verb_refuses_them_in_one_line(verb: str) -> None:
     command = f"{verb} --model gpt2 --cluster laptop:2 --seq 2048 --global-batch 2"
     found = run(*command.split())
     assert found.status == 2 and found.err.count("\n") == 1
-    assert "training.seq: 2,048 tokens, but gpt2 has 1,024 learned positions; use 1024 or fewer" in found.err
+    assert "--seq: 2,048 tokens, but gpt2 has 1,024 learned positions; use 1024 or fewer" in found.err
 
 
 def test_the_note_is_in_the_json() -> None:

@@ -121,13 +121,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path, 
         observed = run("status", str(tmp_path), "--metrics-port", port)
     assert refused.status == 2
     assert refused.err.splitlines()[-1] == (
-        f"shardwise: error: run.logging.metrics_port: 127.0.0.1:{port} is taken; "
+        f"shardwise: error: --metrics-port: 127.0.0.1:{port} is taken; "
         "name another port, or 0 for any that is free"
     )
     assert not (tmp_path / "run" / "attempts").exists()
     assert observed.status == 2
     for wrong in ("70000", "-1", "1.5", "http"):
-        assert "run.logging.metrics_port: " in run("train", str(file), "--metrics-port", wrong).err
+        assert "--metrics-port: " in run("train", str(file), "--metrics-port", wrong).err
         assert "is not a port" in run("status", str(tmp_path), "--metrics-port", wrong).err
 
 

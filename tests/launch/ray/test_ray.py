@@ -243,7 +243,7 @@ def test_a_cluster_of_this_machine_alone(nodes: RayNodes, undisturbed: Path, tmp
 def test_more_devices_at_least_than_the_job_has(tmp_path: Path) -> None:
     require("ray", None if importlib.util.find_spec("ray") else "ray is not installed")
     found = shardwise(*SMALL, "--on", "ray", "--least-devices", "3", "--run-folder", str(tmp_path / "run"))
-    said = "shardwise: error: run.restarts.least_devices: 3, and the job has 2; use at most as many"
+    said = "shardwise: error: --least-devices: 3, and the job has 2; use at most as many"
     assert found.status == 2 and found.err.splitlines()[-1] == said
 
 
