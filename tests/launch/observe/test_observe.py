@@ -121,8 +121,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path, 
         observed = run("status", str(tmp_path), "--metrics-port", port)
     assert refused.status == 2
     assert refused.err.splitlines()[-1] == (
-        f"shardwise: error: --metrics-port: 127.0.0.1:{port} is taken; "
-        "name another port, or 0 for any that is free"
+        f"shardwise: error: --metrics-port: 127.0.0.1:{port} is taken; name another port, or 0 for any that is free"
     )
     assert not (tmp_path / "run" / "attempts").exists()
     assert observed.status == 2
