@@ -38,8 +38,7 @@ class ClosedForm:
     """A formula in symbols."""
 
     text: str
-    values: dict[str, float]
-    """Of all symbols but those of the network (n, m, a, b)."""
+    values: dict[str, float]  # of all symbols but those of the network (n, m, a, b)
 
     def __str__(self) -> str:
         return ", ".join((self.text, *(f"{name} = {value:.15g}" for name, value in self.values.items())))
@@ -205,13 +204,10 @@ class Pair:
     kind: CollectiveKind
     topology: str
     algorithm: str
-    textbook: bool
-    """Whether the textbook chooses this algorithm."""
-    bound: str
-    """ "exact" (equal to the priced schedule), "upper bound", "lower bound" or "model" (no schedule)."""
+    textbook: bool  # whether the textbook chooses this algorithm
+    bound: str  # "exact" (equal to the priced schedule), "upper bound", "lower bound" or "model" (no schedule)
     has_schedule: bool
-    formula: str
-    """In the symbols of `closed_form.SYMBOLS`."""
+    formula: str  # in the symbols of `closed_form.SYMBOLS`
     source: str
 
 

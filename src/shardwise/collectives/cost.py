@@ -221,11 +221,9 @@ class Volume:
 class LatencyAndVolume:
     """The time and traffic of a collective."""
 
-    latency: Size
-    """The whole time in seconds, bandwidth included."""
+    latency: Size  # the whole time in seconds, bandwidth included
     volume: Volume
-    steps: Size
-    """Rounds one after the other."""
+    steps: Size  # rounds one after the other
     algorithm: str
 
 
@@ -312,15 +310,11 @@ class Stage:
     """One level's turn in a hierarchical collective."""
 
     index: int
-    level: Level
-    """With the bandwidth that a device gets while others use their share of its port."""
+    level: Level  # with the bandwidth that a device gets while others use their share of its port
     row: Row
-    size_fraction: float
-    """The buffer of a group, as a share of the collective's size."""
-    groups: int
-    """That work at once."""
-    sharing: int
-    """Devices on the busiest port."""
+    size_fraction: float  # the buffer of a group, as a share of the collective's size
+    groups: int  # that work at once
+    sharing: int  # devices on the busiest port
 
     def work(self, kind: CollectiveKind, size: Size) -> Work:
         work = self.row.algorithm.work(kind, self.level, size * self.size_fraction)

@@ -88,13 +88,10 @@ class Schedule:
     """
 
     kind: CollectiveKind
-    n: int
-    """Ranks."""
+    n: int  # ranks
     chunk_count: int
-    chunk_fraction: float
-    """The size of a chunk as a share of the collective's size."""
-    rounds: tuple[Round, ...]
-    """All transfers of a round read the state from the beginning of the round."""
+    chunk_fraction: float  # the size of a chunk as a share of the collective's size
+    rounds: tuple[Round, ...]  # all transfers of a round read the state from the beginning of the round
     algorithm: str
 
     def __str__(self) -> str:

@@ -49,17 +49,12 @@ class Row:
 
     algorithm: Algorithm
     kinds: tuple[CollectiveKind, ...]
-    families: tuple[str, ...]
-    """The networks, by `Shape.family`."""
-    hops: str
-    """Hops one after the other."""
-    moved: str
-    """Bytes over the busiest link."""
+    families: tuple[str, ...]  # the networks, by `Shape.family`
+    hops: str  # hops one after the other
+    moved: str  # bytes over the busiest link
     source: str
-    bound: str = EXACT
-    """How the closed form relates to the price of the schedule."""
-    nests: bool = True
-    """Whether it may run on one level of a hierarchy."""
+    bound: str = EXACT  # how the closed form relates to the price of the schedule
+    nests: bool = True  # whether it may run on one level of a hierarchy
 
     @property
     def name(self) -> str:

@@ -73,16 +73,12 @@ class Level:
     shape: Shape
     bandwidth: float
     """Bytes/s in one direction: of a link (grids, fully connected) or of a device's port (switch, tree)."""
-    latency: float = 0.0
-    """Seconds per message; on grids per hop."""
+    latency: float = 0.0  # seconds per message; on grids per hop
     ports: int | None = None
     """Ports that all devices below one member of this level share; None: each device has its own."""
-    startup: float = 0.0
-    """Seconds, once per collective that uses the level."""
-    efficiency: float = 1.0
-    """The share of the bandwidth that large messages reach."""
-    ramp_bytes: float = 0.0
-    """V bytes cost as much as V + sqrt(ramp_bytes * V) at full rate."""
+    startup: float = 0.0  # seconds, once per collective that uses the level
+    efficiency: float = 1.0  # the share of the bandwidth that large messages reach
+    ramp_bytes: float = 0.0  # V bytes cost as much as V + sqrt(ramp_bytes * V) at full rate
     in_network: InNetwork | None = None
     name: str = ""
 
@@ -107,8 +103,7 @@ class Level:
 class Topology:
     """A network of one or more levels."""
 
-    levels: tuple[Level, ...]
-    """Innermost first; device ranks count through the innermost level fastest."""
+    levels: tuple[Level, ...]  # innermost first; device ranks count through the innermost level fastest
     pipelined_levels: bool = field(default=False, kw_only=True)
     """Whether the library overlaps the levels of a hierarchical collective, as NCCL does: "auto" then prices the
     bandwidth of the levels as their maximum, not their sum."""

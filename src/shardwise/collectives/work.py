@@ -20,20 +20,14 @@ if TYPE_CHECKING:
 class Work:
     """An algorithm's demands on one level."""
 
-    hops: Size = 0
-    """One after the other."""
-    bytes: Size = 0
-    """Over the busiest link."""
+    hops: Size = 0  # one after the other
+    bytes: Size = 0  # over the busiest link
     steps: Size = 0
-    sent_bytes: Size = 0
-    """By the busiest rank."""
-    received_bytes: Size = 0
-    """By the busiest rank."""
-    total_bytes: Size = 0
-    """By all ranks."""
+    sent_bytes: Size = 0  # by the busiest rank
+    received_bytes: Size = 0  # by the busiest rank
+    total_bytes: Size = 0  # by all ranks
     in_network: bool = False
-    beside: Size = 0
-    """Bytes over the busiest link while the round waits for a slower level."""
+    beside: Size = 0  # bytes over the busiest link while the round waits for a slower level
 
     def __add__(self, other: Work) -> Work:
         """Both, one after the other, if the same ranks are the busiest in both."""
@@ -60,12 +54,10 @@ class LevelCost:
     level_name: str
     level_index: int
     hops: Size
-    bytes: Size
-    """Over the busiest link."""
+    bytes: Size  # over the busiest link
     latency_seconds: Size
     bandwidth_seconds: Size
-    busy_seconds: Size
-    """How long the busiest link is busy, including while a round waits for another level."""
+    busy_seconds: Size  # how long the busiest link is busy, including while a round waits for another level
 
 
 @dataclass(frozen=True)
@@ -75,15 +67,11 @@ class CollectiveCost:
     latency_seconds: Size
     bandwidth_seconds: Size
     steps: Size
-    sent_bytes: Size
-    """By the busiest rank."""
-    received_bytes: Size
-    """By the busiest rank."""
-    total_bytes: Size
-    """By all ranks."""
+    sent_bytes: Size  # by the busiest rank
+    received_bytes: Size  # by the busiest rank
+    total_bytes: Size  # by all ranks
     algorithm: str
-    exact: bool
-    """Whether the closed form equals the price of the algorithm's schedule."""
+    exact: bool  # whether the closed form equals the price of the algorithm's schedule
     levels: tuple[LevelCost, ...] = ()
 
     @property
@@ -144,8 +132,7 @@ class Algorithm:
     """A way to run some collectives on one level."""
 
     name: str
-    work: Callable[[CollectiveKind, Level, Size], Work]
-    """The closed form, for a size in bytes."""
+    work: Callable[[CollectiveKind, Level, Size], Work]  # the closed form, for a size in bytes
     build: Callable[[CollectiveKind, Level, int], Schedule] | None = None
     """Makes the schedule, with so many chunks; None if it runs inside the switch."""
     chunks: Callable[[CollectiveKind, Level, Size], Size] | None = None

@@ -89,25 +89,20 @@ class Campaign:
     """A whole training run, with its checkpoints, interruptions and restarts; raises SpecError for absurd figures."""
 
     tokens: float
-    tokens_per_second: float
-    """Of all devices together, while nothing fails."""
+    tokens_per_second: float  # of all devices together, while nothing fails
     devices: int
-    price_per_device_hour: float | None = None
-    """Without it there is no `cost`."""
+    price_per_device_hour: float | None = None  # without it there is no `cost`
     device_hours_per_interruption: float = math.inf
     """Mean hours between unexpected interruptions of the whole job, times its devices; infinite: there are none."""
-    checkpoint_seconds: float = 0.0
-    """How long writing a checkpoint stops training."""
+    checkpoint_seconds: float = 0.0  # how long writing a checkpoint stops training
     restart_seconds: float = 0.0
     checkpoint_interval: float | None = None
     """Seconds of training between two checkpoints; by default the interval with the shortest run."""
     background_share: float = 0.0
     """How much longer all training takes because of checkpoints that no failure goes back to, such as those on disk
     where copies in memory are used first."""
-    storage: str = ""
-    """Where checkpoints go, for people."""
-    currency: str = "$"
-    """What the price is in, for people."""
+    storage: str = ""  # where checkpoints go, for people
+    currency: str = "$"  # what the price is in, for people
 
     def __post_init__(self) -> None:
         positive = ("tokens", "tokens_per_second", "devices", "device_hours_per_interruption", "checkpoint_interval")
@@ -245,13 +240,11 @@ def checkpoint_level(analysis: Analysis) -> StorageCost | None:
 class MemoryCopyCost:
     """Copies of the state in the memory of two nodes, with checkpoints on disk besides."""
 
-    interval: float
-    """Seconds of training between two copies."""
+    interval: float  # seconds of training between two copies
     stall_seconds: float
     """How long a copy stops training: its way to the host, and the rest of its way to the other node if the next copy
     is due before it has arrived."""
-    disk_share: float
-    """Seconds of checkpoints on disk for each second of training."""
+    disk_share: float  # seconds of checkpoints on disk for each second of training
 
 
 def memory_copy_cost(

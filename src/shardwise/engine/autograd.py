@@ -41,8 +41,7 @@ class _WithGradient(torch.autograd.Function):
 class SavedView:
     """A view whose storage is made when it is needed."""
 
-    content: Callable[[], Tensor]
-    """Returns a tensor that begins where the storage does."""
+    content: Callable[[], Tensor]  # returns a tensor that begins where the storage does
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]

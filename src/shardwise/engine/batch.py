@@ -17,15 +17,11 @@ class Batch:
     """Sequences of one step; all tensors are [sequences, seq]."""
 
     tokens: Tensor
-    labels: Tensor
-    """The token after each one; -100 where it does not count."""
+    labels: Tensor  # the token after each one; -100 where it does not count
     positions: Tensor
-    documents: Tensor | None = None
-    """Numbers of the documents that are packed into each row."""
-    most_documents: int | None = None
-    """The most documents in any row, where that is known."""
-    ahead: Ahead | None = None
-    """What prediction modules read and predict (`with_ahead`)."""
+    documents: Tensor | None = None  # numbers of the documents that are packed into each row
+    most_documents: int | None = None  # the most documents in any row, where that is known
+    ahead: Ahead | None = None  # what prediction modules read and predict (`with_ahead`)
 
     @classmethod
     def of(

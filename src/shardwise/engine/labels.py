@@ -123,27 +123,20 @@ class Label:
     """What the name of a range says."""
 
     kind: Kind
-    part: str = ""
-    """The part of a step that the range's own time counts to; empty: that of the range around it."""
+    part: str = ""  # the part of a step that the range's own time counts to; empty: that of the range around it
     dimension: str = ""
-    what: str = ""
-    """Tells a collective (begin or wait) from others of its dimension; not interpreted further."""
+    what: str = ""  # tells a collective (begin or wait) from others of its dimension; not interpreted further
     bytes: int = 0
-    number: int = 0
-    """Of a step, a layer, or the microbatch of a pass."""
+    number: int = 0  # of a step, a layer, or the microbatch of a pass
     pass_kind: PassKind | None = None
     stage: int | None = None
-    collective: CollectiveKind | None = None
-    """The kind of the collective, if it has a price of its own."""
-    part_of: CollectiveKind | None = None
-    """The kind of collective that several such messages make up together."""
-    message: str = ""
-    """What the receiver of a message between pipeline stages waits for."""
+    collective: CollectiveKind | None = None  # the kind of the collective, if it has a price of its own
+    part_of: CollectiveKind | None = None  # the kind of collective that several such messages make up together
+    message: str = ""  # what the receiver of a message between pipeline stages waits for
     over_the_batch: bool = False
     ends_when_waited: bool = False
     """A send or receive of gloo, whose range ends when it is waited for, not when it is done."""
-    communicates: bool = False
-    """A kernel of a collective."""
+    communicates: bool = False  # a kernel of a collective
 
     @property
     def title(self) -> str:

@@ -201,8 +201,7 @@ class HeldPiece:
 
     part: HeldPart
     dtype: torch.dtype
-    read: Callable[[], Tensor]
-    """Fetches the part, wherever it is stored."""
+    read: Callable[[], Tensor]  # fetches the part, wherever it is stored
 
 
 def whole_tensors(pieces: dict[str, HeldPiece], aliases: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

@@ -43,17 +43,14 @@ class Cut:
 class HeldPart:
     """One rank's part of a parameter."""
 
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
+    shape: tuple[int, ...]  # of the whole parameter
     cuts: tuple[Cut, ...] = ()
-    copies: int = 1
-    """Ranks inside one data-parallel replica that hold the same elements."""
+    copies: int = 1  # ranks inside one data-parallel replica that hold the same elements
     partial: str | None = None
     """The mesh group over which the gradient has yet to be summed after the backward pass, because each rank has seen
     only some of the tokens or heads."""
     expert: bool = False
-    counted: bool = True
-    """False for the second copy of a tied parameter."""
+    counted: bool = True  # false for the second copy of a tied parameter
 
     def cut(self, dimension: int, start: int, stop: int, blocks: int = 1) -> HeldPart:
         """Elements ``start`` to ``stop`` of each of the equal ``blocks`` that a dimension consists of."""

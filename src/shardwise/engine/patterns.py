@@ -20,21 +20,15 @@ from shardwise.spec.model import Model
 class Patterns:
     """Roles of the modules of one family of networks, by their names; a star stands for any number."""
 
-    layers: str
-    """Decoder layers."""
-    embedding: str
-    """Token embedding."""
-    norm: str
-    """Norm before the head."""
-    head: str
-    """Language-model head."""
-    regions: tuple[str, ...]
-    """Modules with cut linear layers, whose first argument is the hidden states."""
+    layers: str  # decoder layers
+    embedding: str  # token embedding
+    norm: str  # norm before the head
+    head: str  # language-model head
+    regions: tuple[str, ...]  # modules with cut linear layers, whose first argument is the hidden states
     columns: dict[str, str] = field(default_factory=dict)
     """Linear layers cut by their outputs. The value names the model's attribute that counts the heads, or is empty
     where outputs divide freely."""
-    rows: tuple[str, ...] = ()
-    """Linear layers cut by their inputs."""
+    rows: tuple[str, ...] = ()  # linear layers cut by their inputs
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Columns that hold several maps one behind the other; the named attributes of the model give their relative
     widths."""
@@ -42,10 +36,8 @@ class Patterns:
     """RMS norms over the outputs of cut maps, with values as in `columns`."""
     headless: tuple[str, ...] = ()
     """Modules of a region before its cut layers: the heads of all ranks contribute to their gradients."""
-    flat: tuple[str, ...] = ()
-    """Regions whose hidden states are rows of tokens, without a batch dimension."""
-    position_embedding: str = ""
-    """Learned position embedding."""
+    flat: tuple[str, ...] = ()  # regions whose hidden states are rows of tokens, without a batch dimension
+    position_embedding: str = ""  # learned position embedding
 
     # -- other networks than ours
 
@@ -55,22 +47,15 @@ class Patterns:
     expert_features: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of each such parameter: the dimension of an expert's inner features, and of how many equal blocks it is made
     (gate and up in one: two)."""
-    attention: str = ""
-    """Modules that mix tokens by their attribute `attend` (`models.dot_product`)."""
-    hidden: str = ""
-    """Name of the regions' argument for hidden states."""
-    positions: str = ""
-    """Name of the network's argument for positions [batch, seq]."""
-    documents: str = ""
-    """Name of the network's argument for the numbers of packed documents."""
-    constants: dict[str, Any] = field(default_factory=dict)
-    """Arguments given with every call."""
+    attention: str = ""  # modules that mix tokens by their attribute `attend` (`models.dot_product`)
+    hidden: str = ""  # name of the regions' argument for hidden states
+    positions: str = ""  # name of the network's argument for positions [batch, seq]
+    documents: str = ""  # name of the network's argument for the numbers of packed documents
+    constants: dict[str, Any] = field(default_factory=dict)  # arguments given with every call
     divided: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By module, attributes read at run time that count what tensor parallelism cuts; they are divided too."""
-    layer_lists: tuple[str, ...] = ()
-    """Attributes with an element per layer; a stage keeps its own."""
-    logit_cap: str = ""
-    """Attribute c of the network's config: its head's x becomes c·tanh(x/c)."""
+    layer_lists: tuple[str, ...] = ()  # attributes with an element per layer; a stage keeps its own
+    logit_cap: str = ""  # attribute c of the network's config: its head's x becomes c·tanh(x/c)
     refused: dict[str, str] = field(default_factory=dict)
     """By field of a strategy, why this network does not support it."""
 
@@ -146,12 +131,9 @@ class Unit:
     """A module whose parameters are gathered and reduced together."""
 
     module: nn.Module
-    expert: bool = False
-    """Routed experts, which are divided over other ranks than the dense parts."""
-    at_the_end: bool = False
-    """Its backward pass directly follows its forward pass."""
-    by_index: bool = False
-    """It looks up rows, so that its backward pass needs no parameters."""
+    expert: bool = False  # routed experts, which are divided over other ranks than the dense parts
+    at_the_end: bool = False  # its backward pass directly follows its forward pass
+    by_index: bool = False  # it looks up rows, so that its backward pass needs no parameters
 
 
 def units_of(root: nn.Module, layers: Sequence[nn.Module], patterns: Patterns, experts_apart: bool) -> list[Unit]:

@@ -55,8 +55,7 @@ class StepResult:
     If workers do not synchronise in every step, both are those of this worker's part of the batch.
     """
 
-    loss: Tensor
-    """Mean over the labels of the whole batch that count."""
+    loss: Tensor  # mean over the labels of the whole batch that count
     gradient_norm: Tensor
     """Not finite if a gradient was not finite on any rank; minus infinity if the loss was above its limit. In both
     cases no weight has changed on any rank."""

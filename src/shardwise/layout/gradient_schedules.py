@@ -53,8 +53,7 @@ def named_on(wanted: str, network: Topology) -> str:
 class Choice:
     """What runs a gradient reduction, with its time and that of the backend's own collective."""
 
-    schedule: Schedule | None
-    """None if no schedule is known to be better than the backend's own collective."""
+    schedule: Schedule | None  # none if no schedule is known to be better than the backend's own collective
     seconds: float
     backend_seconds: float
 

@@ -61,12 +61,9 @@ class ServerPlan:
 
     workers: int
     servers: int
-    elements: int
-    """All weights."""
-    gradient_bytes: float = 4
-    """Of one element."""
-    weight_bytes: float = 4
-    """Of one element."""
+    elements: int  # all weights
+    gradient_bytes: float = 4  # of one element
+    weight_bytes: float = 4  # of one element
 
     def __post_init__(self) -> None:
         for name in ("workers", "servers", "elements"):

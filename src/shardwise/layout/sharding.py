@@ -85,23 +85,16 @@ class Sharding:
     """How data parallelism divides the states: numbers of one strategy, or columns of a table of strategies."""
 
     zero: Any
-    shards: Any
-    """Devices that divide the states of the dense parts."""
-    expert_shards: Any
-    """Devices that divide the states of the experts."""
+    shards: Any  # devices that divide the states of the dense parts
+    expert_shards: Any  # devices that divide the states of the experts
     gradients_sharded: bool
     """Gradients are reduced to shards after every microbatch (`reduced_to_shards`); the same for a whole table."""
-    gathers_once: bool
-    """Parameters are gathered once a step; the same for a whole table."""
+    gathers_once: bool  # parameters are gathered once a step; the same for a whole table
     keep_parameters: Any
-    offload: Any
-    """Shares per kind of state, as in `Offload`."""
-    sums_once: Any = False
-    """Copies of shards are summed after the last microbatch, where the stack does so."""
-    kept_bytes: Any = 0.0
-    """Of each parameter, for less communication (`kept_bytes`)."""
-    moved_bytes: Any = 0.0
-    """Of each parameter, for less communication (`moved_bytes`)."""
+    offload: Any  # shares per kind of state, as in `Offload`
+    sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
+    kept_bytes: Any = 0.0  # of each parameter, for less communication (`kept_bytes`)
+    moved_bytes: Any = 0.0  # of each parameter, for less communication (`moved_bytes`)
 
     @property
     def divided(self) -> Any:

@@ -69,17 +69,14 @@ class AttentionArguments:
     """Which keys a query sees, and how scores are scaled."""
 
     causal: bool
-    window: int | None
-    """Number of keys that a query sees, its own included."""
+    window: int | None  # number of keys that a query sees, its own included
     scale: float
     documents: Tensor | None = None
     """Numbers of the documents packed into each row [batch, seq]: a query sees only keys of its own."""
     positions: Tensor | None = None
     """Given by the caller (None: 0, 1, 2 ... along the row); the order of tokens for those who reorder rows."""
-    bounds: Tensor | None = None
-    """The same as `documents`, by `document_bounds`; where known."""
-    softcap: float | None = None
-    """Makes c·tanh(x/c) of the scaled scores."""
+    bounds: Tensor | None = None  # the same as `documents`, by `document_bounds`; where known
+    softcap: float | None = None  # makes c·tanh(x/c) of the scaled scores
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:

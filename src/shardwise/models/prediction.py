@@ -57,10 +57,8 @@ def is_behind_layers(name: str, model: Model) -> bool:
 class Ahead:
     """What prediction modules read and predict: [batch, seq, modules]."""
 
-    tokens: Tensor
-    """That each module reads."""
-    labels: Tensor
-    """That it predicts."""
+    tokens: Tensor  # that each module reads
+    labels: Tensor  # that it predicts
 
     def with_labels(self, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """All labels along the batch, the model's first, and the weight of each: L + weight/D · Σ L_k (equation 25)."""

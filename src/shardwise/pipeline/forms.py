@@ -21,22 +21,15 @@ from shardwise.spec.schedules import ScheduleRecord, StepEnds, imported, schedul
 class EqualStages(NamedTuple):
     """A pipeline of equal stages; all but ``released`` may be numpy arrays."""
 
-    p: Any
-    """Ranks."""
-    m: Any
-    """Microbatches."""
-    v: Any
-    """Chunks (stages) per rank."""
-    F: Any
-    """Seconds of a stage's forward pass."""
+    p: Any  # ranks
+    m: Any  # microbatches
+    v: Any  # chunks (stages) per rank
+    F: Any  # seconds of a stage's forward pass
     I: Any  # noqa: E741
     """Seconds of its input gradient."""
-    W: Any
-    """Seconds of its weight gradient."""
-    c: Any
-    """Seconds of a message between two stages."""
-    released: float = 0.0
-    """The share of an activation that the input gradient frees."""
+    W: Any  # seconds of its weight gradient
+    c: Any  # seconds of a message between two stages
+    released: float = 0.0  # the share of an activation that the input gradient frees
 
     @property
     def work(self) -> Any:
@@ -53,12 +46,10 @@ class EqualStages(NamedTuple):
 class ClosedForms:
     """The formulas of one schedule."""
 
-    bubble: Callable[[EqualStages], Any]
-    """Idle seconds of the longest rank if passes set the pace."""
+    bubble: Callable[[EqualStages], Any]  # idle seconds of the longest rank if passes set the pace
     in_flight: Callable[[int, int, int, int], int]
     """Chunk activations that a rank holds at its peak, from p, m, v and the rank."""
-    is_exact: Callable[[EqualStages], bool] = lambda case: False
-    """Whether ``bubble`` equals the simulator."""
+    is_exact: Callable[[EqualStages], bool] = lambda case: False  # whether ``bubble`` equals the simulator
     any_messages: bool = False
     """Whether ``bubble`` is right for messages of any length; otherwise ``pace`` counts if it is longer."""
     pace: Callable[[EqualStages], Any] | None = None

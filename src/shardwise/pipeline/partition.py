@@ -28,10 +28,8 @@ class Layers:
     """
 
     seconds: tuple[float, ...]
-    bytes: tuple[float, ...]
-    """Held during the whole step: weights, gradients, optimizer states."""
-    activation_bytes: tuple[float, ...]
-    """Per microbatch in flight."""
+    bytes: tuple[float, ...]  # held during the whole step: weights, gradients, optimizer states
+    activation_bytes: tuple[float, ...]  # per microbatch in flight
     first_extra_seconds: float = 0.0
     last_extra_seconds: float = 0.0
     first_extra_bytes: float = 0.0
@@ -42,11 +40,9 @@ class Layers:
 class Place:
     """The device of a stage."""
 
-    speed: float = 1.0
-    """Relative to the device on which the layers take their ``seconds``."""
+    speed: float = 1.0  # relative to the device on which the layers take their ``seconds``
     memory_bytes: float = float("inf")
-    in_flight: float = 1.0
-    """Microbatches in flight."""
+    in_flight: float = 1.0  # microbatches in flight
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,8 @@ class PipelineSchedule:
     name: str
     stages: int
     microbatches: int
-    placements: tuple[tuple[int, ...], ...]
-    """Of every copy of the parameters: the rank of each stage."""
-    actions: tuple[tuple[Action, ...], ...]
-    """Of every rank, in order."""
+    placements: tuple[tuple[int, ...], ...]  # of every copy of the parameters: the rank of each stage
+    actions: tuple[tuple[Action, ...], ...]  # of every rank, in order
 
     @property
     def ranks(self) -> int:

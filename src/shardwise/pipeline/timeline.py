@@ -28,8 +28,7 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
     arrivals: tuple[tuple[float, ...], ...]
     """When the result reaches the rank that needs it next: at its end, unless a message carries it there."""
-    busy: tuple[float, ...]
-    """Seconds that each rank computes, without overhead and messages."""
+    busy: tuple[float, ...]  # seconds that each rank computes, without overhead and messages
 
     @property
     def makespan_seconds(self) -> float:

@@ -68,10 +68,8 @@ class Allowed:
 class Constraints:
     """Which strategies a search may offer."""
 
-    allowed: Mapping[str, Allowed] = field(default_factory=dict)
-    """The values of each field."""
-    excluded: tuple[Mapping[str, Allowed], ...] = ()
-    """A strategy is excluded if it matches every field of some entry."""
+    allowed: Mapping[str, Allowed] = field(default_factory=dict)  # the values of each field
+    excluded: tuple[Mapping[str, Allowed], ...] = ()  # a strategy is excluded if it matches every field of some entry
 
     def candidates(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         """The values of a field to try: those allowed, or the ``usual`` ones, less those excluded by themselves."""

@@ -31,14 +31,11 @@ _NEARNESS = 1e-3  # weight of all links together beside the slowest: of equal or
 class NodePlacement:
     """The best order of the hosts, against the order they were given in."""
 
-    job: Job
-    """The job with its wiring in the order of the ranks."""
+    job: Job  # the job with its wiring in the order of the ranks
     given: tuple[str, ...]
     hosts: tuple[str, ...]
-    given_seconds: float
-    """Seconds of a step with the hosts as given."""
-    seconds: float
-    """Seconds of a step in the best order."""
+    given_seconds: float  # seconds of a step with the hosts as given
+    seconds: float  # seconds of a step in the best order
 
     @property
     def gain(self) -> float:

@@ -44,8 +44,7 @@ class RankingRow:
 
     group: Group
     best: Candidate
-    like: tuple[Candidate, ...] = ()
-    """Near-duplicates, which add dimensions to ``best`` and gain nothing by them."""
+    like: tuple[Candidate, ...] = ()  # near-duplicates, which add dimensions to ``best`` and gain nothing by them
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ class Plan(Ranking):
     request: Request
     search: Search
     narrowing: tuple[str, ...]
-    tight: tuple[Candidate, ...] = ()
-    """Faster than all candidates, but they may run out of memory."""
+    tight: tuple[Candidate, ...] = ()  # faster than all candidates, but they may run out of memory
 
     @property
     def best(self) -> Candidate:

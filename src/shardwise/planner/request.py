@@ -76,19 +76,14 @@ MOST_GROUPS = 1200  # a space of this many groups is searched in seconds
 class Request:
     """What to plan for, within which constraints, and how long to search."""
 
-    job: Job
-    """Model, cluster, training and stack, and the parts of the strategy that no search varies."""
+    job: Job  # model, cluster, training and stack, and the parts of the strategy that no search varies
     constraints: Constraints = Constraints()
     minimum_batch: int | None = None
     """Asks for the smallest batch of at least this many sequences that divides; None: the batch of the training."""
-    memory_bytes: float | None = None
-    """Cap on a device's memory; None: a plan leaves its usual margin free."""
-    offload: bool | None = None
-    """Always (True), never (False), or where it gains (None)."""
-    any_priced: bool = False
-    """Includes strategies that are priced but not run."""
-    thorough: bool = False
-    """Searches the whole space, however large."""
+    memory_bytes: float | None = None  # cap on a device's memory; None: a plan leaves its usual margin free
+    offload: bool | None = None  # always (True), never (False), or where it gains (None)
+    any_priced: bool = False  # includes strategies that are priced but not run
+    thorough: bool = False  # searches the whole space, however large
     time_limit_seconds: float | None = None
     """After this an answer ends with the best so far; None: a minute, or an hour if ``thorough``."""
     running: Deadline | None = field(default=None, compare=False, repr=False)

@@ -131,10 +131,8 @@ class _Leg:
     part: int
     axis_index: int
     axis: Axis
-    blocks: int
-    """That move together, each a rank's share of the part."""
-    before: tuple[int, ...]
-    """Axes along which the part has been gathered already."""
+    blocks: int  # that move together, each a rank's share of the part
+    before: tuple[int, ...]  # axes along which the part has been gathered already
 
 
 def _phases(axes: tuple[Axis, ...], parts: int) -> list[list[_Leg]]:

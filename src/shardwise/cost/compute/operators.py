@@ -44,17 +44,13 @@ class OperatorRole(Enum):
 class LayerShape:
     """The sizes that determine a layer's computation on one device."""
 
-    tokens: float
-    """Of one microbatch on one context-parallel rank."""
-    region_tokens: float
-    """The same, divided by tp under sequence parallelism."""
+    tokens: float  # of one microbatch on one context-parallel rank
+    region_tokens: float  # the same, divided by tp under sequence parallelism
     seq: int
     tp: int = 1
     expert_tp: int = 1
-    zigzag_ranks: int = 1
-    """Context-parallel ranks among which tokens are split in zig-zag."""
-    context_rank: int = 0
-    """The one of them whose computation this is."""
+    zigzag_ranks: int = 1  # context-parallel ranks among which tokens are split in zig-zag
+    context_rank: int = 0  # the one of them whose computation this is
     local_experts: float = 1.0
 
 
@@ -72,32 +68,21 @@ class Operator:
     columns: float = 0.0
     inner: float = 0.0
     heads: float = 0.0
-    attended: float = 1.0
-    """Share of the keys that mask and window leave visible to a query."""
-    windowed: float = 0.0
-    """Share of its FLOPs in layers with a sliding window."""
-    capped: bool = False
-    """Scores are capped: c·tanh(x/c)."""
+    attended: float = 1.0  # share of the keys that mask and window leave visible to a query
+    windowed: float = 0.0  # share of its FLOPs in layers with a sliding window
+    capped: bool = False  # scores are capped: c·tanh(x/c)
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
-    eager_forward: float | None = None
-    """The forward pass's share of all bytes, by PyTorch's own kernels."""
+    eager_forward: float | None = None  # the forward pass's share of all bytes, by PyTorch's own kernels
     kernels: int = 1
     expert: bool = False
-    rotary: bool = False
-    """It is in a layer with rotary embedding."""
-    matrices: float = 1.0
-    """Matrices of a grouped matmul, which divides the rows among them."""
-    wide: bool = False
-    """It stays in 16 bit in every recipe."""
-    split: Split = "none"
-    """How tensor parallelism splits it."""
-    recomputed_by: str = ""
-    """The operator of selective recompute that runs it again."""
-    alternate: float = 0.0
-    """Share that is run again when every second matmul is recomputed."""
-    ends_layer: bool = False
-    """Only the residual addition reads its result."""
+    rotary: bool = False  # it is in a layer with rotary embedding
+    matrices: float = 1.0  # matrices of a grouped matmul, which divides the rows among them
+    wide: bool = False  # it stays in 16 bit in every recipe
+    split: Split = "none"  # how tensor parallelism splits it
+    recomputed_by: str = ""  # the operator of selective recompute that runs it again
+    alternate: float = 0.0  # share that is run again when every second matmul is recomputed
+    ends_layer: bool = False  # only the residual addition reads its result
 
     @property
     def flops(self) -> float:

@@ -55,10 +55,8 @@ class SavedTensor:
     """One tensor kept from the forward to the backward pass."""
 
     role: SavedRole
-    bytes: float
-    """Of one microbatch on one device."""
-    recomputed_by: str = ""
-    """The operator of selective recompute that would make it again."""
+    bytes: float  # of one microbatch on one device
+    recomputed_by: str = ""  # the operator of selective recompute that would make it again
     share: Share = Share.DENSE
 
     @property
@@ -70,30 +68,19 @@ class SavedTensor:
 class _Sizes:
     """Tokens and bytes per element that every tensor of a layer is made of."""
 
-    full_tokens: float
-    """Tokens of the microbatch on this context-parallel rank."""
-    region_tokens: float
-    """The same, divided by tp in the regions of norms under sequence parallelism."""
-    tensor: int
-    """The degree of tensor parallelism."""
-    key_tokens: float
-    """Keys of a query in a stored score matrix: the whole sequence."""
-    element: float
-    """Bytes of an element of activations."""
-    linear_input: float
-    """Bytes of an element that a linear layer keeps of its input."""
-    region_input: float
-    """The same of layers whose input sequence parallelism divides."""
-    separate_gate: bool
-    """The gate of a gated MLP is a kernel of its own."""
-    gate_input: float
-    """Bytes of an element of the inputs of an activation function."""
-    stream: float
-    """Bytes of an element of the hidden states between layers."""
+    full_tokens: float  # tokens of the microbatch on this context-parallel rank
+    region_tokens: float  # the same, divided by tp in the regions of norms under sequence parallelism
+    tensor: int  # the degree of tensor parallelism
+    key_tokens: float  # keys of a query in a stored score matrix: the whole sequence
+    element: float  # bytes of an element of activations
+    linear_input: float  # bytes of an element that a linear layer keeps of its input
+    region_input: float  # the same of layers whose input sequence parallelism divides
+    separate_gate: bool  # the gate of a gated MLP is a kernel of its own
+    gate_input: float  # bytes of an element of the inputs of an activation function
+    stream: float  # bytes of an element of the hidden states between layers
     attention_outputs: tuple[float, ...]
     """Bytes of an element of attention's output: as the projection and as attention keeps it, or once for both."""
-    kept_casts: bool
-    """Inputs are kept as they were cast for their matmul, so that no operator makes them again."""
+    kept_casts: bool  # inputs are kept as they were cast for their matmul, so that no operator makes them again
 
     def again(self, operator: str, element: float) -> str:
         """The operator that makes a linear layer's input, of ``element`` bytes, again; "" if it is kept as cast."""

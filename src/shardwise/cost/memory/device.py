@@ -64,11 +64,9 @@ class DeviceMemory:
     communication: float
     temporary: float
     allowance: float
-    host: float
-    """What offload moved off the device; no part of its total."""
+    host: float  # what offload moved off the device; no part of its total
 
-    PARTS: ClassVar[tuple[str, ...]]
-    """The fields that add up to the total."""
+    PARTS: ClassVar[tuple[str, ...]]  # the fields that add up to the total
 
     @property
     def states(self) -> float:

@@ -31,14 +31,10 @@ _RISKS = (0.01, 0.02, 0.03, 0.05, 0.07, *(step / 20 for step in range(2, 20)))
 class Room:
     """How many bytes a job may take of one device and of its host."""
 
-    usable_bytes: float
-    """What a process can have of the device."""
-    planned_bytes: float
-    """What a prediction may take, so that the job fits with the margin that plans keep."""
-    host_bytes: float
-    """The device's part of its node's memory."""
-    is_capped: bool = False
-    """The user caps the memory, and so decides what stays free."""
+    usable_bytes: float  # what a process can have of the device
+    planned_bytes: float  # what a prediction may take, so that the job fits with the margin that plans keep
+    host_bytes: float  # the device's part of its node's memory
+    is_capped: bool = False  # the user caps the memory, and so decides what stays free
 
     @property
     def margin_bytes(self) -> float:

@@ -28,10 +28,8 @@ class StateBytes:
     weights: Any
     gradients: Any
     optimizer: Any
-    offloaded: Any = 0.0
-    """What offload moved to the host."""
-    stored: Any = 0.0
-    """The optimizer states among it."""
+    offloaded: Any = 0.0  # what offload moved to the host
+    stored: Any = 0.0  # the optimizer states among it
 
     @property
     def total(self) -> Any:
@@ -118,10 +116,8 @@ def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
 class UpdateCopies(NamedTuple):
     """Gradients that an update copies."""
 
-    elements: Any
-    """At a time."""
-    each: Any
-    """Bytes of all copies of an element."""
+    elements: Any  # at a time
+    each: Any  # bytes of all copies of an element
 
     @property
     def bytes(self) -> Any:

@@ -66,13 +66,10 @@ def layers_at_loss(stack: Stack) -> int:
 class OffloadedActivations:
     """Activations of a rank that offload may move."""
 
-    saved: Any
-    """Bytes of one microbatch in all layers of the rank."""
-    in_flight: Any
-    """Microbatches in flight."""
+    saved: Any  # bytes of one microbatch in all layers of the rank
+    in_flight: Any  # microbatches in flight
     layers: Any
-    at_loss: int
-    """Layers whose activations are on the device at the loss."""
+    at_loss: int  # layers whose activations are on the device at the loss
     last_stays: bool = False
     """The last layer never leaves (`moved_share`); then no other layer is on the device at the loss."""
 
@@ -104,13 +101,11 @@ class OffloadedActivations:
 class HeldMemory:
     """What a device holds at a moment, independent of its passes."""
 
-    job: Job
-    """Everything but its strategy is used."""
+    job: Job  # everything but its strategy is used
     contents: RankContents
     sharding: Sharding
     states: StateBytes
-    replicated: bool
-    """Other devices compute gradients of the same parameters."""
+    replicated: bool  # other devices compute gradients of the same parameters
     moment: Moment
 
     @cached_property
@@ -204,24 +199,15 @@ def held_at(
 class PassMemory:
     """What passes hold on a device at their peak, independent of data parallelism."""
 
-    activations: Mapping[Moment, Any]
-    """Of all microbatches in flight."""
-    transient: Mapping[Moment, Any]
-    """Communication buffers and temporary tensors."""
-    recomputed: Any
-    """A layer restored for its backward pass."""
-    late: Any
-    """The same, where layers that are not recomputed run their backward passes before it is restored."""
-    saved: Any
-    """Activations of one microbatch that offload may move."""
-    in_flight: Any
-    """Microbatches in flight."""
-    alone: Any
-    """1 where no microbatch has run its backward pass before the peak."""
-    in_turn: Any
-    """1 where the only microbatch's gradients are reduced layer by layer."""
-    losses_before: Any
-    """1 where another microbatch has run its backward pass before a loss."""
+    activations: Mapping[Moment, Any]  # of all microbatches in flight
+    transient: Mapping[Moment, Any]  # communication buffers and temporary tensors
+    recomputed: Any  # a layer restored for its backward pass
+    late: Any  # the same, where layers that are not recomputed run their backward passes before it is restored
+    saved: Any  # activations of one microbatch that offload may move
+    in_flight: Any  # microbatches in flight
+    alone: Any  # 1 where no microbatch has run its backward pass before the peak
+    in_turn: Any  # 1 where the only microbatch's gradients are reduced layer by layer
+    losses_before: Any  # 1 where another microbatch has run its backward pass before a loss
 
     def others(self, moment: Moment) -> Any:
         """Everything but activations; at the loss no layer is recomputed."""
@@ -283,12 +269,10 @@ class Absent(NamedTuple):
     activations and all gradients but its own and the embedding's. The fuller of the two counts.
     """
 
-    left_over: Any = 0.0
-    """The part of what is gathered that an earlier backward pass would have left."""
+    left_over: Any = 0.0  # the part of what is gathered that an earlier backward pass would have left
     reduced: Any = 0.0
     """Gradients of a single microbatch that ZeRO reduces layer by layer: they never exist all at once."""
-    growing: Any = 0.0
-    """All other gradients that the backward pass makes after its beginning."""
+    growing: Any = 0.0  # all other gradients that the backward pass makes after its beginning
     not_yet: Any = 0.0
     """The part of those, and of a recomputed layer that is restored late, that is missing at the fuller peak."""
 

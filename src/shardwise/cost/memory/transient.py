@@ -305,17 +305,12 @@ def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *,
 class Units(NamedTuple):
     """Parameters that FSDP gathers and reduces together."""
 
-    layers: Any
-    """Of all layers."""
-    layer: Any
-    """Of one layer."""
-    ends: Any
-    """Of embedding and head."""
-    end: Any
-    """Of one of them."""
+    layers: Any  # of all layers
+    layer: Any  # of one layer
+    ends: Any  # of embedding and head
+    end: Any  # of one of them
     has_embedding: Any
-    layer_bytes: Any
-    """Bytes of a layer that is gathered for every use."""
+    layer_bytes: Any  # bytes of a layer that is gathered for every use
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:

@@ -101,8 +101,7 @@ _PER_STEP = ("dp", "offload")
 class RankPrediction:
     """The computation and communication of one kind of pipeline rank."""
 
-    job: Job
-    """As that rank sees it."""
+    job: Job  # as that rank sees it
     contents: RankContents
     compute: StageSeconds
     traffics: tuple[Traffic, ...]
@@ -150,10 +149,8 @@ class Prediction:
     """A predicted step and its parts."""
 
     job: Job
-    ranks: tuple[RankPrediction, ...]
-    """One of every kind."""
-    counts: tuple[int, ...]
-    """Pipeline ranks of each kind."""
+    ranks: tuple[RankPrediction, ...]  # one of every kind
+    counts: tuple[int, ...]  # pipeline ranks of each kind
 
     @property
     def slowest(self) -> RankPrediction:
@@ -251,8 +248,7 @@ class StageCompute:
     attention_forward: float
     matrices_recomputed: float
     attention_recomputed: float
-    weights_at_once: float
-    """Weight gradients that are computed with the input gradients."""
+    weights_at_once: float  # weight gradients that are computed with the input gradients
 
     @property
     def forward(self) -> float:
@@ -305,8 +301,7 @@ def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share:
 class RankFloor:
     """A pipeline rank that computes at peak."""
 
-    job: Job
-    """As that rank sees it."""
+    job: Job  # as that rank sees it
     contents: RankContents
     compute: StageCompute
     traffics: tuple[Traffic, ...]

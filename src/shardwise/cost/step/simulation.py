@@ -28,8 +28,7 @@ class SimulatedStep:
     """A predicted step whose pipeline was simulated; its ranks end it together or apart, as the stack says."""
 
     prediction: Prediction
-    pipeline_seconds: float
-    """All microbatches through the pipeline."""
+    pipeline_seconds: float  # all microbatches through the pipeline
     timeline: Timeline | None
     """None without a pipeline, and where the simulation was extrapolated or replaced by the closed form."""
     is_closed_form: bool = False

@@ -32,10 +32,8 @@ from shardwise.spec.parameters import parameter_count
 class StageSeconds(Seconds):
     """One microbatch on one pipeline rank."""
 
-    attention: Seconds = Seconds()
-    """The part of it in attention."""
-    recomputed: float = 0.0
-    """Forward passes that recompute repeats; ``input_gradient`` includes them."""
+    attention: Seconds = Seconds()  # the part of it in attention
+    recomputed: float = 0.0  # forward passes that recompute repeats; ``input_gradient`` includes them
 
 
 def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:

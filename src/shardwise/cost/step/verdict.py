@@ -39,12 +39,9 @@ class StepCause:
 
     part: str
     seconds: float
-    share: float
-    """Of the step."""
-    collective: Traffic | None = None
-    """Of communication: the collective that adds most."""
-    level_name: str | None = None
-    """The network level on which that takes longest."""
+    share: float  # of the step
+    collective: Traffic | None = None  # of communication: the collective that adds most
+    level_name: str | None = None  # the network level on which that takes longest
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ class Bottleneck:
     """What bounds a job: the memory of a device or of its host, else time."""
 
     kind: Literal["device memory", "host memory", "time"]
-    causes: tuple[StepCause, ...] = ()
-    """The largest parts of the step, if time bounds it."""
-    largest_part: str = ""
-    """That of a device's memory, if it has too little."""
+    causes: tuple[StepCause, ...] = ()  # the largest parts of the step, if time bounds it
+    largest_part: str = ""  # that of a device's memory, if it has too little
 
 
 def bottleneck(analysis: Analysis) -> Bottleneck:
@@ -199,10 +194,8 @@ _TRIED = ((Compression(method="int8"), Synchronise()), (Compression(), Synchroni
 class SendingLess:
     """What a job would gain from less communication between data-parallel ranks."""
 
-    waiting_share: float
-    """The share of the step that waits for them."""
-    speedups: Mapping[Job, float]
-    """Of jobs that communicate less."""
+    waiting_share: float  # the share of the step that waits for them
+    speedups: Mapping[Job, float]  # of jobs that communicate less
 
 
 def sending_less(job: Job) -> SendingLess | None:

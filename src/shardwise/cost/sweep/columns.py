@@ -88,12 +88,9 @@ class Group:
     recomputes: tuple[RecomputeChoice, ...]
     shards: tuple[ShardChoice, ...]
     offloads: tuple[Offload, ...]
-    ranks: tuple[RankContents, ...]
-    """One pipeline rank of each kind."""
-    members: tuple[tuple[int, ...], ...]
-    """The pipeline ranks of each kind."""
-    sequences: tuple[tuple[int, ...], ...]
-    """Of a step: layer × schedule choice; 0 if the batch does not divide."""
+    ranks: tuple[RankContents, ...]  # one pipeline rank of each kind
+    members: tuple[tuple[int, ...], ...]  # the pipeline ranks of each kind
+    sequences: tuple[tuple[int, ...], ...]  # of a step: layer × schedule choice; 0 if the batch does not divide
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -205,13 +202,10 @@ class CollectiveBook:
 class ColumnClass:
     """Columns that communicate equally often."""
 
-    numbers: Array
-    """Their numbers among the group's columns."""
+    numbers: Array  # their numbers among the group's columns
     sharding: Sharding
-    tickets: Array
-    """Of collectives: part (dense parameters, experts) × line of `data_lines` × kind of rank × column."""
-    units: Array
-    """How many units each collective is repeated for: part × kind of rank × 1."""
+    tickets: Array  # of collectives: part (dense parameters, experts) × line of `data_lines` × kind of rank × column
+    units: Array  # how many units each collective is repeated for: part × kind of rank × 1
 
 
 class ColumnBook:
@@ -265,8 +259,7 @@ class _Shared:
     sharding: Sharding
     held: list[tuple[SharedRanks, ...]]
     """The ranks that share the dense parameters, and the experts, for every distinct number of shards."""
-    of_column: Array
-    """Which of these each column has."""
+    of_column: Array  # which of these each column has
 
 
 def _shared_by_class(job: Job, group: Group) -> list[_Shared]:

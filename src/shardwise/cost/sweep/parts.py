@@ -97,8 +97,7 @@ class LineKey:
 class PartLine:
     """The seconds of one kind of communication in every part."""
 
-    seconds: Array
-    """Part × mode × (total, what cannot be overlapped, what recompute repeats, on each link)."""
+    seconds: Array  # part × mode × (total, what cannot be overlapped, what recompute repeats, on each link)
     units_taken: float
 
 
@@ -106,13 +105,11 @@ class PartLine:
 class Parts:
     """Figures of the four parts under every recompute mode, for one microbatch on one device."""
 
-    figures: Array
-    """Part × mode × figure (`FORWARD` to `CACHED`)."""
+    figures: Array  # part × mode × figure (`FORWARD` to `CACHED`)
     lines: Mapping[LineKey, PartLine]
     transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]
     """By moment, kinds of layer, and whether there is a head."""
-    message_bytes: float
-    """Buffers of each microbatch for messages."""
+    message_bytes: float  # buffers of each microbatch for messages
 
 
 @dataclass(frozen=True)
@@ -122,10 +119,8 @@ class PartStack:
     figures: Array
     """Figure × layer choice × part × mode: first the figures of `Parts`, then those of every `PartLine`, which are 0
     for a choice without that line."""
-    keys: tuple[LineKey, ...]
-    """The lines."""
-    units_taken: tuple[Array, ...]
-    """By layer choice, for every line."""
+    keys: tuple[LineKey, ...]  # the lines
+    units_taken: tuple[Array, ...]  # by layer choice, for every line
 
 
 class PartBook:

@@ -51,10 +51,8 @@ class RowsAtMoment:
 
     moment: Moment
     passes: PassMemory
-    kinds: Any
-    """The kinds of rank that have this moment."""
-    lengths: Array
-    """How many of the rows belong to each block."""
+    kinds: Any  # the kinds of rank that have this moment
+    lengths: Array  # how many of the rows belong to each block
 
     def spread(self, of_blocks: Any) -> Any:
         """Figures of the blocks' kinds of rank for each of the rows."""
@@ -207,18 +205,12 @@ class TablePiece:
 
     blocks: Sequence[TableBlock]
     offload: Offload
-    block_of_row: Array
-    """Which block each row belongs to."""
-    row_numbers: Array
-    """In that block's row table."""
-    step_seconds: Array
-    """Column × row."""
-    memory_bytes: Array
-    """Of the fullest device: column × row."""
-    host_bytes: Any
-    """What offload keeps outside one device."""
-    sequences: Array
-    """Of a step, per row."""
+    block_of_row: Array  # which block each row belongs to
+    row_numbers: Array  # in that block's row table
+    step_seconds: Array  # column × row
+    memory_bytes: Array  # of the fullest device: column × row
+    host_bytes: Any  # what offload keeps outside one device
+    sequences: Array  # of a step, per row
 
     def strategy(self, column: int, row: int) -> Strategy:
         """The strategy of one cell."""

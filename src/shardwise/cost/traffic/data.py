@@ -169,16 +169,11 @@ class SentParameters(NamedTuple):
     """Numbers of parameters that are sent together, or arrays of them for several kinds of rank."""
 
     all: Any
-    in_layers: Any
-    """All but embedding and head."""
-    first_factors: Any = 0.0
-    """Elements of the left factors under powersgd, and of what is no matrix."""
-    second_factors: Any = 0.0
-    """Elements of the right factors under powersgd."""
-    in_blocks: Any = 0.0
-    """All, rounded up to whole blocks for every rank, under other compression."""
-    multiplied: Any = 0.0
-    """Those that an FP8 recipe multiplies in FP8."""
+    in_layers: Any  # all but embedding and head
+    first_factors: Any = 0.0  # elements of the left factors under powersgd, and of what is no matrix
+    second_factors: Any = 0.0  # elements of the right factors under powersgd
+    in_blocks: Any = 0.0  # all, rounded up to whole blocks for every rank, under other compression
+    multiplied: Any = 0.0  # those that an FP8 recipe multiplies in FP8
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -225,22 +220,15 @@ def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
 class GradientWire(NamedTuple):
     """How data parallelism sends gradients and parameters."""
 
-    gradient: float
-    """Bytes of an element of a gradient that is reduced."""
-    weight: float
-    """Bytes of a parameter that is gathered."""
-    gather_hides: bool
-    """Whether a pass can hide the gather of updated parameters."""
-    ends_once: bool = False
-    """Embedding and head are gathered once for both passes."""
+    gradient: float  # bytes of an element of a gradient that is reduced
+    weight: float  # bytes of a parameter that is gathered
+    gather_hides: bool  # whether a pass can hide the gather of updated parameters
+    ends_once: bool = False  # embedding and head are gathered once for both passes
     sums_once: bool = False
     """Copies of gradient shards are summed once a step, even where gradients are reduced for every microbatch."""
-    compression: Compression = Compression()
-    """That of whole gradients."""
-    synchronise: Synchronise = Synchronise()
-    """When workers synchronise."""
-    narrower: float = 0.0
-    """Bytes saved for each parameter that is gathered for every use and multiplied in FP8."""
+    compression: Compression = Compression()  # that of whole gradients
+    synchronise: Synchronise = Synchronise()  # when workers synchronise
+    narrower: float = 0.0  # bytes saved for each parameter that is gathered for every use and multiplied in FP8
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -265,8 +253,7 @@ class DataLine:
     kind: CollectiveKind
     over: Literal["shards", "replicas"]
     unit_bytes: Any
-    times: Any
-    """How often a step sends all units."""
+    times: Any  # how often a step sends all units
     window_share: Any
     last_only: bool
 

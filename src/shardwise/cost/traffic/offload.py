@@ -39,23 +39,16 @@ class OffloadLine:
 
     payload: Payload
     size_bytes: Any
-    count: Any
-    """Transfers in a step."""
-    window_share: Any = 1.0
-    """The share of its pass, over all microbatches, that can hide it."""
-    last_only: bool = False
-    """It can hide in the last microbatch only."""
-    hidden: bool = True
-    """Whether it can be overlapped, if the strategy does."""
-    link: Target | None = None
-    """By default that of the offload's target."""
+    count: Any  # transfers in a step
+    window_share: Any = 1.0  # the share of its pass, over all microbatches, that can hide it
+    last_only: bool = False  # it can hide in the last microbatch only
+    hidden: bool = True  # whether it can be overlapped, if the strategy does
+    link: Target | None = None  # by default that of the offload's target
     of_layers: Any = None
     """The share of the time in layers that can hide it, where the head cannot: what must arrive before the head, or
     leaves after it in a backward pass. None: the whole pass can."""
-    after_bytes: Any = 0.0
-    """It begins once so many bytes have been sent the other way."""
-    both_ways: bool = False
-    """As much is sent the other way at the same time."""
+    after_bytes: Any = 0.0  # it begins once so many bytes have been sent the other way
+    both_ways: bool = False  # as much is sent the other way at the same time
 
     def window(self, in_layers: Any) -> Any:
         """The share of its pass that can hide it; ``in_layers`` is the share of a pass that is spent in layers."""

@@ -138,14 +138,10 @@ class _Line:
 
     payload: Payload
     kind: CollectiveKind
-    once: tuple[float, ...]
-    """``times`` without recompute."""
-    times: tuple[float, ...]
-    """How often it runs for a microbatch, in the dense and in the mixture-of-experts layers."""
-    split: Split
-    """How the matmul is split."""
-    beside: Literal["forward", "input_gradient", "weight_gradient"]
-    """The pass of that matmul."""
+    once: tuple[float, ...]  # ``times`` without recompute
+    times: tuple[float, ...]  # how often it runs for a microbatch, in the dense and in the mixture-of-experts layers
+    split: Split  # how the matmul is split
+    beside: Literal["forward", "input_gradient", "weight_gradient"]  # the pass of that matmul
 
     @property
     def independent(self) -> bool:

@@ -23,26 +23,16 @@ Window = Literal["none", "forward", "backward", "attention forward", "attention 
 class OverlappedTransfer:
     """All transfers of one kind in a step; every figure may be an array."""
 
-    in_pass: Pass
-    """The pass that waits for it."""
-    seconds: Any
-    """Duration if nothing is overlapped."""
-    link_seconds: Mapping[str, Any]
-    """How long it keeps each link busy."""
-    window: Window = "none"
-    """The computation that it may overlap with."""
-    window_share: Any = 1.0
-    """The part of that computation which is left once the data is ready."""
-    last_only: bool = False
-    """It may overlap with the last microbatch only, when gradients are complete."""
-    hideable: Any = 1.0
-    """The share that may overlap: not the first gather, nor the last bucket."""
-    units_taken: Any = 0.0
-    """The share of the compute units that it occupies."""
-    repeated: Any = 0.0
-    """The share of a forward pass's transfers that recompute sends again, in the backward pass."""
-    delay: Any = 0.0
-    """Seconds from the beginning of its window to its own."""
+    in_pass: Pass  # the pass that waits for it
+    seconds: Any  # duration if nothing is overlapped
+    link_seconds: Mapping[str, Any]  # how long it keeps each link busy
+    window: Window = "none"  # the computation that it may overlap with
+    window_share: Any = 1.0  # the part of that computation which is left once the data is ready
+    last_only: bool = False  # it may overlap with the last microbatch only, when gradients are complete
+    hideable: Any = 1.0  # the share that may overlap: not the first gather, nor the last bucket
+    units_taken: Any = 0.0  # the share of the compute units that it occupies
+    repeated: Any = 0.0  # the share of a forward pass's transfers that recompute sends again, in the backward pass
+    delay: Any = 0.0  # seconds from the beginning of its window to its own
 
     def beside(self, link: str) -> Any:
         """Seconds in which it does not use the link, which may be busy for longer than the transfer itself takes."""
@@ -129,10 +119,8 @@ def hidden_across_layers(
 class Waiting:
     """The exposed parts of the transfers of one pass, which run, and are waited for, at the same time."""
 
-    left: tuple[Any, ...]
-    """Exposed seconds of each transfer."""
-    longest: Any
-    """How long the step waits: for the longest of them, or for the busiest link."""
+    left: tuple[Any, ...]  # exposed seconds of each transfer
+    longest: Any  # how long the step waits: for the longest of them, or for the busiest link
 
     @property
     def alone(self) -> Any:
@@ -228,28 +216,21 @@ class Traffic:
     dimension: str
     payload: Payload
     kind: CollectiveKind
-    size_bytes: float
-    """Of one collective."""
-    count: float
-    """Collectives in a step."""
-    cost: CollectiveCost
-    """Of one collective."""
-    network: str
-    """The network levels that its group spans, in words."""
+    size_bytes: float  # of one collective
+    count: float  # collectives in a step
+    cost: CollectiveCost  # of one collective
+    network: str  # the network levels that its group spans, in words
     window: Window = "none"
     window_share: float = 1.0
     last_only: bool = False
     delay_seconds: float = 0.0
-    unhideable: float = 0.0
-    """The share that cannot be overlapped."""
+    unhideable: float = 0.0  # the share that cannot be overlapped
     units_taken: float = 0.0
     repeated: float = 0.0
-    once: bool = False
-    """It is sent after the last microbatch, and not overlapped."""
+    once: bool = False  # it is sent after the last microbatch, and not overlapped
     fixed_exposed_seconds: float | None = None
     """Exposed seconds where the pipeline's schedule determines them, as of messages between stages."""
-    exposed_seconds: float = 0.0
-    """What the step waits for."""
+    exposed_seconds: float = 0.0  # what the step waits for
     under_compute_seconds: float = 0.0
     """Hidden by computation; the rest of what is not exposed overlaps with other transfers."""
 

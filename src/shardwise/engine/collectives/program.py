@@ -43,14 +43,10 @@ def merged(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
 class ChunkLayout:
     """Where the chunks of a schedule lie on one rank."""
 
-    first: dict[int, TensorRegion]
-    """Where each chunk that the rank holds at the beginning is."""
-    home: dict[int, TensorRegion]
-    """Where each chunk that it needs in the end has to be."""
-    order: list[int]
-    """The order of chunks in a message."""
-    sizes: list[int]
-    """Elements of each chunk."""
+    first: dict[int, TensorRegion]  # where each chunk that the rank holds at the beginning is
+    home: dict[int, TensorRegion]  # where each chunk that it needs in the end has to be
+    order: list[int]  # the order of chunks in a message
+    sizes: list[int]  # elements of each chunk
 
 
 def layout_of(schedule: Schedule, rank: int, elements: int) -> ChunkLayout:
@@ -112,11 +108,9 @@ class Send:
     """A message to another rank."""
 
     peer: int
-    number: int
-    """Counts the messages between the two ranks."""
+    number: int  # counts the messages between the two ranks
     source: TensorRegion
-    packed: tuple[TensorRegion, ...] = ()
-    """Regions that are copied into `source` first."""
+    packed: tuple[TensorRegion, ...] = ()  # regions that are copied into `source` first
 
     @property
     def reads(self) -> tuple[TensorRegion, ...]:
@@ -130,8 +124,7 @@ class Receive:
     peer: int
     number: int
     region: TensorRegion
-    post_round: int = 0
-    """The round before whose sends the region is free to be written."""
+    post_round: int = 0  # the round before whose sends the region is free to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +133,7 @@ class ReceivedChunk:
 
     receives: tuple[Receive, ...]
     target: TensorRegion
-    sources: tuple[TensorRegion, ...] = ()
-    """Empty if the message was received in its place."""
+    sources: tuple[TensorRegion, ...] = ()  # empty if the message was received in its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +156,8 @@ class Program:
     """Everything that one rank does in a collective."""
 
     rounds: tuple[OwnRound, ...]
-    copies: tuple[Add, ...]
-    """Of what the rank sends to itself."""
-    staging_elements: int
-    """Staging memory that it takes."""
+    copies: tuple[Add, ...]  # of what the rank sends to itself
+    staging_elements: int  # staging memory that it takes
 
 
 def program_of(schedule: Schedule, rank: int, elements: int) -> Program:

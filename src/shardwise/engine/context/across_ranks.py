@@ -46,8 +46,7 @@ class AttentionCall(ABC):
     causal: bool
     scale: float
     window: int | None
-    documents: Tensor | None
-    """Of whole sequences."""
+    documents: Tensor | None  # of whole sequences
     overlap: bool
     choose: KernelChoice
 

@@ -44,10 +44,8 @@ class Scores:
     """How queries and keys are multiplied, and which keys a query sees."""
 
     scale: float
-    causal: bool = False
-    """Query i sees keys up to i; there are as many keys as queries."""
-    bias: Tensor | None = None
-    """Added to the scores: [batch or 1, 1, queries, keys]."""
+    causal: bool = False  # query i sees keys up to i; there are as many keys as queries
+    bias: Tensor | None = None  # added to the scores: [batch or 1, 1, queries, keys]
 
 
 class BackwardInputs(NamedTuple):
@@ -57,8 +55,7 @@ class BackwardInputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    out: Tensor
-    """Merged over all blocks of keys, as is `log_sum`."""
+    out: Tensor  # merged over all blocks of keys, as is `log_sum`
     log_sum: Tensor
 
     def block(self, queries: slice, key: Tensor, value: Tensor) -> BackwardInputs:
@@ -309,10 +306,8 @@ def _gradient_of(tensor: Tensor, fitted: Tensor) -> Tensor:
 class WindowKernel:
     """FlashAttention for tensors that `dot_product.takes`. The last query's own key is the last key."""
 
-    before: int
-    """Keys that a query sees before its own."""
-    behind: int
-    """Keys that it sees behind its own."""
+    before: int  # keys that a query sees before its own
+    behind: int  # keys that it sees behind its own
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         lengths = None, None, query.shape[1], key.shape[1]
@@ -335,12 +330,9 @@ class Seen:
 
     causal: bool
     window: int | None = None
-    first_query: int = 0
-    """Where in the sequence the queries start."""
-    first_key: int = 0
-    """Where the keys start."""
-    query_documents: Tensor | None = None
-    """The number of each query's document, [batch, seq]."""
+    first_query: int = 0  # where in the sequence the queries start
+    first_key: int = 0  # where the keys start
+    query_documents: Tensor | None = None  # the number of each query's document, [batch, seq]
     key_documents: Tensor | None = None
 
     def window_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> WindowKernel | None:

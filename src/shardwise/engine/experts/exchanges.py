@@ -54,13 +54,10 @@ class FlatRoute:
 
     copies: Copies
     splits: Splits
-    part_rows: tuple[int, ...]
-    """Rows of each rank that splits the same experts."""
-    by_expert: Tensor
-    """The order of received rows for the experts; `by_source` is its inverse."""
+    part_rows: tuple[int, ...]  # rows of each rank that splits the same experts
+    by_expert: Tensor  # the order of received rows for the experts; `by_source` is its inverse
     by_source: Tensor
-    counts: Tensor
-    """Rows of each expert of this rank."""
+    counts: Tensor  # rows of each expert of this rank
 
 
 class FlatExchange:
@@ -166,12 +163,9 @@ class HierarchicalRoute:
     """The handle of a dispatch over two levels."""
 
     levels: tuple[ExchangeLevel, ExchangeLevel]
-    part_rows: tuple[int, ...]
-    """Rows of each rank that splits the same experts."""
-    copies: Copies
-    """Of arrived rows, for the experts of this rank."""
-    listed: Tensor
-    """Which of the arrived choices [rows, k], flattened, are experts of this rank."""
+    part_rows: tuple[int, ...]  # rows of each rank that splits the same experts
+    copies: Copies  # of arrived rows, for the experts of this rank
+    listed: Tensor  # which of the arrived choices [rows, k], flattened, are experts of this rank
 
 
 # The row counts that the host needs: between nodes, between devices, of each rank of ``parts``, and of the experts.

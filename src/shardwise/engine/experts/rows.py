@@ -30,14 +30,10 @@ from shardwise.spec.errors import SpecError
 class Copies:
     """Which rows are copied where, and which copies each row has."""
 
-    source: Tensor
-    """[copies]: the row that each copy is made of."""
-    listed: Tensor
-    """[copies]: the same copies, row by row."""
-    starts: Tensor
-    """[rows]: where in `listed` the copies of each row begin."""
-    each: int | None = None
-    """Copies of every row, if all rows have the same number."""
+    source: Tensor  # [copies]: the row that each copy is made of
+    listed: Tensor  # [copies]: the same copies, row by row
+    starts: Tensor  # [rows]: where in `listed` the copies of each row begin
+    each: int | None = None  # copies of every row, if all rows have the same number
 
 
 def sorted_copies(keys: Tensor) -> Copies:
@@ -146,10 +142,8 @@ class Channel:
     """A group of ranks as one of them sees it."""
 
     dimension: str
-    group: dist.ProcessGroup | None
-    """None: this rank alone."""
-    away: tuple[bool, ...]
-    """For each member, whether it is on another node."""
+    group: dist.ProcessGroup | None  # none: this rank alone
+    away: tuple[bool, ...]  # for each member, whether it is on another node
     traffic: ExchangedBytes
 
     @property
@@ -380,10 +374,8 @@ class HostCopy:
 class Assumed:
     """The load that a dry run assumes, since it routes nothing."""
 
-    skew: float = 1.0
-    """How many times as busy as the mean this rank's experts are."""
-    nodes: int | None = None
-    """The most nodes that a token goes to; None: as many as random choices reach."""
+    skew: float = 1.0  # how many times as busy as the mean this rank's experts are
+    nodes: int | None = None  # the most nodes that a token goes to; None: as many as random choices reach
 
 
 def in_pieces(numbers: list[int], *lengths: int) -> list[tuple[int, ...]]:

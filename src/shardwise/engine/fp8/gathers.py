@@ -103,8 +103,7 @@ class WeightsTogether(NamedTuple):
     """Weights that read the same input; with tensor scaling they share a scale."""
 
     weights: tuple[GatheredWeight, ...]
-    cut_over: Group
-    """The tensor-parallel ranks that they are cut over."""
+    cut_over: Group  # the tensor-parallel ranks that they are cut over
 
 
 class GatherScales:

@@ -84,10 +84,8 @@ class ScaledProducts:
     """How layers that read the same input are multiplied. Ranks scale as one that held the undivided layers would."""
 
     scaling: str
-    inputs_over: Group = None
-    """The tensor-parallel ranks that the layers' inputs are cut over."""
-    outputs_over: Group = None
-    """The tensor-parallel ranks that their outputs are cut over."""
+    inputs_over: Group = None  # the tensor-parallel ranks that the layers' inputs are cut over
+    outputs_over: Group = None  # the tensor-parallel ranks that their outputs are cut over
     entry: Entry = ""
     """How hidden states enter layers that are cut by their outputs, unless something else takes care of it: "copied",
     with gradients summed over the ranks, or "gathered" from parts of the sequence."""

@@ -43,8 +43,7 @@ class Form:
     scales: Tensor
     """One number; [rows]; [blocks, rows] for blocks of a row; or for square blocks [blocks of rows, blocks of a row,
     rounded up to a multiple of 4], as cuBLAS requires."""
-    square: bool = False
-    """Blocks are 128 by 128."""
+    square: bool = False  # blocks are 128 by 128
 
     def rows(self, start: int, stop: int) -> Form:
         """Some of the rows; square blocks are cut between blocks only."""

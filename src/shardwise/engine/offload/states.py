@@ -24,10 +24,8 @@ class FlatRow:
 
     parameter: nn.Parameter
     begin: int
-    size: int
-    """Number of its elements, which follow each other."""
-    group: int
-    """Of the optimizer, by number."""
+    size: int  # number of its elements, which follow each other
+    group: int  # of the optimizer, by number
 
 
 def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
@@ -261,8 +259,7 @@ class StatePiece(NamedTuple):
     parameter: nn.Parameter
     start: int
     stop: int
-    at: int
-    """Where in the chunk they begin."""
+    at: int  # where in the chunk they begin
 
     @property
     def inside(self) -> slice:

@@ -39,8 +39,7 @@ class _PendingUpdate:
     """A step of every group that is not finished."""
 
     updates: Sequence[Update]
-    begin: int = 0
-    """The first chunk that is left."""
+    begin: int = 0  # the first chunk that is left
 
 
 class StreamedUpdate:

@@ -96,10 +96,8 @@ class OnePassPart(NamedTuple):
     """The tensors that the update of one parameter reads and writes: contiguous, with equal numbers of elements."""
 
     gradient: Tensor
-    value: Tensor
-    """What is trained; in int16 the lower half of a master (`masters`)."""
-    first: Tensor
-    """Moment; in uint8, with scales behind the codes (`eight_bits`)."""
+    value: Tensor  # what is trained; in int16 the lower half of a master (`masters`)
+    first: Tensor  # moment; in uint8, with scales behind the codes (`eight_bits`)
     second: Tensor
     weight: Tensor | None
     """The value in another format, or the upper half of a master; None if the value is the weight itself."""

@@ -21,16 +21,11 @@ FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Precision:
     """Number formats of a step; masters are fp32."""
 
-    compute: torch.dtype = torch.float32
-    """Of weights and activations."""
-    gradient: torch.dtype = torch.float32
-    """In which gradients are accumulated over microbatches and sent."""
-    scaling: str = ""
-    """Of linear layers in FP8 (`engine.fp8`); everything else is computed in `compute`."""
-    delayed: bool = False
-    """FP8 scales come from earlier steps."""
-    scaled: bool = False
-    """The loss is scaled up, so that small gradients do not vanish in fp16."""
+    compute: torch.dtype = torch.float32  # of weights and activations
+    gradient: torch.dtype = torch.float32  # in which gradients are accumulated over microbatches and sent
+    scaling: str = ""  # of linear layers in FP8 (`engine.fp8`); everything else is computed in `compute`
+    delayed: bool = False  # FP8 scales come from earlier steps
+    scaled: bool = False  # the loss is scaled up, so that small gradients do not vanish in fp16
 
     @property
     def has_masters(self) -> bool:

@@ -35,17 +35,12 @@ class Update:
 
     kind: str
     settings: Optimization
-    learning_rate: float | Tensor
-    """A tensor in a recorded step."""
+    learning_rate: float | Tensor  # a tensor in a recorded step
     weight_decay: float
-    step: Tensor
-    """The number of the step."""
-    bad: Tensor | None
-    """1: nothing changes."""
-    divisor: Tensor | None
-    """What gradients are divided by."""
-    learnt_steps: int | None = None
-    """Number of steps after which AdamW's second moments are frozen."""
+    step: Tensor  # the number of the step
+    bad: Tensor | None  # 1: nothing changes
+    divisor: Tensor | None  # what gradients are divided by
+    learnt_steps: int | None = None  # number of steps after which AdamW's second moments are frozen
 
     @property
     def in_one_pass(self) -> bool:

@@ -330,8 +330,7 @@ class Pass:
     """A call of a stage with a microbatch."""
 
     batch: Any
-    last: bool = True
-    """The stage is the last one, where the loss is computed."""
+    last: bool = True  # the stage is the last one, where the loss is computed
 
 
 def call_stage(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:

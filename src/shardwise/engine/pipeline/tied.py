@@ -24,12 +24,9 @@ from shardwise.engine.profiler_ranges import sent
 class TiedEnds:
     """The modules of this rank whose ``weight`` is tied."""
 
-    embedding: nn.Module | None
-    """In the first stage."""
-    readers: tuple[nn.Module, ...]
-    """In the last stage: the head, the embedding of prediction modules, or both."""
-    group: dist.ProcessGroup | None
-    """Of the two ranks, if the stages are on two."""
+    embedding: nn.Module | None  # in the first stage
+    readers: tuple[nn.Module, ...]  # in the last stage: the head, the embedding of prediction modules, or both
+    group: dist.ProcessGroup | None  # of the two ranks, if the stages are on two
 
     @property
     def borrowers(self) -> tuple[nn.Module, ...]:

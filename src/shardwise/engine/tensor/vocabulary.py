@@ -26,8 +26,7 @@ from shardwise.models.loss import differentiate_, statistics, summed_loss
 class Slice:
     """The token ids of one rank: ``width`` of them from ``start`` on."""
 
-    vocabulary: int
-    """Ids from here on do not exist: they are padding."""
+    vocabulary: int  # ids from here on do not exist: they are padding
     width: int
     start: int
 

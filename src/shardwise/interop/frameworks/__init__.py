@@ -74,12 +74,10 @@ def read(
 class Configuration:
     """The configuration of a framework, as text."""
 
-    file: str
-    """Name of its file, for error messages."""
+    file: str  # name of its file, for error messages
     framework: str
     text: str
-    folder: Path | None = None
-    """Where other files that it names are read from."""
+    folder: Path | None = None  # where other files that it names are read from
 
     def read(
         self, model: Model | None = None, cluster: Cluster | None = None, given: Mapping[str, Any] | None = None

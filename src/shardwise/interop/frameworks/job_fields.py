@@ -183,12 +183,9 @@ def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 class Lost:
     """A field of the job that is not in the target's configuration."""
 
-    field: str
-    """Its dotted path."""
-    value: Any
-    """Its value in the job."""
-    why: str
-    """Why it is lost, or where it is set instead."""
+    field: str  # its dotted path
+    value: Any  # its value in the job
+    why: str  # why it is lost, or where it is set instead
     elsewhere: bool = False
     """The framework takes it from the training script or the launcher. Otherwise the framework lacks it: what it would
     run differs from the job."""
@@ -238,20 +235,13 @@ class Exported:
 class Imported:
     """A target's configuration as fields of a job."""
 
-    target: str
-    """Name of the framework."""
-    fields: Mapping[str, Any]
-    """Fields by dotted path (`strategy.tp`, `model.layers`)."""
-    unused: tuple[str, ...] = ()
-    """Settings that a job has no field for."""
-    notes: tuple[str, ...] = ()
-    """How some settings were understood."""
-    no_model: str = ""
-    """Why the model that it names cannot be read, if so."""
-    devices: int | None = None
-    """Devices that it is written for, where it says so."""
-    title: str = ""
-    """The framework's name in full."""
+    target: str  # name of the framework
+    fields: Mapping[str, Any]  # fields by dotted path (`strategy.tp`, `model.layers`)
+    unused: tuple[str, ...] = ()  # settings that a job has no field for
+    notes: tuple[str, ...] = ()  # how some settings were understood
+    no_model: str = ""  # why the model that it names cannot be read, if so
+    devices: int | None = None  # devices that it is written for, where it says so
+    title: str = ""  # the framework's name in full
 
     @property
     def not_priced(self) -> tuple[str, ...]:

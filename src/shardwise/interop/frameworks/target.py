@@ -218,22 +218,15 @@ class Option:
     """A line of a table: our field, their key, and how values translate. A field is written if it has an effect in the
     job."""
 
-    field: str
-    """Our field, by dotted path."""
-    key: str
-    """Their setting."""
+    field: str  # our field, by dotted path
+    key: str  # their setting
     meanings: Meanings | None = None
     """Our values by their words. None: a value passes unchanged, and a switch is written only when it is on."""
-    absent: Any = _UNSET
-    """Our value if the key is absent."""
-    omit: Any = None
-    """Value that is not written."""
-    always: bool = False
-    """Write it even if it has no effect."""
-    when: Callable[[Job], bool] = lambda job: True
-    """Write it only for such jobs."""
-    read: Callable[[Reading, str], Any] | None = None
-    """How the value is read, where its type does not say."""
+    absent: Any = _UNSET  # our value if the key is absent
+    omit: Any = None  # value that is not written
+    always: bool = False  # write it even if it has no effect
+    when: Callable[[Job], bool] = lambda job: True  # write it only for such jobs
+    read: Callable[[Reading, str], Any] | None = None  # how the value is read, where its type does not say
 
     def write(self, job: Job) -> Settings:
         value = value_at(job, self.field)
@@ -268,36 +261,22 @@ Why = str | Callable[[Job], str]
 class Target:
     """A framework: its format, its table, what does not fit in a table, and what it cannot do."""
 
-    name: str
-    """Name on the command line."""
-    title: str
-    """Name in full."""
-    format: Format
-    """How its files are read and written."""
-    signature: tuple[str, ...]
-    """Settings that only its files have."""
-    options: tuple[Option, ...]
-    """The table."""
-    compose: Callable[[Job], Settings]
-    """Settings that depend on several fields."""
-    interpret: Callable[[Reading, dict[str, Any]], None]
-    """Fields that depend on several settings."""
-    reasons: Mapping[str, Why] = field(default_factory=dict)
-    """Why a field is lost."""
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Where a field is set instead of in the configuration."""
+    name: str  # name on the command line
+    title: str  # name in full
+    format: Format  # how its files are read and written
+    signature: tuple[str, ...]  # settings that only its files have
+    options: tuple[Option, ...]  # the table
+    compose: Callable[[Job], Settings]  # settings that depend on several fields
+    interpret: Callable[[Reading, dict[str, Any]], None]  # fields that depend on several settings
+    reasons: Mapping[str, Why] = field(default_factory=dict)  # why a field is lost
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # where a field is set instead of in the configuration
     refusals: tuple[tuple[str, Callable[[Job], bool], str], ...] = ()
     """Combinations that the framework rejects: field, when, why."""
-    notes: Callable[[Job], list[str]] = lambda job: []
-    """What to tell the user of an exported job."""
-    carries_model: bool = False
-    """The configuration includes the model's dimensions."""
-    filename: str = ""
-    """File that an export writes, if not the framework's name."""
-    stacks: tuple[str, ...] = ()
-    """Presets that describe its software, the usual one first."""
-    recipe: str = "bf16"
-    """Its default precision."""
+    notes: Callable[[Job], list[str]] = lambda job: []  # what to tell the user of an exported job
+    carries_model: bool = False  # the configuration includes the model's dimensions
+    filename: str = ""  # file that an export writes, if not the framework's name
+    stacks: tuple[str, ...] = ()  # presets that describe its software, the usual one first
+    recipe: str = "bf16"  # its default precision
     selective: Callable[[Job], tuple[str, ...]] = lambda job: ()
     """Operators that its selective recomputation recomputes, as far as they are priced here."""
     own_way: tuple[str, ...] = ("strategy.overlap",)

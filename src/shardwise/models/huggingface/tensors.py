@@ -27,26 +27,19 @@ class FamilyLayout:
     """The names and layouts of one ``model_type``."""
 
     architecture: str
-    inside: Mapping[str, str]
-    """Modules of a layer: their names by ours."""
-    outside: Mapping[str, str]
-    """Modules outside of the layers."""
+    inside: Mapping[str, str]  # modules of a layer: their names by ours
+    outside: Mapping[str, str]  # modules outside of the layers
     layer: str = "model.layers.{}."
-    transposed: frozenset[str] = frozenset()
-    """Modules (ours) that are stored as [inputs, outputs]."""
+    transposed: frozenset[str] = frozenset()  # modules (ours) that are stored as [inputs, outputs]
     fused: tuple[tuple[str, ...], ...] = ()
     """Groups of modules (ours) that are parts, in this order, of one stored module."""
-    by_head: bool = False
-    """Fused parts follow each other head by head."""
+    by_head: bool = False  # fused parts follow each other head by head
     interleaved: frozenset[str] = frozenset()
     """Modules (ours) whose heads are stored with the two members of each rotated pair side by side; ours have all first
     members, then all second ones."""
-    prefix: str = "model."
-    """Stands before every name but the head's; some published files leave it out."""
-    ignored: tuple[str, ...] = ()
-    """Endings of stored tensors that are not parameters."""
-    joined_experts: bool = False
-    """One tensor holds all experts' gates and ups, another their downs."""
+    prefix: str = "model."  # stands before every name but the head's; some published files leave it out
+    ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
+    joined_experts: bool = False  # one tensor holds all experts' gates and ups, another their downs
 
     def with_joined_experts(self) -> FamilyLayout:
         """The layout that `transformers` 5 has in memory for a mixture of experts, and saves unless it converts."""
@@ -219,20 +212,14 @@ class TensorPlace:
 
     name: str
     shape: tuple[int, ...]
-    names: tuple[str, ...]
-    """One stored name, or one per expert if ours is a stack of experts."""
+    names: tuple[str, ...]  # one stored name, or one per expert if ours is a stack of experts
     stacked: bool = False
     transposed: bool = False
-    start: int = 0
-    """Where our outputs begin in fused ones (of each head, with `every`)."""
-    whole: int | None = None
-    """Number of fused outputs; None if ours are not fused with others."""
-    head: int = 0
-    """Rows of a head."""
-    rotated: int = 0
-    """Number of its last rows that are stored with pairs interleaved."""
-    every: int = 0
-    """Number of fused outputs per head."""
+    start: int = 0  # where our outputs begin in fused ones (of each head, with `every`)
+    whole: int | None = None  # number of fused outputs; None if ours are not fused with others
+    head: int = 0  # rows of a head
+    rotated: int = 0  # number of its last rows that are stored with pairs interleaved
+    every: int = 0  # number of fused outputs per head
     joined: bool = False
     """All experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part."""
 
@@ -372,11 +359,9 @@ _OTHER_CONFIG = "use the config.json that belongs to these weights"
 class Naming:
     """What a Hugging Face family calls the tensors of one model."""
 
-    model: Model
-    """With multi-token-prediction modules if the folder stores them, or will: not every family names them."""
+    model: Model  # with multi-token-prediction modules if the folder stores them, or will: not every family names them
     layout: FamilyLayout
-    config: Mapping[str, Any]
-    """The content of config.json."""
+    config: Mapping[str, Any]  # the content of config.json
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], model: Model | None = None, present: Collection[str] = ()) -> Naming:

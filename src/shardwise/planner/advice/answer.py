@@ -45,10 +45,8 @@ class Questions:
 class PlanAnswer:
     """A plan and the answers to all questions about it."""
 
-    plan: Plan
-    """Includes the strategies that were simulated for an answer."""
-    notes: tuple[str, ...]
-    """What was assumed or left out."""
+    plan: Plan  # includes the strategies that were simulated for an answer
+    notes: tuple[str, ...]  # what was assumed or left out
     framework: str | None
     explanation: PlanExplanation
     textbook: Candidate | None

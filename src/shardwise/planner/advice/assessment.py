@@ -141,10 +141,8 @@ class Assessment:
     analysis: Analysis
     error_bar: ErrorBar
     bottleneck: Bottleneck
-    best_change: Change | None
-    """For a job that fits."""
-    what_would_fit: str | None
-    """For a job that does not fit."""
+    best_change: Change | None  # for a job that fits
+    what_would_fit: str | None  # for a job that does not fit
     gradient_times: tuple[GradientTime, ...]
     storage: StorageUse
     campaign: Campaign | None = None

@@ -38,13 +38,10 @@ class WhyNot:
     """The answer to one "why not"."""
 
     wanted: str
-    verdict: str
-    """ "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself"."""
+    verdict: str  # "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself"
     reason: str
-    best: Candidate | None = None
-    """The best strategy with the wanted values, if any could be priced."""
-    loss: float | None = None
-    """Extra time per token against the fastest, as a share."""
+    best: Candidate | None = None  # the best strategy with the wanted values, if any could be priced
+    loss: float | None = None  # extra time per token against the fastest, as a share
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ class Wish:
     words: str
     wanted: Mapping[str, Allowed]
     request: Request
-    result: Plan | Search | None
-    """None if the request itself rules the values out; ``problem`` says why."""
+    result: Plan | Search | None  # none if the request itself rules the values out; ``problem`` says why
     problem: str = ""
 
     @property
@@ -208,14 +204,11 @@ class PlanExplanation:
     first: Candidate
     second: Candidate | None
     fastest: Candidate
-    within: int
-    """Layouts within noise of the fastest."""
+    within: int  # layouts within noise of the fastest
     noise: Noise
-    group: Group
-    """Of the second strategy."""
+    group: Group  # of the second strategy
     differences: str
-    turnings: tuple[Turning, ...] | None
-    """What would make the second win; None if there was no time to search for it."""
+    turnings: tuple[Turning, ...] | None  # what would make the second win; None if there was no time to search for it
 
     @property
     def loss(self) -> float:

@@ -17,10 +17,8 @@ class PricedExport:
     """A job as priced here, and as a framework runs its export."""
 
     here: Candidate
-    there: Candidate | None
-    """None if what the framework would run is not a valid job."""
-    differs: tuple[str, ...] = ()
-    """What the framework does differently, in a few words."""
+    there: Candidate | None  # none if what the framework would run is not a valid job
+    differs: tuple[str, ...] = ()  # what the framework does differently, in a few words
 
     @property
     def changed(self) -> bool:

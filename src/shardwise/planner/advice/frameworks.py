@@ -70,12 +70,10 @@ def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
 class Way:
     """A mode of a framework with a price of its own: it runs with this stack and precision."""
 
-    name: str
-    """The framework."""
+    name: str  # the framework
     stack: str
     precision: str
-    alone: bool = dataclasses.field(default=False, compare=False)
-    """Whether the framework has no other mode."""
+    alone: bool = dataclasses.field(default=False, compare=False)  # whether the framework has no other mode
 
     def request(self, request: Request) -> Request:
         """The request as the framework runs it in this way; our engine need not be able to run the result."""
@@ -307,12 +305,9 @@ class FrameworkVerdict:
     lacks: tuple[Lost, ...]
     own: Candidate | None = None
     """The plan, or the best layout near it, with the framework's kernels and precision; None if nothing fits."""
-    differs: tuple[str, ...] = ()
-    """How ``own`` differs from the plan."""
-    needed_bytes: float | None = None
-    """Memory of the plan as the framework runs it, if it does not fit."""
-    searched: bool = True
-    """Whether layouts near the plan were searched."""
+    differs: tuple[str, ...] = ()  # how ``own`` differs from the plan
+    needed_bytes: float | None = None  # memory of the plan as the framework runs it, if it does not fit
+    searched: bool = True  # whether layouts near the plan were searched
 
     @property
     def runs(self) -> bool:

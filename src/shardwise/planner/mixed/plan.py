@@ -127,12 +127,9 @@ class MixedPlan:
 
     request: MixedRequest
     tried: int
-    candidates: tuple[MixedStep, ...]
-    """All that were simulated, best first."""
-    alone: tuple[Candidate | None, ...]
-    """The best on each kind alone, if asked for."""
-    was_stopped: bool = False
-    """By the time limit: these are the best so far."""
+    candidates: tuple[MixedStep, ...]  # all that were simulated, best first
+    alone: tuple[Candidate | None, ...]  # the best on each kind alone, if asked for
+    was_stopped: bool = False  # by the time limit: these are the best so far
 
     @property
     def best(self) -> MixedStep:

@@ -43,10 +43,8 @@ class Arrangement:
     """A strategy over all kinds: the pipeline runs across them, every other dimension inside one kind."""
 
     mixed: MixedCluster
-    kinds: tuple[int, ...]
-    """The kinds in the order of the pipeline ranks."""
-    job: Job
-    """Has the strategy of the whole pipeline; its cluster is not used."""
+    kinds: tuple[int, ...]  # the kinds in the order of the pipeline ranks
+    job: Job  # has the strategy of the whole pipeline; its cluster is not used
 
     @property
     def strategy(self) -> Strategy:
@@ -101,16 +99,11 @@ class KindPart:
     kind: int
     cluster: Cluster
     strategy: Strategy
-    ranks: range
-    """Its pipeline ranks."""
-    layers: tuple[int, ...]
-    """Of each of its ranks."""
-    memory: DeviceMemory
-    """Of its fullest device."""
-    idle_share: float
-    """Of the pipeline's time."""
-    batch_share: float = 1.0
-    """Of the sequences that it sees."""
+    ranks: range  # its pipeline ranks
+    layers: tuple[int, ...]  # of each of its ranks
+    memory: DeviceMemory  # of its fullest device
+    idle_share: float  # of the pipeline's time
+    batch_share: float = 1.0  # of the sequences that it sees
 
 
 @dataclass(frozen=True)

@@ -57,27 +57,19 @@ class Search:
     """The result of a search: how many strategies it priced, and the best of them."""
 
     priced: int = 0
-    excluded: int = 0
-    """Ruled out by the user."""
-    unsupported: int = 0
-    """Not run by our engine."""
-    too_large: int = 0
-    """Too large for a device."""
+    excluded: int = 0  # ruled out by the user
+    unsupported: int = 0  # not run by our engine
+    too_large: int = 0  # too large for a device
     seconds: float = 0.0
-    was_stopped: bool = False
-    """Whether part of the space was not searched."""
-    best: list[PricedStrategy] = field(default_factory=list)
-    """Strategies that run and fit, fastest first."""
-    of_degrees: dict[Degrees, PricedStrategy] = field(default_factory=dict)
-    """The best of every layout."""
+    was_stopped: bool = False  # whether part of the space was not searched
+    best: list[PricedStrategy] = field(default_factory=list)  # strategies that run and fit, fastest first
+    of_degrees: dict[Degrees, PricedStrategy] = field(default_factory=dict)  # the best of every layout
     front: list[PricedStrategy] = field(default_factory=list)
     """The best at every step of memory, as far as more memory gains time."""
-    best_not_run: PricedStrategy | None = None
-    """The fastest that fits, but is priced only."""
+    best_not_run: PricedStrategy | None = None  # the fastest that fits, but is priced only
     tight: dict[Degrees, PricedStrategy] = field(default_factory=dict)
     """Faster than all that fit, but they may run out of memory."""
-    least_memory: PricedStrategy | None = None
-    """The strategy that runs and needs the least memory."""
+    least_memory: PricedStrategy | None = None  # the strategy that runs and needs the least memory
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)
     """The least bytes that any strategy of a layout needs."""
 
@@ -154,10 +146,8 @@ class _Gains:
     fastest so far."""
 
     keeper: _Keeper
-    first: float
-    """Seconds of a sequence: the fastest without offload."""
-    noise: float
-    """A factor, such as 1.02."""
+    first: float  # seconds of a sequence: the fastest without offload
+    noise: float  # a factor, such as 1.02
 
     @property
     def limit(self) -> float:

@@ -218,14 +218,10 @@ class Space:
 
     job: Job
     constraints: Constraints = Constraints()
-    minimum_batch: int | None = None
-    """As in `Batches`."""
-    offload: bool = True
-    """Whether strategies may offload."""
-    any_priced: bool = False
-    """Adds strategies that are priced but not run."""
-    narrowed: int = 0
-    """How many of the `NARROWINGS` apply."""
+    minimum_batch: int | None = None  # as in `Batches`
+    offload: bool = True  # whether strategies may offload
+    any_priced: bool = False  # adds strategies that are priced but not run
+    narrowed: int = 0  # how many of the `NARROWINGS` apply
     straddling: bool = False
     """Has only the layouts in which some group straddles a network level; otherwise it has only the others."""
 

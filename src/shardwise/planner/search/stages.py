@@ -28,12 +28,9 @@ from shardwise.spec.strategy import Strategy
 class Piece:
     """What a part of the model costs the rank that holds it."""
 
-    seconds: float
-    """Per microbatch: all passes, exposed communication included."""
-    bytes: float
-    """Held during the whole step."""
-    activation_bytes: float
-    """Per microbatch in flight."""
+    seconds: float  # per microbatch: all passes, exposed communication included
+    bytes: float  # held during the whole step
+    activation_bytes: float  # per microbatch in flight
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*map(add, vars(self).values(), vars(other).values()))
