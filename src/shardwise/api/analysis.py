@@ -17,6 +17,7 @@ from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.automatic import decided
 from shardwise.report.analysis import analysis_data, analysis_page, analysis_screen, dimension_data, topology_rows
 from shardwise.report.page import Page
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
@@ -182,4 +183,5 @@ def require_few_passes(job: Job, field: str, most: int = _MOST_PASSES) -> None:
 def _job(job: JobSource | None, keywords: JobKeywords) -> tuple[Job, list[str]]:
     if isinstance(job, Job) and not keywords:
         return job, []
-    return job_from(job_arguments(job, keywords))
+    described, notes = job_from(job_arguments(job, keywords))
+    return decided(described), notes

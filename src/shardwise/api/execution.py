@@ -15,7 +15,7 @@ from shardwise.api.inputs import job_from
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with_address, require_compatible
 from shardwise.interop.companions import folder_of_model
-from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
+from shardwise.interop.jobs import is_folder
 from shardwise.launch.elastic import FindsRecuts
 from shardwise.launch.job_file import on_nodes
 from shardwise.launch.local import DEBUG
@@ -25,6 +25,7 @@ from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import TargetRequest, started_on
+from shardwise.planner.automatic import decided
 from shardwise.report.page import Page
 from shardwise.report.progress import LONG_SECONDS
 from shardwise.report.status import training_data, training_page
@@ -200,8 +201,8 @@ def ready_run(
     given: JobArguments, options: RunOptions, place: RunPlace, *, hosts: Sequence[str] | None = None, note: OnProgress
 ) -> ReadyRun:
     """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known."""
-    described, notes = job_with(given, options, place)
-    job = _with_absolute_paths(described)
+    job, notes = job_with(given, options, place)
+    job = _with_absolute_paths(job)
     started_as, elsewhere = place.started_as, place.target is not None
     require_packages("train", "torch", "safetensors")
     if started_as is not None:
@@ -232,7 +233,8 @@ def ready_run(
 
 def job_with(given: JobArguments, options: RunOptions, place: RunPlace) -> tuple[Job, list[str]]:
     """The job with the fields that the options set, and notes."""
-    job, notes = job_from(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
+    described, notes = job_from(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
+    job = decided(described)
     restarts = job.run.restarts
     if restarts.shrink and restarts.least_devices > job.strategy.world:
         problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
@@ -362,6 +364,5 @@ def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> 
 
 
 def _named_model(given: JobArguments) -> Any:
-    if "model" not in given.overrides and given.job and other_framework(given.job) is None:
-        return read_job_fields(given.job).get("model")
-    return given.overrides.get("model", (given.fields or {}).get("model"))
+    of_source = given.source.get("model") if isinstance(given.source, Mapping) else None
+    return given.overrides.get("model", of_source)

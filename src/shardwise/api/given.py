@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shardwise.api.quantities import path_text
+from shardwise.interop.jobs import other_framework, read_job_fields
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.codec import Spec
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -35,6 +37,18 @@ class JobArguments:
     """Numbers that stand for a model or a cluster."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values by the path of their field, such as ``model`` and ``strategy.tp``."""
+
+    @cached_property
+    def source(self) -> Mapping[str, Any] | Configuration:
+        """The fields below the overrides, or another framework's configuration; a file is read when this is asked."""
+        if not self.job:
+            return self.configuration or self.fields or {}
+        framework = other_framework(self.job)
+        if framework is None:
+            return read_job_fields(self.job)
+        from shardwise.interop.frameworks import configuration_in
+
+        return configuration_in(self.job, framework)
 
 
 JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shardwise.api import sources
 from shardwise.api.given import JobArguments
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes
-from shardwise.planner.automatic import decided
 from shardwise.spec.bare import BareNumbers, StandIn
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import Spec
@@ -20,13 +19,10 @@ from shardwise.spec.installation import precision_notes
 from shardwise.spec.job import Job, names_precision
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
-from shardwise.spec.run import Run
+from shardwise.spec.run import Run, fitting_run
 from shardwise.spec.stack import default_stack, stack_from
 from shardwise.spec.strategy import AUTO, Strategy, without_auto
 from shardwise.spec.training import Training
-
-if TYPE_CHECKING:
-    pass
 
 EMULATED_ON = "laptop"
 # Fields of the strategy that no search varies, most of them since they change the numbers that training computes.
@@ -40,21 +36,20 @@ Noun = TypeVar("Noun", bound=Spec)
 
 
 def job_from(arguments: JobArguments, *, trains: bool = False, runs_here: bool = False) -> tuple[Job, list[str]]:
-    """The job that a file and flags describe; flags override the file.
+    """The job that a file and flags describe; flags override the file. `decided` then chooses what it leaves open.
 
     The file may be another framework's configuration: notes say what is not used of it and what had to be assumed. It
     is priced as that framework runs it, unless our engine examines it (``runs_here``) or ``trains`` it.
     """
     fields, framework, notes = _job_fields(arguments, runs_here=runs_here or trains)
+    _limit_sequence(fields)
     given = fields.get("run", {} if trains else None)
     if isinstance(given, Mapping):
         fields["run"] = with_steps(given, fields)
         if framework is not None:
-            fields["run"], cut = _fitting_run(fields["run"])
+            fields["run"], cut = fitting_run(fields["run"])
             notes += cut
-    _limit_sequence(fields)
-    job = decided(Job.from_dict(fields))
-    check_algorithm(job.strategy.collective, "strategy.collective")
+    job = Job.from_dict(fields)
     if trains or not runs_here:  # not for verbs that examine or compare the job here instead of running it
         notes += precision_notes(job, given=names_precision(fields))
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
@@ -73,7 +68,7 @@ def planning_job(
         notes += _take_framework_defaults(fields, framework)
     given = _part(fields, "strategy")
     Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # checks unused fields too
-    notes += _not_taken(arguments)
+    notes += _not_taken(arguments.overrides)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
     if "tp" in _mapping(given.get("overlap")):  # given by the caller, so that the stack does not decide
         fields["strategy"]["overlap"] = {"tp": given["overlap"]["tp"]}
@@ -89,7 +84,7 @@ def planning_job(
     fields["training"] = training
     if imported is not None and isinstance(fields.get("run"), Mapping):
         steps = _planned_steps(training, batch)
-        fields["run"], cut = _fitting_run({**fields["run"], **({"steps": steps} if steps else {})})
+        fields["run"], cut = fitting_run({**fields["run"], **({"steps": steps} if steps else {})})
         notes += cut
     job = Job.from_dict(fields)
     check_algorithm(job.strategy.collective, "strategy.collective")
@@ -101,10 +96,10 @@ def planning_job(
         raise error.under("training") from None
 
 
-def _not_taken(arguments: JobArguments) -> list[str]:
+def _not_taken(overrides: Mapping[str, Any]) -> list[str]:
     """Notes on fields of the strategy that a plan ignores because the stack decides."""
     ignored = ("strategy.overlap", "strategy.dispatch")
-    paths = (path for path in arguments.overrides if path.startswith(ignored) and path != "strategy.overlap.tp")
+    paths = (path for path in overrides if path.startswith(ignored) and path != "strategy.overlap.tp")
     return [f"{path} is ignored: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
 
@@ -112,12 +107,6 @@ def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
     """The steps that the tokens of a run take; None if it has none, or if the batch is not a known number."""
     tokens = training.get("tokens")
     return -(-tokens // (batch * training["seq"])) if isinstance(tokens, int) and isinstance(batch, int) else None
-
-
-def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from shardwise.interop.frameworks.job_fields import fitting_run
-
-    return fitting_run(run)
 
 
 def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str]:
@@ -150,9 +139,14 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
     """
     numbers, overrides = arguments.bare, arguments.overrides
     sources.check(numbers, overrides)
-    fields, framework, notes = sources.source_fields(arguments)
-    if framework is not None and runs_here:
-        fields.pop("stack", None)
+    source = arguments.source
+    if isinstance(source, Mapping):
+        fields, framework, notes = dict(source), None, list[str]()
+    else:
+        framework = source.framework
+        fields, notes = sources.imported(source, numbers, overrides)
+        if runs_here:
+            fields.pop("stack", None)
     for path, value in overrides.items():
         if not path.startswith(("model.", "cluster.")):
             set_field(fields, path, value)
@@ -161,7 +155,6 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
     named = fields.get("model")
     fields["model"] = _looked_up("model", sources.model, numbers, fields, overrides)
-    notes += model_notes(named)
     cluster = _looked_up("cluster", sources.cluster, numbers, fields, overrides)
     if nodes is not None and cluster.levels[-1].name == EMULATED:
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, perhaps with another link
@@ -170,7 +163,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    return fields, framework, notes
+    return fields, framework, [*notes, *model_notes(named)]
 
 
 def _looked_up(

@@ -19,6 +19,7 @@ from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
+from shardwise.planner.automatic import decided
 from shardwise.planner.candidate import candidate
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
@@ -129,7 +130,8 @@ def write_report(
     tell = on_progress or (lambda text: None)
     asked = job_arguments(job, keywords)
     folder = _run_of(asked)
-    made, notes = job_from(asked if folder is None else replace(asked, job=str(folder.job)))
+    described, notes = job_from(asked if folder is None else replace(asked, job=str(folder.job)))
+    made = decided(described)
     tell("pricing")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)

@@ -1,4 +1,4 @@
-"""Where a job comes from: files, presets, another framework's configuration, bare numbers (`--params 70e9 ...`)."""
+"""A job's model and cluster, by name or bare numbers (`--params 70e9 ...`); and jobs of other frameworks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from shardwise.api.given import JobArguments
 from shardwise.api.quantities import exclusive, whole_number
-from shardwise.interop.jobs import model_from, other_framework, read_job_fields
+from shardwise.interop.jobs import model_from
 from shardwise.spec.bare import TOPOLOGIES, BareNumbers, Size, StandIn
 from shardwise.spec.clusters import job_cluster_from, mixed_kinds, parse_shape, squarest
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -27,26 +26,11 @@ DEFAULT_LATENCY = "5us"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 
 
-def source_fields(arguments: JobArguments) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The fields below the overrides, from a file or a mapping; the framework whose configuration that is; notes."""
-    configuration = arguments.configuration
-    if arguments.job:
-        framework = other_framework(arguments.job)
-        if framework is None:
-            return read_job_fields(arguments.job), None, []
-        from shardwise.interop.frameworks import configuration_in
-
-        configuration = configuration_in(arguments.job, framework)
-    if configuration is None:
-        return dict(arguments.fields or {}), None, []
-    fields, notes = _imported(arguments, configuration)
-    return fields, configuration.framework, notes
-
-
-def _imported(arguments: JobArguments, configuration: Configuration) -> tuple[dict[str, Any], list[str]]:
+def imported(
+    configuration: Configuration, numbers: BareNumbers, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """The fields of a job from another framework's configuration, and notes for the user."""
     notes, framework = [], configuration.framework
-    numbers, overrides = arguments.bare, arguments.overrides
     known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
     if not numbers.given("cluster") and "cluster" not in known:
         if numbers.gpus is None:
@@ -63,14 +47,13 @@ def _imported(arguments: JobArguments, configuration: Configuration) -> tuple[di
     others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
     if degrees.get("strategy.dp") is None and machine.devices % others == 0:
         given["strategy.dp"] = machine.devices // others
-    imported = configuration.read(shape, machine, given)
-    fields = {**imported.nested(), **known}
-    if imported.no_model and "model" not in fields and shape is None:
-        raise imported.without_model()
+    read = configuration.read(shape, machine, given)
+    fields = {**read.nested(), **known}
+    if read.no_model and "model" not in fields and shape is None:
+        raise read.without_model()
     if isinstance(fields.get("model"), dict):
         fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    notes += [*imported.notes, *imported.not_priced]
-    return fields, notes
+    return fields, [*notes, *read.notes, *read.not_priced]
 
 
 def model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:

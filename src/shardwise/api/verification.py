@@ -11,6 +11,7 @@ from shardwise.api.given import JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
+from shardwise.planner.automatic import decided
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_page
 from shardwise.run.environment import started
@@ -87,7 +88,10 @@ def verify(
         raise SpecError("⟨tolerance⟩", f"{tolerance:g} is not a deviation", "use 0 or more, such as 1e-5")
     if abs(parse(seed, "count", "⟨seed⟩")) > LARGEST_SEED:
         raise SpecError("⟨seed⟩", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
-    asked = job if isinstance(job, Job) and not keywords else job_from(job_arguments(job, keywords), runs_here=True)[0]
+    if isinstance(job, Job) and not keywords:
+        asked = job
+    else:
+        asked = decided(job_from(job_arguments(job, keywords), runs_here=True)[0])
     require_packages("verify", "torch")
 
     from shardwise.measure import verify as measured

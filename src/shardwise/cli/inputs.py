@@ -12,6 +12,7 @@ from shardwise.api import inputs
 from shardwise.api.quantities import whole_number
 from shardwise.cli.arguments import job_arguments
 from shardwise.interop.jobs import model_from
+from shardwise.planner.automatic import decided
 from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
@@ -24,10 +25,10 @@ MOST_PORT = 65535
 
 
 def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
-    """The job that a file and flags describe."""
+    """The job that a file and flags describe, with what it leaves open chosen."""
     job, notes = inputs.job_from(job_arguments(parsed), runs_here=runs_here)
     print_notes(notes)
-    return job
+    return decided(job)
 
 
 def print_notes(notes: Iterable[str]) -> None:

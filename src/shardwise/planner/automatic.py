@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of
 from shardwise.spec.errors import SpecError
@@ -59,7 +60,11 @@ def _with_share(job: Job, kind: str, share: float) -> Job:
 
 
 def decided(job: Job) -> Job:
-    """The job with what it leaves open chosen by prediction; unchanged if it leaves nothing open."""
+    """The job with what it leaves open chosen by prediction; unchanged if it leaves nothing open.
+
+    Raises SpecError for a collective algorithm that cannot be priced.
+    """
+    check_algorithm(job.strategy.collective, "strategy.collective")
     return ways_to_fit(job)[0]
 
 

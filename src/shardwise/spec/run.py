@@ -374,3 +374,14 @@ class Run(Spec):
         """Whether any policy needs a checkpoint to go back to."""
         spikes = self.spikes.factor is not None and self.spikes.policy == "roll-back"
         return spikes or self.non_finite.policy == "roll-back"
+
+
+def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a run, its warm-up cut to end before the run does as frameworks do; and a note if it was cut."""
+    schedule, steps = run.get("schedule"), run.get("steps", Run().steps)
+    warmup = schedule.get("warmup") if isinstance(schedule, Mapping) else None
+    if not isinstance(warmup, int) or not isinstance(steps, int) or warmup < steps or not isinstance(schedule, Mapping):
+        return dict(run), []
+    cut = max(0, steps - 1)
+    note = f"a warm-up of {warmup:,} steps is longer than the run of {steps:,}: cut to {cut:,}"
+    return {**run, "schedule": {**schedule, "warmup": cut}}, [note]

@@ -19,14 +19,14 @@ from shardwise.planner.search.supported import findings_of
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fields import job_fields
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.rules import divisors
-from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
+from shardwise.spec.schedules import PLAIN, schedule_record
 from shardwise.spec.strategy import Offload, Strategy
-from shardwise.spec.training import OPTIMIZERS, RECIPES
 from shardwise.spec.units import readable_count
 
 # The job of a page that is opened without one, as in the README.
@@ -94,17 +94,17 @@ def choices(job: Job) -> dict[str, list[dict[str, Any]]]:
     offered: dict[str, Iterator[ControlValue]] = {
         **{name: _degrees(job, name) for name in ("tp", "pp", "cp", "ep")},
         "dp": _replicas(job),
-        "zero": _tried(job, "zero", (0, 1, 2, 3)),
+        "zero": _tried(job, "zero"),
         "shard_group": _tried(job, "shard_group", shard_groups(strategy)) if strategy.zero else iter(()),
         "microbatch": _tried(job, "microbatch", _doublings(MOST_MICROBATCH, strategy.microbatch)),
         "schedule": _schedules(job),
         "interleave": _interleaves(job),
-        "recompute": _tried(job, "recompute", ("none", "selective", "full")),
-        "context_method": _methods(job),
+        "recompute": _tried(job, "recompute"),
+        "context_method": _tried(job, "context_method") if strategy.cp > 1 else iter(()),
         "sequence_parallel": _tried(job, "sequence_parallel", (True, False)) if strategy.tp > 1 else iter(()),
         "offload": _offloads(job),
-        "precision": _trainings(job, "precision", RECIPES),
-        "optimizer": _trainings(job, "optimizer", OPTIMIZERS),
+        "precision": _trainings(job, "precision"),
+        "optimizer": _trainings(job, "optimizer"),
     }
     return {name: [value.to_dict() for value in values] for name, values in offered.items()}
 
@@ -125,9 +125,9 @@ def _degrees(job: Job, name: str) -> Iterator[ControlValue]:
     return _tried(job, name, sorted({present, *usual[:_MOST_VALUES]}))
 
 
-def _tried(job: Job, name: str, values: Iterable[Any]) -> Iterator[ControlValue]:
-    """The given values of a field of the strategy, each tried on the job."""
-    for value in values:
+def _tried(job: Job, name: str, values: Iterable[Any] | None = None) -> Iterator[ControlValue]:
+    """The given values of a field of the strategy, or all that it can have, each tried on the job."""
+    for value in job_fields()[f"strategy.{name}"].choices if values is None else values:
         changes = {name: value, **_follows(job.strategy, name, value)}
         offered = _staged if name in ("pp", "interleave") else _choice
         yield offered(job, name, value, changes, _label(name, value))
@@ -211,7 +211,7 @@ def _preset(cluster: Cluster) -> Cluster | None:
 def _schedules(job: Job) -> Iterator[ControlValue]:
     if job.strategy.pp == 1:
         return
-    for name in job_schedules():
+    for name in job_fields()["strategy.schedule"].choices:
         chunks = max(2, job.strategy.interleave) if schedule_record(name).chooses_chunks else None
         changes = {"schedule": None if name == PLAIN else name, "interleave": chunks}
         yield _staged(job, "schedule", name, changes, name)
@@ -223,10 +223,6 @@ def _interleaves(job: Job) -> Iterator[ControlValue]:
     return _tried(job, "interleave", sorted({*INTERLEAVES, job.strategy.interleave}))
 
 
-def _methods(job: Job) -> Iterator[ControlValue]:
-    return _tried(job, "context_method", ("ring", "all-gather", "ulysses")) if job.strategy.cp > 1 else iter(())
-
-
 def _offloads(job: Job) -> Iterator[ControlValue]:
     if job.cluster.host_link is None:
         return
@@ -235,8 +231,8 @@ def _offloads(job: Job) -> Iterator[ControlValue]:
         yield _choice(job, "offload", name, {"offload": offload.to_dict() or None}, name, chosen=name == present)
 
 
-def _trainings(job: Job, name: str, values: Iterable[str]) -> Iterator[ControlValue]:
-    for value in values:
+def _trainings(job: Job, name: str) -> Iterator[ControlValue]:
+    for value in job_fields()[f"training.{name}"].choices:
         yield _choice(job, name, value, {name: value}, value)
 
 

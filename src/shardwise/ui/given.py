@@ -13,6 +13,7 @@ from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.recognise import is_hf_config
+from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
 from shardwise.spec.fields import flag_of, keyword_paths
@@ -49,7 +50,7 @@ def arguments_from(given: Mapping[str, Any]) -> JobArguments:
 def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
     """The job, and notes on what was assumed."""
     job, notes = job_from(arguments_from(given))
-    return job, [*notes, *left_out(given.get("model"))]
+    return decided(job), [*notes, *left_out(given.get("model"))]
 
 
 def check_references(value: Any, path: str = "") -> None:

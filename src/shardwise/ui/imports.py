@@ -16,6 +16,7 @@ from shardwise.interop.frameworks import TARGETS, Configuration
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import job_fields_in, kind_of
 from shardwise.interop.recognise import CONFIG, JOB
+from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json, require_whole_characters
@@ -86,6 +87,7 @@ def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
     model = {} if fields.get("model") is not None else _named(beside, "model")
     job, notes = job_from(replace(arguments_from({**place, **model}), fields=fields))
+    job = decided(job)
     if job.run != Run(memory_risk=job.run.memory_risk):
         notes.append("run is not used: this page runs nothing")
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))

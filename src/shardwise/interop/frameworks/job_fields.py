@@ -19,7 +19,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.run import Run
+from shardwise.spec.run import Run, fitting_run
 from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
@@ -163,17 +163,6 @@ def _values(noun: Any, prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + field.name] = value
     return values
-
-
-def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a run, its warm-up cut to end before the run does as frameworks do; and a note if it was cut."""
-    schedule, steps = run.get("schedule"), run.get("steps", Run().steps)
-    warmup = schedule.get("warmup") if isinstance(schedule, Mapping) else None
-    if not isinstance(warmup, int) or not isinstance(steps, int) or warmup < steps or not isinstance(schedule, Mapping):
-        return dict(run), []
-    cut = max(0, steps - 1)
-    note = f"a warm-up of {warmup:,} steps is longer than the run of {steps:,}: cut to {cut:,}"
-    return {**run, "schedule": {**schedule, "warmup": cut}}, [note]
 
 
 # -- What an export and an import return: files and what they lose; fields of a job, and what was not used of a file
