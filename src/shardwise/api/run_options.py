@@ -30,7 +30,7 @@ class RunOptions:
     go_on: bool = False
     """Resume from the folder's weights and position even if data, sequence, batch or optimizer differ."""
     steps: int | str | None = _sets("run.steps", "N")
-    """Steps to train; in the whole run (default: of training.tokens, or 1000)."""
+    """Steps to train; a resumed run counts those before too (default: what training.tokens needs, or 1000)."""
     data: tuple[str, ...] | str | None = _sets("run.data.shards", "SHARDS")
     """Token shards to train on, without a suffix; repeat for several (default: the built-in corpus)."""
     grace: Size = field(default="30s", metadata={"metavar": "TIME"})
@@ -38,12 +38,12 @@ class RunOptions:
     emulate: str | None = _sets("run.emulate", "NODES")
     """Run on virtual nodes of this machine; 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)."""
     on: str | None = field(default=None, metadata={"metavar": "TARGET[,OPTION=...]"})
-    """Run on other hosts; ray, a file of hosts (`host slots=8`, over ssh); or write what starts the processes: slurm (a
-    script), kubernetes (manifests), skypilot (a task); `shardwise list targets` shows their options."""
+    """Run on other hosts; TARGET is ray or a file of hosts (`host slots=8`, over ssh); slurm, kubernetes and skypilot
+    write what starts the processes: a script, manifests, a task (options: `shardwise list targets`)."""
     wait_for_resources: Size | None = _sets("run.restarts.wait", "TIME")
-    """How long to wait for missing devices; run.restarts.wait (default 60s)."""
+    """How long to wait for missing devices (default 60s; run.restarts.wait)."""
     least_devices: int | str | None = _sets("run.restarts.least_devices", "N", also={"run.restarts.shrink": True})
-    """After a loss go on with at least N devices, replanned, and with all when they return (run.restarts.shrink)."""
+    """After losing devices replan and go on with N or more; with all again when they return (run.restarts.shrink)."""
     profile: str | None = _sets("run.profile", "STEPS")
     """Record these steps for `compare`, such as steps=10:12."""
     nvtx: str | None = _sets("run.nvtx", "STEPS")

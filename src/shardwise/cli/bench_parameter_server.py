@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--servers", default="1", metavar="N", help="servers that share the weights (default 1)")
     ahead = "steps that an asynchronous worker may be ahead of the slowest (default 2)"
     parser.add_argument("--staleness", default="2", metavar="N", help=ahead)
-    parser.add_argument("--steps", default="20", metavar="N", help="steps to train; by each method (default 20)")
+    parser.add_argument("--steps", default="20", metavar="N", help="steps to train; with each method (default 20)")
     add_field_argument(parser, "--model", "; a dense one", "tiny")
     add_field_argument(parser, "--global-batch", default="8")
     add_field_argument(parser, "--seq", default="64")

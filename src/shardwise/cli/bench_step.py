@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--compile", action="store_true", help="compile every layer (training.compile)")
     parser.add_argument("--graphs", choices=("auto", "true", "false"), help="one CUDA graph per step (training.graphs)")
     parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"steps to train; timed (default {STEPS})"
+        "--steps", type=int, default=STEPS, metavar="N", help=f"steps to train; all are timed (default {STEPS})"
     )
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, metavar="N", help=f"untimed runs before; of the step (default {WARMUP})"

@@ -95,7 +95,7 @@ def _parser() -> Parser:
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch-size", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
     add_field_argument(parser, "--tp", "; with --on ray of each replica (default 1; under a launcher all its ranks)")
-    on = "run on other hosts; ray, with --prompt-file: CPU actors tokenise, model actors generate, by Ray Data"
+    on = "run on other hosts; by Ray Data, with --prompt-file: CPU actors tokenise, model actors generate"
     add("--on", metavar="ray[,address=...]", help=on)
     add("--replicas", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
     wait = f"how long to wait for missing devices; with --on ray (default {WAIT_SECONDS:g}s)"

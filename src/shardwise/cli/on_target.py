@@ -39,7 +39,10 @@ _OLD = {
 
 
 def add_target_argument(parser: Parser) -> None:
-    on = "run on other hosts; a file of them (`host slots=8`, over ssh), ray, slurm by srun (`shardwise list targets`)"
+    on = (
+        "run on other hosts; TARGET is a file of hosts (`host slots=8`, over ssh), ray, or slurm, which uses srun "
+        "(options: `shardwise list targets`)"
+    )
     parser.add_argument_group("where it runs").add_argument("--on", metavar="TARGET[,OPTION=...]", help=on)
 
 

@@ -29,7 +29,7 @@ def add_plot_argument(group: argparse._MutuallyExclusiveGroup) -> None:
 
 def add_details_argument(parser: argparse.ArgumentParser) -> None:
     """--details, for verbs whose page is longer than a screen."""
-    details = "everything, not one screen of it; --json, --markdown and --csv always have it"
+    details = "show everything, not just one screen; --json, --markdown and --csv always do"
     parser.add_argument_group("output").add_argument("--details", action="store_true", help=details)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ FIRST = "used most"
 # The groups of flags in the order of the help. A verb has some of them; every verb has the same names for them.
 GROUPS = (
     "options",
+    "the run",
     "the job",
     "strategy and training",
     "bare numbers in place of presets",
@@ -45,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str, example: str, first: str = "") -> None:
         super().__init__(
             prog=f"shardwise {verb}",
-            description=description,
+            description="\n".join(textwrap.fill(line, 120) for line in description.splitlines()),
             epilog="example:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -122,7 +124,8 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def _usage_words(action: argparse.Action) -> str:
         """An argument in the line of usage."""
-        name = str(action.metavar or action.dest)
+        choices = None if action.choices is None else f"{{{','.join(map(str, action.choices))}}}"
+        name = str(action.metavar or choices or action.dest)
         if action.option_strings:
             return f"{action.option_strings[0]} {name.upper()}"
         return {"?": f"[{name}]", "+": f"{name} ..."}.get(str(action.nargs), name)

@@ -93,7 +93,7 @@ def _parser() -> Parser:
     search.add_argument(
         "--min-global-batch", metavar="N", help="search the batch too: the smallest from N sequences on"
     )
-    kinds = f"allow offload: any, or some of {', '.join(OFFLOADS)} (default: where it gains)"
+    kinds = f"allow offload: any, or a list of {', '.join(OFFLOADS)} (default: where it gains)"
     search.add_argument("--offload", nargs="?", const="any", metavar="KIND", help=kinds)
     search.add_argument("--no-offload", action="store_true", help="never offload")
     any_priced = "include strategies that this project's engine cannot run"

@@ -85,14 +85,16 @@ def run(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("train", _DOES, _EXAMPLE, _FIRST)
     add_job_arguments(parser)
+    of_run, place = parser.add_argument_group("the run"), parser.add_argument_group("where it runs")
     for record in fields_of(RunOptions):
         how = {"action": "store_true"} if record.is_switch else {"metavar": record.metadata["metavar"]}
         if record.is_list:
             how["action"] = "append"
-        parser.add_argument(f"--{record.name.replace('_', '-')}", help=record.help, **how)
-    parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
-    rehearse = "run N steps of the job in a separate folder, and check them"
-    parser.add_argument("--rehearse", metavar="N", help=rehearse)
+        group = place if record.name in ("on", "emulate") else of_run
+        group.add_argument(f"--{record.name.replace('_', '-')}", help=record.help, **how)
+    torchrun = "print the torchrun command of each host; starts nothing"
+    place.add_argument("--print-torchrun", action="store_true", help=torchrun)
+    of_run.add_argument("--rehearse", metavar="N", help="run N steps of the job in a separate folder, and check them")
     add_old_arguments(parser, *_OLD)
     add_output_arguments(parser)
     return parser

@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
         "--model --cluster --tp --pp --cp --zero --global-batch --seq --steps --on",
     )
     add_job_arguments(parser)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to train; by AdamW (default {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to train; with AdamW (default {STEPS})")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest relative deviation (default 1e-5)")
     fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
     parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)

@@ -40,7 +40,7 @@ class BareNumbers:
     kv_heads: int | str | None = setting(None, flag="--kv-heads")
     """Key-value heads; by default as many as query heads."""
     ffn: int | str | None = setting(None, flag="--ffn")
-    """Inner features of the MLP; by default 4 times the hidden ones, or what `params` leave."""
+    """Inner features of the MLP; by default 4 times `hidden`, or what gives the model `params`."""
     vocab: int | str | None = setting(None, flag="--vocab")
     """Tokens of the vocabulary."""
     topology: TopologyWord | None = setting(None, flag="--topology")
@@ -48,9 +48,9 @@ class BareNumbers:
     shape: str | None = setting(None, flag="--shape")
     """Axes of a mesh or torus: 8x8, 4x4x8."""
     bandwidth: Size | None = setting(None, flag="--bandwidth")
-    """One direction, per level innermost first: 450GB/s,50GB/s."""
+    """Bandwidth in one direction, per level, innermost first: 450GB/s,50GB/s."""
     latency: Size | None = setting(None, flag="--latency")
-    """Per message, per level innermost first: 2us,5us."""
+    """Latency of a message, per level, innermost first: 2us,5us."""
     device: str | Device | None = setting(None, choices=partial(presets.names, "device"), flag="--device")
     """Device preset or file, by default h100-sxm."""
 

@@ -339,7 +339,7 @@ class Run(Spec):
     reorder: bool = True
     """Assign ranks to the nodes of a wiring in the order predicted to be the fastest, instead of the order of hosts."""
     memory_risk: float = setting(0.05, above=0, maximum=0.5, flag="--memory-risk")
-    """Accepted probability of running out of device memory, by default 5%; for whoever chooses a strategy."""
+    """Accepted probability that a chosen strategy runs out of device memory, by default 5%."""
 
     def check(self) -> None:
         if self.schedule.warmup >= self.steps:

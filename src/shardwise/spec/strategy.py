@@ -80,7 +80,7 @@ class Strategy(Spec):
     sequence_parallel: bool = setting(True, flag="--no-sp", help="tensor parallelism without sequence parallelism")
     """Tensor-parallel ranks split the sequence between their matmuls."""
     zero: Literal[0, 1, 2, 3] = setting(0, flag="--zero")
-    """ZeRO stage: data-parallel ranks shard 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """ZeRO stage, what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too."""
     shard_group: int | None = count(None, maximum=MOST_RANKS, flag="--shard-group")
     """Ranks that ZeRO shards over; by default all cp·dp. Fewer is hybrid sharding."""
     keep_parameters: bool = False
