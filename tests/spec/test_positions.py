@@ -7,6 +7,8 @@ import json
 import pytest
 
 from cli.running import run
+from shardwise.api.given import arguments_of
+from shardwise.api.inputs import job_from
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.rules import sequence_note
@@ -48,3 +50,9 @@ def test_without_a_length_a_model_gets_no_more_than_it_has() -> None:
     command = "analyze --model gpt2 --cluster laptop:2 --json"
     found = run(*command.split())
     assert found.status in (0, 1) and json.loads(found.out)["job"]["training"]["seq"] == 1024
+
+
+def test_the_tokens_of_a_run_are_counted_in_such_sequences() -> None:
+    given = {"model": "gpt2", "cluster": "laptop:1", "training.tokens": 1_000_000, "training.global_batch": 8}
+    trained, _ = job_from(arguments_of(given), trains=True)
+    assert (trained.training.seq, trained.run.steps) == (1024, 123)
