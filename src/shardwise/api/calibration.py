@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -52,10 +52,8 @@ class CalibrationResult(Result):
         return calibration_page(self.found, self.before, self.path)
 
     def _data(self) -> dict[str, Any]:
-        residuals = {
-            name: [asdict(residual) for residual in getattr(self.found, name)] for name in ("residuals", "far_off")
-        }
-        return {"cluster": self.cluster.to_dict(), **residuals, "written": str(self.path)}
+        found = {**picked(self, "cluster"), **picked(self.found, "residuals", "far_off")}
+        return {**found, "written": str(self.path)}
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,8 @@ class RecutResult(Result):
         return {
             "layers_before": cut.layers[0],
             "layers_after": cut.layers[1],
-            "order_before": cut.old.strategy.order,
-            "order_after": cut.job.strategy.order,
-            "slowness_of_ranks": cut.slowness,
+            **picked(cut, order_before="old.strategy.order", order_after="job.strategy.order"),
+            **picked(cut, slowness_of_ranks="slowness"),
             **picked(cut, "step_seconds", "expected_seconds", "gain"),
             "written": str(self.path),
         }

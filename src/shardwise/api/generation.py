@@ -67,12 +67,7 @@ class GenerationResult(Result):
             "out": made.out and str(made.out),
             **picked(made.times, *times),
             "results": [
-                {
-                    "prompt_tokens": list(result.prompt),
-                    "text": text,
-                    "tokens": list(result.tokens),
-                    "reason": result.reason,
-                }
+                {**picked(result, prompt_tokens="prompt"), "text": text, **picked(result, "tokens", "reason")}
                 for result, text in zip(made.results, made.texts)
             ],
         }

@@ -27,6 +27,7 @@ from shardwise.report.charts.job import MOST_PASSES
 from shardwise.report.charts.plan import same_strategy
 from shardwise.report.charts.run import measured_words
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
+from shardwise.report.console import picked
 from shardwise.report.html import report_html
 from shardwise.report.page import Line, Page
 from shardwise.report.status import state_words
@@ -91,8 +92,7 @@ class ReportResult(Result):
 
     def _data(self) -> dict[str, Any]:
         return {
-            "title": self.title,
-            "verdict": self.verdict.to_dict(),
+            **picked(self, "title", "verdict"),
             "charts": {chart.name: chart.to_dict() for chart in self.charts},
             "not_drawn": [note for section in self.sections for note in section.notes],
             "notes": list(self.notes),

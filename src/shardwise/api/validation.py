@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -21,8 +21,9 @@ from shardwise.api.results import Result, Rows
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.interop.jobs import read_job
+from shardwise.report.console import all_fields, picked
 from shardwise.report.page import Page
-from shardwise.report.validation import errors_data, errors_page, runs_data, runs_page
+from shardwise.report.validation import errors_page, runs_data, runs_page
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.metrics.lines import read_lines, summarise
 from shardwise.spec.errors import SpecError
@@ -46,11 +47,8 @@ class RunScores(ScoredRuns, Result):
         return runs_data(self)
 
     def tables(self) -> Mapping[str, Rows]:
-        by_device = [{"device": device, **asdict(summary)} for device, summary in self.by_device.items()]
-        others = {
-            name: [asdict(entry) for entry in getattr(self, name)] for name in ("coverage", "choices", "not_scored")
-        }
-        return {"rows": [asdict(score) for score in self.rows], "by_device": by_device, **others}
+        by_device = [{"device": device, **all_fields(summary)} for device, summary in self.by_device.items()]
+        return {**picked(self, "rows"), "by_device": by_device, **picked(self, "coverage", "choices", "not_scored")}
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,11 @@ class ErrorScores(Result):
         return errors_page(self.kind, self.rows, self.summary)
 
     def _data(self) -> dict[str, Any]:
-        return errors_data(self.rows, self.summary)
+        rows = [{**all_fields(row), "error": row.error} for row in self.rows]
+        return {"rows": rows, **picked(self, "summary")}
 
     def tables(self) -> Mapping[str, Rows]:
-        summary = [{"group": name, **asdict(errors)} for name, errors in self.summary.items()]
+        summary = [{"group": name, **all_fields(errors)} for name, errors in self.summary.items()]
         return {"rows": self.to_dict()["rows"], "summary": summary}
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from shardwise.launch.pool import Pool
-from shardwise.report.console import table, table_of
+from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Line, Piece, paged
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.units import counted, readable_bytes, readable_seconds, readable_share
@@ -69,15 +69,9 @@ class LabFinding:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "what": self.what,
-            "expected": self.expected,
-            "measured": self.measured,
-            "tolerance": self.tolerance,
+            **picked(self, "what", "expected", "measured", "tolerance"),
             "relation": self.relation.name.lower().replace("_", " "),
-            "unit": self.unit,
-            "timed": self.timed,
-            "why": self.why,
-            "holds": self.holds,
+            **picked(self, "unit", "timed", "why", "holds"),
         }
 
 
@@ -194,7 +188,7 @@ def lab_data(lab: Lab, report: LabReport) -> dict[str, Any]:
     return {
         "lab": lab.name,
         "holds": not report.contradictions,
-        "findings": [finding.to_dict() for finding in report.findings],
+        **picked(report, "findings"),
         "files": sorted(report.files),
     }
 
@@ -207,4 +201,4 @@ def labs_page() -> Iterator[Piece | str]:
 
 
 def labs_data() -> list[dict[str, Any]]:
-    return [{"lab": lab.name, "title": lab.title, "asks": lab.asks, "processes": lab.processes} for lab in LABS]
+    return [{"lab": lab.name, **picked(lab, "title", "asks", "processes")} for lab in LABS]

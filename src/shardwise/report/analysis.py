@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
@@ -18,7 +17,7 @@ from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import change_words, degree_words, less_communication_words
 from shardwise.report.campaign import campaign_data, campaign_pieces
-from shardwise.report.console import bar, picked, spoken, table, table_of
+from shardwise.report.console import bar, picked, plain, spoken, table, table_of
 from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
@@ -271,7 +270,7 @@ def analysis_data(assessment: Assessment) -> dict[str, Any]:
             **picked(assessment, "predicted_seconds_low", "predicted_seconds_high"),
             **picked(analysis, "parts", "exposed_seconds", "exposed_share", "tokens_per_second", "floor_seconds"),
         },
-        "storage": {**asdict(assessment.storage), "levels": [asdict(cost) for cost in assessment.storage.levels]},
+        "storage": plain(assessment.storage),
         "bottleneck": bottleneck_sentence(analysis, assessment.bottleneck),
     }
     if assessment.gradient_times:
@@ -289,12 +288,8 @@ def analysis_data(assessment: Assessment) -> dict[str, Any]:
         data["what_would_fit"] = assessment.what_would_fit
     if assessment.campaign is not None:
         data["campaign"] = campaign_data(assessment.campaign)
-    if assessment.scaling is not None:
-        data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in assessment.scaling.items()}
-    if assessment.topologies is not None:
-        data["topologies"] = [asdict(topology) for topology in assessment.topologies]
-    if assessment.ranks is not None:
-        data["ranks"] = [asdict(place) for place in assessment.ranks]
+    asked_for = ("scaling", "topologies", "ranks")
+    data |= picked(assessment, *(name for name in asked_for if getattr(assessment, name) is not None))
     if assessment.memory_over_time is not None:
         data["memory_over_time"] = memory_over_time_data(assessment.memory_over_time)
     return data
@@ -341,16 +336,12 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
 
 
 def _memory(analysis: Analysis) -> dict[str, Any]:
-    room = analysis.room
     return {
         **analysis.memory.to_dict(),
-        "usable_bytes": room.usable_bytes,
-        "plannable_bytes": room.planned_bytes,
-        "fit": analysis.fit,
-        "fit_probability": analysis.fit_probability,
-        "memory_risk": analysis.job.run.memory_risk,
-        "left_bytes": room.usable_bytes - analysis.memory.total,
-        "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
+        **picked(analysis.room, "usable_bytes", plannable_bytes="planned_bytes"),
+        **picked(analysis, "fit", "fit_probability", memory_risk="job.run.memory_risk"),
+        "left_bytes": analysis.room.usable_bytes - analysis.memory.total,
+        **picked(analysis, by_pipeline_rank="memories"),
     }
 
 

@@ -58,16 +58,8 @@ def campaign_data(run: Campaign) -> dict[str, Any]:
         **picked(run, "tokens", "tokens_per_second", "devices", "seconds", "days", "device_hours"),
         **picked(run, "price_per_device_hour", "cost"),
         "currency": None if run.cost is None else run.currency,
-        "device_hours_per_interruption": _finite(run.device_hours_per_interruption),
-        "seconds_between_interruptions": _finite(run.between_interruptions),
+        **picked(run, "device_hours_per_interruption", seconds_between_interruptions="between_interruptions"),
         **picked(run, "interruptions", "checkpoint_seconds", checkpoint_storage="storage"),
-        "restart_seconds": run.restart_seconds,
-        "checkpoint_interval_seconds": _finite(run.interval),
-        "best_interval_seconds": _finite(run.best_interval),
-        "goodput": run.goodput,
-        "shares": dict(run.shares),
+        **picked(run, "restart_seconds", checkpoint_interval_seconds="interval", best_interval_seconds="best_interval"),
+        **picked(run, "goodput", "shares"),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, TextIO, TypeVar
 
@@ -67,11 +69,23 @@ def bar(share: float, width: int = 40) -> Cell:
 
 
 def picked(source: object, *names: str, **renamed: str) -> dict[str, Any]:
-    """Attributes of an object as plain data: ``names``, then ``key="path.of.another"``."""
-    return {key: _plain(attrgetter(path)(source)) for key, path in {**dict(zip(names, names)), **renamed}.items()}
+    """Attributes of an object as `plain` data: ``names``, then ``key="path.of.another"``."""
+    return {key: plain(attrgetter(path)(source)) for key, path in {**dict(zip(names, names)), **renamed}.items()}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, range)):
-        return list(value)
-    return value.to_dict() if hasattr(value, "to_dict") else value
+def all_fields(source: Any) -> dict[str, Any]:
+    """The fields of a dataclass as `plain` data."""
+    return picked(source, *(field.name for field in fields(source)))
+
+
+def plain(value: Any) -> Any:
+    """Data for JSON: fields by name, lists for tuples, None for NaN and infinity; a `to_dict` decides for itself."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return all_fields(value)
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -71,8 +71,7 @@ def dry_run_data(trace: DryRun) -> dict[str, Any]:
     """What `dryrun` prints; bytes of one step, on one rank."""
     return {
         **picked(trace, "job", "rank", world="job.strategy.world"),
-        "coordinates": dict(trace.coordinates),
-        **picked(trace, "traced", "seconds"),
+        **picked(trace, "coordinates", "traced", "seconds"),
         "ok": not trace.defects,
         "fits": trace.fits,
         "memory": {
@@ -81,13 +80,9 @@ def dry_run_data(trace: DryRun) -> dict[str, Any]:
             "largest": [vars(holder) for holder in trace.holders[: 4 * _MOST_HOLDERS]],
         },
         "collectives": [{**vars(calls.line), "count": calls.count, "bytes": calls.bytes} for calls in trace.calls],
-        "flops": {"traced": dict(trace.flops), "planned": dict(trace.planned_flops)},
+        "flops": picked(trace, traced="flops", planned="planned_flops"),
         "compared": [
-            {
-                **picked(figure, "what", "planned", "traced"),
-                "difference": figure.difference if isfinite(figure.difference) else None,
-                **picked(figure, "negligible", "defect"),
-            }
+            picked(figure, "what", "planned", "traced", "difference", "negligible", "defect")
             for figure in trace.compared
         ],
     }

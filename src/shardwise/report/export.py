@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from shardwise.interop.frameworks import Exported
@@ -14,11 +13,7 @@ from shardwise.report.console import picked
 def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
     """Everything `export` says; times in seconds, memory in bytes."""
     return {
-        "target": exported.target,
-        "version": exported.version,
-        "files": dict(exported.files),
-        "lost": [asdict(lost) for lost in exported.lost],
-        "notes": list(exported.notes),
+        **picked(exported, "target", "version", "files", "lost", "notes"),
         "priced": {"job": _figures(priced.here), "exported": _figures(priced.there), "differs": list(priced.differs)},
     }
 

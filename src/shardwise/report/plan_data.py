@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import NotRun, PlanExplanation
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
-from shardwise.planner.candidate import (
-    Candidate,
-    strategy_words,
-)
+from shardwise.planner.candidate import Candidate, strategy_words
 from shardwise.planner.plan import Plan, RankingRow, StrategyFamily
 from shardwise.report.campaign import campaign_data
-from shardwise.report.console import picked
+from shardwise.report.console import all_fields, picked
 from shardwise.uncertainty.residuals import error_bar
 
 
@@ -49,7 +45,7 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
         "families": [family_data(family) for family in plan.families],
         "fastest": strategy_words(plan.fastest.job.strategy),
         "noise": picked(plan.noise, "share", "basis"),
-        "room": asdict(plan.request.room),
+        "room": all_fields(plan.request.room),
         "search": {
             **picked(result, "priced", "fitting", "too_large", "unsupported"),
             "cpu_seconds": result.seconds,
@@ -113,10 +109,8 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "memory": candidate.memory.to_dict(),
         "margin_bytes": candidate.margin_bytes,
         "batch": {
-            "sequences": job.sequences,
-            "data_parallel": job.strategy.data_parallel,
-            "accumulation": job.microbatches,
-            "microbatch": job.strategy.microbatch,
+            **picked(job, "sequences", data_parallel="strategy.data_parallel"),
+            **picked(job, accumulation="microbatches", microbatch="strategy.microbatch"),
         },
         "parts_seconds": candidate.parts,
     }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import table, table_of
+from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
@@ -33,13 +32,9 @@ def runs_data(runs: ScoredRuns) -> dict[str, Any]:
     total = runs.total
     ranges = {"rows": total.ranged_rows, "in_range": total.in_range} if total else {"rows": 0, "in_range": None}
     return {
-        "rows": [asdict(score) for score in runs.rows],
-        "summary": {device: asdict(summary) for device, summary in runs.by_device.items()},
+        **picked(runs, "rows", summary="by_device"),
         "ranges": ranges,
-        "coverage": [asdict(coverage) for coverage in runs.coverage],
-        "choices": [asdict(choice) for choice in runs.choices],
-        "choice": asdict(runs.choice) if runs.choice else None,
-        "not_scored": [asdict(refusal) for refusal in runs.not_scored],
+        **picked(runs, "coverage", "choices", "choice", "not_scored"),
     }
 
 
@@ -174,10 +169,3 @@ def errors_page(kind: str, rows: Sequence[Any], summary: Mapping[str, ErrorSumma
     shares = [(name, str(errors.rows), f"{errors.mean:.2%}", f"{errors.worst:.2%}") for name, errors in summary.items()]
     absolute = table("Absolute error", ("group", "rows", "mean", "worst"), shares)
     return Page((table_of(title, rows, columns, numbers_from=2), absolute))
-
-
-def errors_data(rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> dict[str, Any]:
-    return {
-        "rows": [{**asdict(row), "error": row.error} for row in rows],
-        "summary": {name: asdict(errors) for name, errors in summary.items()},
-    }

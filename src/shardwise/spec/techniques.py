@@ -64,10 +64,6 @@ def _ragged(s: Strategy, t: Training, m: Model, unit: int = 16) -> Any:
     return reduce(or_, (width % unit > 0 for width in widths))
 
 
-def _ragged_blocks(s: Strategy, t: Training, m: Model) -> Any:
-    return _ragged(s, t, m, FP8_BLOCK)
-
-
 def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
     """torch's grouped matmul: "strides should be multiple of 16 bytes"."""
     if m.moe is None:
@@ -201,7 +197,7 @@ TECHNIQUES: dict[str, Uses] = {
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
     "capped-scores": lambda s, t, m: m.numerics.attention_softcap is not None,
     "ragged-widths": _ragged,
-    "ragged-blocks": _ragged_blocks,
+    "ragged-blocks": lambda s, t, m: _ragged(s, t, m, FP8_BLOCK),
     "ragged-experts": _ragged_experts,
     # layout
     "rank-order": lambda s, t, m: s.order != DIMENSIONS,

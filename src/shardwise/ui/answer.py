@@ -138,13 +138,9 @@ def _near_data(near: NearRun) -> Data:
         "model": run.model_name,
         "machine": device_words(job.cluster),
         "layout": f"{strategy_words(job.strategy)} · {job.training.precision}",
-        "seq": job.training.seq,
-        "sequences": job.sequences,
-        "reported_from": run.reported_from,
-        "assumed": list(run.row.assumed),
-        **picked(near, "seconds", "mfu", "tokens_per_second_per_device", "distance"),
-        "differs": list(near.differs),
-        "error": error,
+        **picked(run, seq="job.training.seq", sequences="job.sequences"),
+        **picked(run, "reported_from", assumed="row.assumed"),
+        **picked(near, "seconds", "mfu", "tokens_per_second_per_device", "distance", "differs", "error"),
         "error_words": "" if error is None else f"{'+' if error > 0 else ''}{readable_share(error)}",
     }
 

@@ -18,13 +18,7 @@ from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.rows import RowTable, changed, concatenated, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
-from shardwise.cost.traffic.offload import (
-    OffloadLine,
-    activation_lines,
-    how_updated,
-    sent_seconds,
-    state_lines,
-)
+from shardwise.cost.traffic.offload import OffloadLine, activation_lines, how_updated, sent_seconds, state_lines
 from shardwise.cost.traffic.traffic import (
     OverlappedTransfer,
     Waiting,

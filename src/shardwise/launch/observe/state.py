@@ -132,7 +132,7 @@ class RunObserver:
             ranks=ranks,
             late=lateness(flights, stages) if word == "running" else (),
             finding=out_of_step(flights) if word in ("stalled", "failed", "killed") else None,
-            restarts=_restarts(events),
+            restarts=sum(event.kind == STARTED and event.attempt > 0 for event in events),
             saved=self._saved(now),
             running_seconds=_running_seconds(events, self._last_sign(ranks, now), now if word in ALIVE else None),
             quiet_seconds=quiet,
@@ -240,11 +240,6 @@ def _attempt_folder(folder: RunFolder, start: RunEvent | None) -> Path | None:
         return None
     moved = folder.attempts / Path(start.folder).name
     return moved if moved.is_dir() else None
-
-
-def _restarts(events: Sequence[RunEvent]) -> int:
-    """How often the launcher restarted the ranks after a failure."""
-    return sum(event.kind == STARTED and event.attempt > 0 for event in events)
 
 
 def _running_seconds(events: Sequence[RunEvent], last_sign: float, now: float | None) -> float:

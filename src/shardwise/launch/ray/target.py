@@ -161,7 +161,7 @@ class RayTarget:
         growing, self.growing, self.job = self.growing, False, self.request.job
         wait_seconds = self.job.run.restarts.wait
         if growing:
-            wait_seconds = _SHORT_SECONDS if self._holds_all() else 0.0
+            wait_seconds = _SHORT_SECONDS if sum(self._rooms()) >= self.job.strategy.world else 0.0
         try:
             return self._placed_within(wait_seconds, stopped)
         except DoesNotFit:
@@ -176,9 +176,6 @@ class RayTarget:
     def _placed_within(self, seconds: float, stopped: Callable[[], bool]) -> PlacedGang | None:
         job = self.job
         return answer(lambda: self.cluster.placed(job, seconds, stopped), seconds + ANSWER_SECONDS, stopped)
-
-    def _holds_all(self) -> bool:
-        return sum(self._rooms()) >= self.job.strategy.world
 
     def _rooms(self) -> list[int]:
         return [node.room for node in answer(lambda: self.cluster.nodes_for(self.job))]

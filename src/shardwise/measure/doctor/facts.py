@@ -13,14 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.interop.fabric import (
-    PATHS,
-    DeviceTopology,
-    InfinibandPort,
-    read_nvlinks,
-    read_ports,
-    read_topology,
-)
+from shardwise.interop.fabric import PATHS, DeviceTopology, InfinibandPort, read_nvlinks, read_ports, read_topology
 from shardwise.launch.targets.installed import installed
 from shardwise.measure.doctor.findings import Checked
 from shardwise.measure.doctor.software import driver, visible_devices

@@ -123,10 +123,6 @@ def _bubble(case: EqualStages) -> Any:
     return (p > 1) * ((p / 2 - 1) * (case.F + case.I - case.W) + (5 * p / 2 - 3) * case.c)
 
 
-def _v_bubble(case: EqualStages) -> Any:
-    return (case.p - 1) * (case.F + case.I - case.W + 4 * case.c)
-
-
 def _in_flight(p: int, m: int, v: int, r: int) -> int:
     if p == 1:
         return 1
@@ -148,7 +144,7 @@ FORMS = ClosedForms(
 )
 # DualPipe on 2p ranks, folded: 2p + 1.
 V_FORMS = ClosedForms(
-    bubble=_v_bubble,
+    bubble=lambda case: (case.p - 1) * (case.F + case.I - case.W + 4 * case.c),
     in_flight=lambda p, m, v, r: min(2 * m, m + r + 1, 2 * p + 1),
     is_exact=_v_is_exact,
     text="max(p−1, 4·p+1−6·m)/(6·m)",

@@ -5,11 +5,11 @@ The HTML report, the page in the browser and ``--plot`` in a terminal all draw t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from shardwise.report.console import all_fields
 from shardwise.spec.units import (
     readable_bytes,
     readable_count,
@@ -95,20 +95,9 @@ class Chart:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds and shares as numbers, the table also as text."""
-        data: dict[str, Any] = {"kind": self.KIND, **_plain(self)}
+        data: dict[str, Any] = {"kind": self.KIND, **all_fields(self)}
         data["table"]["texts"] = self.table.texts()
         return data
-
-
-def _plain(value: Any) -> Any:
-    """Data for JSON: fields by name, lists for tuples, None for NaN and infinity."""
-    if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
