@@ -6,14 +6,16 @@ import functools
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, ParamSpec
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from shardwise.report import console as printing
-from shardwise.report.plot import Drawing
 from shardwise.report.tables import FittedTable, hanging
+
+if TYPE_CHECKING:  # few pages have drawings
+    from shardwise.report.plot import Drawing
 
 Form = Literal["text", "markdown", "csv"]
 P = ParamSpec("P")
@@ -34,7 +36,7 @@ class Line:
                 yield Text(part, style=self.style, no_wrap=True, overflow="ignore")
 
 
-Piece = Line | FittedTable | Drawing
+Piece: TypeAlias = "Line | FittedTable | Drawing"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Page:
 
     def _to_paste(self) -> list[Line | FittedTable]:
         """The pieces, with tables in place of drawings."""
-        return [piece.table() if isinstance(piece, Drawing) else piece for piece in self.pieces]
+        return [piece if isinstance(piece, Line | FittedTable) else piece.table() for piece in self.pieces]
 
     def _draw(self, out: Console) -> None:
         for piece in self.pieces:

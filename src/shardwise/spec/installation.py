@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 from functools import cache
@@ -50,9 +49,12 @@ def require_packages(what: str, *names: str) -> None:
 
 def torch_notes() -> list[str]:
     """A note where PyTorch is older or newer than the tested versions."""
+    from importlib.metadata import PackageNotFoundError  # 20 ms that pricing need not take
+    from importlib.metadata import version as installed
+
     try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+        version = installed("torch")
+    except PackageNotFoundError:
         return []
     match = re.match(r"(\d+)\.(\d+)", version)
     first, last = TESTED_TORCH

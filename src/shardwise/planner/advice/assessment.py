@@ -17,8 +17,6 @@ from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.layout.views import is_unlike
 from shardwise.planner.automatic import KINDS, smallest_offload
 from shardwise.planner.candidate import change_words, strategy_words
-from shardwise.planner.plan import Plan, plan, what_is_missing
-from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -28,6 +26,7 @@ from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime
+    from shardwise.planner.plan import Plan
 
 
 # -- What makes a job fit: a single change, another strategy, offload, or other devices, each priced
@@ -37,6 +36,10 @@ SEARCH_SECONDS = 5.0  # for advice nobody asked for; `plan` searches longer
 
 def what_would_fit(job: Job) -> str:
     """The nearest strategy that fits with a plan's margin; if none does, what the smallest would need."""
+    # Only a job that does not fit is searched for: pricing does not import the search.
+    from shardwise.planner.plan import Plan, plan, what_is_missing
+    from shardwise.planner.request import Request
+
     change = fitting_change(job)
     if change is not None:
         return f"{change_words(job.strategy, change.job.strategy)}: that needs {readable_bytes(change.memory.total)}"
