@@ -52,12 +52,14 @@ def _run_early(
         for rank in range(ranks)
     ]
     left = ranks * microbatches * len(_STEPS)
+    awake = set(range(ranks))  # what another rank may run changes only with its own progress and its neighbours'
     while left:
         # What starts in this unit of time is not yet an input of anything else that does.
-        for rank, step in [(rank, rank.due_first()) for rank in all_ranks]:
-            if step is not None:
-                rank.run(step)
-                left -= 1
+        starting = [(rank, step) for rank in awake if (step := all_ranks[rank].due_first()) is not None]
+        for rank, step in starting:
+            all_ranks[rank].run(step)
+        left -= len(starting)
+        awake = {near for rank, _ in starting for near in (rank - 1, rank, rank + 1) if 0 <= near < ranks}
     return one_copy(name, microbatches, v_placement(ranks), (rank.made for rank in all_ranks))
 
 
