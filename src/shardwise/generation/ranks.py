@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.engine import cut_stages
-from shardwise.engine.mesh import build_mesh
+from shardwise.engine.mesh import build_mesh, process_group
 from shardwise.engine.parameters import held, materialise
-from shardwise.engine.world import process_group
 from shardwise.generation.decoding import Collected, NextToken, generated_tokens
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes, layout_of
 from shardwise.launch.owned import OwnedFolder, is_owned

@@ -21,9 +21,9 @@ from shardwise.engine.collectives import Communicator
 from shardwise.engine.data.apply import PREFETCH
 from shardwise.engine.engine import Engine
 from shardwise.engine.labels import Label, PassKind, label_of
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
-from shardwise.engine.world import process_group
 from shardwise.labs.registry import PRELOAD
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace

@@ -17,8 +17,8 @@ from shardwise.cost.analysis import Analysis, analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.world import process_group
 from shardwise.measure.verify import available_bytes
 from shardwise.run.environment import Started
 from shardwise.spec.errors import DoesNotFit, SpecError

@@ -7,18 +7,16 @@ import os
 import signal
 import time
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.world import store_at
+from shardwise.engine.mesh import store_at
+from shardwise.engine.torch_private import Store
 from shardwise.run.environment import Started, interface_towards, loopback_interface
 from shardwise.spec.errors import SpecError
-
-if TYPE_CHECKING:
-    from shardwise.engine.torch_private import Store
 
 # -- the store through which ranks that another launcher started find each other ---------------------
 

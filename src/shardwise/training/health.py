@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.optim.gradient_norm import REFUSED
+from shardwise.engine.optim.one_pass import REFUSED
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import NonFinite, Run, Spikes

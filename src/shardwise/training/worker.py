@@ -12,14 +12,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group, store_at
 from shardwise.engine.refuse import require_backend
-from shardwise.engine.world import process_group, store_at
+from shardwise.engine.torch_private import Store
 from shardwise.layout.groups import node_of
 from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
@@ -36,9 +37,6 @@ from shardwise.training.checkpoint.save import memory_folder
 from shardwise.training.checkpointing import State, load_newest, start_from
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
 from shardwise.training.profiler import PROFILED, USUAL, NvtxSteps, Profiler, flights_watched, record_collectives
-
-if TYPE_CHECKING:
-    from shardwise.engine.torch_private import Store
 
 _logger = logging.getLogger("shardwise.training")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import silence_blas_fallback
+from shardwise.engine.mesh import silence_blas_fallback
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.groups import local_rank
 from shardwise.run.environment import Started, host_name
