@@ -29,8 +29,8 @@ from shardwise.run.storage import fsspec_store, stores
 from shardwise.run.storage.place import BlockCache, BlockReader, RemotePlace, place_of
 from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.draft import draft_of
 from shardwise.training.checkpoint.load import problems_of
+from shardwise.training.checkpoint.save import draft_of
 from shardwise.training.checkpoint.shards import Entry, open_shards
 from training.faults import SETTINGS, STEPS, small_job, train
 from training.faulty_worker import Fault

@@ -32,8 +32,8 @@ from shardwise.engine.torch_private import Dropout, is_view, tree_leaves, tree_m
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
-from shardwise.models.experts import TokenExchange
 from shardwise.models.loss import IGNORED, cross_entropy_sum
+from shardwise.models.moe import TokenExchange
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.job import Job
 

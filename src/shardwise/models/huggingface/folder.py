@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.interop.huggingface import model_from_hf_config, read_config
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
-from shardwise.models.prediction import is_behind_layers
+from shardwise.models.layer import is_behind_layers
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import IN_BULK, read_json
 from shardwise.spec.model import Model

@@ -19,8 +19,8 @@ from shardwise.run.checkpoint.manifest import Box, FullTensor, Manifest, SavedPi
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.draft import Draft, draft_of
 from shardwise.training.checkpoint.load import require_intact
+from shardwise.training.checkpoint.save import Draft, draft_of
 from shardwise.training.checkpoint.shards import DTYPES, NAMES, AnyShardReader, Entry, entry_name, open_shards
 
 

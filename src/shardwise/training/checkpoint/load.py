@@ -17,7 +17,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.interop.companions import CONFIG
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
-from shardwise.models.prediction import is_of_prediction
+from shardwise.models.layer import is_of_prediction
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
 from shardwise.run.checkpoint.folder import huggingface_at, start_at
 from shardwise.run.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
