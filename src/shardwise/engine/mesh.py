@@ -7,6 +7,7 @@ Each group costs connections and, with gloo, a thread that wakes up a hundred ti
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.engine.torch_private import Store, clear_sharding_prop_cache
 from shardwise.layout.groups import Division, coordinate, first_rank, local_rank
 from shardwise.layout.mesh import mesh_divisions
+from shardwise.run.environment import Started, interface_towards, loopback_interface
+from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 
 # -- The groups of a strategy's mesh ---------------------------------------------------------------
@@ -125,6 +128,33 @@ def store_at(address: str, port: int, rank: int, world: int, seconds: float = 30
     place = f"[{address}]" if ":" in address else address
     store, _, _ = next(rendezvous(f"tcp://{place}:{port}", rank, world, timeout=timedelta(seconds=seconds)))
     return store  # type: ignore[no-any-return]
+
+
+WAIT_SECONDS = 300.0  # for the slowest rank to be started
+
+
+def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
+    """Raises SpecError if the ranks cannot meet in time."""
+    assert here.address is not None and here.port is not None, "ranks of our own launcher meet in a file"
+    bind_gloo(here.address, several_hosts=here.hosts > 1)
+    try:
+        return store_at(here.address, here.port, here.rank, here.world, seconds)
+    except RuntimeError as error:  # as torch raises
+        first = next(iter(str(error).splitlines()), "no answer")
+        problem = f"rank {here.rank} of {here.world} at {here.address}:{here.port}: {first}"
+        raise SpecError(
+            "rendezvous", problem, "set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+        ) from None
+
+
+def bind_gloo(address: str, *, several_hosts: bool) -> None:
+    """Makes gloo use the interface that reaches rank 0; by default it uses that of the host's name, often another one.
+
+    Loopback is no choice if other hosts must reach this one.
+    """
+    name = interface_towards(address)
+    if name and not (several_hosts and name == loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def silence_blas_fallback() -> None:
