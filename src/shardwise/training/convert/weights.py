@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import model_from
 from shardwise.models import Decoder
-from shardwise.models.huggingface.folder import read_index
+from shardwise.models.huggingface.folder import files_of_index
 from shardwise.models.huggingface.tensors import Naming, TensorPlace
 from shardwise.models.layer import is_of_prediction
 from shardwise.run.checkpoint.manifest import Box, fill
@@ -337,14 +337,7 @@ def files_of_folder(folder: Path) -> list[Path]:
     """The weight files of a Hugging Face folder without safetensors; empty if there are none."""
     if not (folder / INDEX).is_file():
         return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
-    try:
-        names = sorted({str(file) for file in read_index(folder / INDEX)["weight_map"].values()})
-    except (KeyError, TypeError, AttributeError):
-        raise SpecError(str(folder / INDEX), "is not an index of weights", "download it again") from None
-    for name in names:
-        if Path(name).name != name:
-            raise SpecError(str(folder / INDEX), f"names {shown(name)}, which is outside the folder", "do not trust it")
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(set(files_of_index(folder / INDEX).values()))]
 
 
 def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
