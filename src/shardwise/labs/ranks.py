@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +127,11 @@ class RankResult:
 def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
     results: list[RankResult] = pool.run(_rank, request.job.strategy.world, request, timeout_seconds=_LIMIT_SECONDS)
     return results
+
+
+def least_step(ranks: Sequence[RankResult]) -> float:
+    """Of the slowest rank, the first step left out; what else the machine does only adds."""
+    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))
 
 
 def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:

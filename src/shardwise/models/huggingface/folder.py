@@ -111,7 +111,9 @@ def files_of_index(index: Path) -> dict[str, str]:
         raise SpecError(index.name, f"in {index.parent} is not an index of weights", "download it again") from None
     for file in file_of.values():
         if Path(file).name != file:
-            raise SpecError(index.name, f"in {index.parent} names {shown(file)}, which leads out of it", "do not trust it")
+            raise SpecError(
+                index.name, f"in {index.parent} names {shown(file)}, which leads out of it", "do not trust it"
+            )
     return file_of
 
 
