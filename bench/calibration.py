@@ -25,7 +25,7 @@ from shardwise.cost.step.prediction import predict
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
 from shardwise.layout.network import network

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.save import Saver

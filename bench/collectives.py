@@ -73,7 +73,7 @@ def compared(
     import torch.distributed as dist
 
     from shardwise.engine.collectives import Communicator
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
     from shardwise.layout.gradient_schedules import choose
     from shardwise.layout.groups import RankRun
 

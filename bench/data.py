@@ -20,7 +20,7 @@ import torch
 
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.run.data.build import build
 from shardwise.run.data.order import Loader, Mixture, Stream, rows_of
 from shardwise.run.data.sources import standard_library

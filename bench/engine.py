@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.optim.optimizer import decays
-from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.models import Decoder, initialise
 from shardwise.spec.clusters import cluster_from

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
-from shardwise.engine.world import process_group
 from shardwise.models.initialise import initial_value
 from shardwise.spec.job import Job
 

@@ -35,7 +35,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.step import PRESETS
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.files import parse_yaml

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
+from shardwise.engine.optim.one_pass import GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.models import flash_attention_4
 from shardwise.models.dot_product import AttentionArguments, document_bounds, packed_attention

@@ -100,7 +100,7 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
     import torch
 
     from shardwise.engine.engine import Engine
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
     from shardwise.run.data.order import Loader
     from shardwise.run.data.run_data import mixtures_of
     from shardwise.training.loop import batch_of, evaluate

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.run.attempt import Reporter, WorldPlace

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from recut import TIMES, slow_down
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.measure.reference import sample_batch

@@ -21,9 +21,9 @@ import torch
 
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import local
-from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.streamed import StreamedUpdate
 from shardwise.engine.optim.updates import Update
-from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.measure.step import cluster_name_here
 from shardwise.spec.clusters import cluster_from

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.cost.analysis import analyze
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.measure.step import cluster_name_here
 from shardwise.spec.clusters import cluster_from

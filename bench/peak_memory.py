@@ -25,7 +25,7 @@ import yaml
 from shardwise.cost.analysis import analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.step import cluster_name_here
 from unseen_steps import CONFIGURATIONS, Configuration, job_of, name_of
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from checkpoint import job, timed
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.keepers import Keepers, place_here
 from shardwise.run.checkpoint.folder import CheckpointFolder, checkpoint_folder
 from shardwise.run.storage.stores import Blocks, Limit, ObjectFacts, register_store

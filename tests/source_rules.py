@@ -314,7 +314,7 @@ PARSERS = ("json.loads", "json.load", "yaml.load", "yaml.safe_load", "tomllib.lo
 # What these read a process of the same run wrote a moment before, into a pipe, a socket or a file of its own.
 OWN_MESSAGES = (
     "generation/files.py", "generation/ranks.py", "ui/searching.py", "run/storage/keeper_store.py",
-    "training/checkpoint/draft.py", "engine/torch_private.py", "measure/doctor/software.py", "launch/",
+    "training/checkpoint/save.py", "engine/torch_private.py", "measure/doctor/software.py", "launch/",
 )  # fmt: skip
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from cost.builders import job
 from engine.live_bytes import Kept, kept_by
 from shardwise.engine.context.blocks import BackwardInputs, Scores, kernel_for
-from shardwise.models.attention import attention_scale
+from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.decoder import Decoder
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.initialise import initialise
-from shardwise.models.rope import rotation_of
 from shardwise.spec.job import Job
 from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
 

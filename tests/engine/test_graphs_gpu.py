@@ -16,7 +16,7 @@ from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, job_of
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.graphs import WARM_STEPS
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.training import LossScaling

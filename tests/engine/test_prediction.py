@@ -14,8 +14,7 @@ from engine.parity import check
 from shardwise.engine.batch import Batch
 from shardwise.layout.stages import built_layers, embedding_on_both_ends
 from shardwise.models import Decoder, initialise
-from shardwise.models.layer import Layer
-from shardwise.models.prediction import PredictionLayer, ahead_of
+from shardwise.models.layer import Layer, PredictionLayer, ahead_of
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.support import verdict

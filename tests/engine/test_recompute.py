@@ -28,11 +28,11 @@ from engine.recompute_cases import (
 )
 from engine.workers import on_ranks
 from shardwise.cost.memory.activations import layer_activation_bytes
+from shardwise.engine.autograd import Deferrable, compute, deferring
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute, recomputed_layers
 from shardwise.engine.tensor.apply import apply_tensor
-from shardwise.engine.weight_gradients import Deferrable, compute, deferring
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.pipeline import toy_pipeline as toy
 from engine.workers import on_ranks
-from shardwise.engine.weight_gradients import Deferrable, compute, defer, deferring, is_deferring
+from shardwise.engine.autograd import Deferrable, compute, defer, deferring, is_deferring
 
 LINEARS = ("up.weight", "down.weight")
 

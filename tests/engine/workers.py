@@ -54,7 +54,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_
 
 
 def _in_world(place: WorkerPlace, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
 
     with process_group(place.rank, place.world, place.rendezvous_file):
         return function(*arguments)

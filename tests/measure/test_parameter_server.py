@@ -110,7 +110,7 @@ def _two_paces(staleness: int) -> Any:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    from shardwise.engine.data.parameter_server import ParameterServer, ServerClient
+    from shardwise.engine.data.synchronisation import ParameterServer, ServerClient
 
     plan, steps, rank = ServerPlan(2, 1, 10), staleness + 3, dist.get_rank()
     store = distributed_c10d._get_default_store()

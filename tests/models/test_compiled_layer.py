@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.recompute_cases import GPT, LLAMA
-from shardwise.models.attention import attention_scale
+from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.layer import Layer
-from shardwise.models.rope import rotation_of
 from shardwise.spec.model import Model
 
 

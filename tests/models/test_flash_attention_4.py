@@ -19,10 +19,9 @@ from engine.recompute_cases import LLAMA, job_of
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.recompute import all_but_cheap
 from shardwise.models import flash_attention_4
-from shardwise.models.attention import attention_scale
+from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, attention_mask, document_bounds, dot_product_attention
 from shardwise.models.layer import Layer
-from shardwise.models.rope import rotation_of
 
 CPU = torch.device("cpu")
 

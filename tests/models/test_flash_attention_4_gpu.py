@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.models import flash_attention_4
-from shardwise.models.attention import attention_scale
+from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds, dot_product_attention, unfused_attention
 from shardwise.models.layer import Layer
-from shardwise.models.rope import rotation_of
 from shardwise.spec.model import Model
 
 GPU = torch.device("cuda")

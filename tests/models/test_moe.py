@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from models.shapes import SHAPES, decoder_of, gradients, tokens
-from shardwise.models.experts import LocalExchange, grouped_product
 from shardwise.models.initialise import initialise
-from shardwise.models.moe import MoELayer, TopKRouter, balance_value
+from shardwise.models.moe import LocalExchange, MoELayer, TopKRouter, balance_value, grouped_product
 from shardwise.spec.model import Model, Numerics
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -57,7 +57,7 @@ def random_schedules(draw):
                 pending.append(action._replace(kind=W))
 
 
-def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
+def longest_paths(schedule: PipelineSchedule, times, comm):
     """End of every action by relaxing all edges until nothing moves (Bellman-Ford); slow and obvious."""
     seconds = {F: times.forward, B: times.backward, I: times.input_grad, W: times.weight_grad}
     place = {}
@@ -80,7 +80,7 @@ def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
 
     def end(node):
         a = schedule.actions[node[0]][node[1]]
-        return starts[node] + seconds[a.kind][a.stage] + overhead
+        return starts[node] + seconds[a.kind][a.stage]
 
     def arrival(node):
         """Of what the action sends: the link is busy with what the rank sent over it before."""
@@ -100,7 +100,7 @@ def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
             for i, a in enumerate(actions):
                 bounds = [0.0]
                 if i:
-                    bounds.append(arrival((rank, i - 1)) if blocking else end((rank, i - 1)))
+                    bounds.append(end((rank, i - 1)))
                 source = ("F", a.stage - 1, a.microbatch) if a.kind is F else ("I", a.stage + 1, a.microbatch)
                 if a.kind is not W and source in place:
                     bounds.append(arrival(place[source]))
@@ -114,14 +114,14 @@ seconds = st.integers(0, 8).map(lambda n: n / 4)
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(schedule=random_schedules(), data=st.data(), blocking=st.booleans(), overhead=seconds)
-def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, overhead):
+@given(schedule=random_schedules(), data=st.data())
+def test_the_simulator_equals_a_longest_path_search(schedule, data):
     verify(schedule)
     per_stage = st.lists(seconds, min_size=schedule.stages, max_size=schedule.stages)
     times = stage_times(*(data.draw(per_stage) for _ in range(3)))
     comm = data.draw(st.lists(seconds, min_size=schedule.stages - 1, max_size=schedule.stages - 1))
-    timeline = simulate(schedule, times, comm, blocking, overhead)
-    expected = longest_paths(schedule, times, comm, blocking, overhead)
+    timeline = simulate(schedule, times, comm)
+    expected = longest_paths(schedule, times, comm)
     for rank, actions in enumerate(schedule.actions):
         for i in range(len(actions)):
             got = timeline.starts[rank][i], timeline.ends[rank][i], timeline.arrivals[rank][i]
@@ -129,26 +129,20 @@ def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, ov
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(schedule=random_schedules(), released=st.sampled_from([0.0, 0.25, 1.0]), data=st.data())
-def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule, released, data):
-    sizes = [data.draw(st.integers(1, 5)) for _ in range(schedule.stages)]
+@given(schedule=random_schedules())
+def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule):
     timeline = simulate(schedule, equal_stages(schedule.stages, 1.0, 2.0, 1.0))
     spans: dict = {}
     for rank, actions in enumerate(schedule.actions):
         for a, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank]):
             span = spans.setdefault((rank, a.stage, a.microbatch), {})
-            span["from" if a.kind is F else "half" if a.kind is I else "until"] = start if a.kind is F else end
+            if a.kind is not I:
+                span["from" if a.kind is F else "until"] = start if a.kind is F else end
     instants = sorted({t for own in timeline.starts for t in own})
-    for rank, peak in enumerate(peak_activations(schedule, sizes, released)):
+    for rank, peak in enumerate(peak_activations(schedule)):
         alive = [0.0]
         for now in instants:
-            alive.append(
-                sum(
-                    sizes[stage] * (1 - released if span.get("half", now + 1) <= now else 1)
-                    for (r, stage, _), span in spans.items()
-                    if r == rank and span["from"] <= now < span["until"]
-                )
-            )
+            alive.append(sum(r == rank and span["from"] <= now < span["until"] for (r, _, _), span in spans.items()))
         assert peak == pytest.approx(max(alive))
 
 
@@ -156,21 +150,16 @@ def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule, released,
 @given(schedule=random_schedules())
 def test_everything_is_released_at_the_end(schedule):
     timeline = simulate(schedule, equal_stages(schedule.stages))
-    for steps, peak in zip(live_activations(timeline, released_by_input_grad=0.3), peak_activations(schedule)):
+    for steps, peak in zip(live_activations(timeline), peak_activations(schedule)):
         assert not steps or steps[-1][1] == pytest.approx(0.0)
         assert [at for at, _ in steps] == sorted(at for at, _ in steps)
         assert all(held <= peak + 1e-9 for _, held in steps)
 
 
-def test_messages_overlapped_and_blocking():
-    schedule = build("gpipe", 2, 3)
-    times = equal_stages(2, 1.0, 1.0, 1.0)
-    overlapped = simulate(schedule, times, 0.5)
-    blocking = simulate(schedule, times, 0.5, blocking=True)
+def test_messages_overlap_with_passes():
+    overlapped = simulate(build("gpipe", 2, 3), equal_stages(2, 1.0, 1.0, 1.0), 0.5)
     assert overlapped.starts[0][:3] == (0.0, 1.0, 2.0)
-    assert blocking.starts[0][:3] == (0.0, 1.5, 3.0)
-    assert overlapped.starts[1][0] == blocking.starts[1][0] == 1.5
-    assert blocking.makespan_seconds > overlapped.makespan_seconds
+    assert overlapped.starts[1][0] == 1.5
 
 
 def test_a_link_carries_one_message_after_the_other():
@@ -194,14 +183,6 @@ def test_stages_on_one_rank_send_nothing():
 def test_a_fused_backward_may_take_less():
     times = equal_stages(4, 1.0, 1.0, 1.0, backward=1.5)
     assert simulate(build("1f1b", 4, 8), times).makespan_seconds == pytest.approx((8 + 3) * 2.5)
-
-
-def test_overhead_is_paid_per_action_and_is_not_work():
-    plain = simulate(build("1f1b", 1, 8), equal_stages(1))
-    slow = simulate(build("1f1b", 1, 8), equal_stages(1), overhead_seconds=0.5)
-    assert slow.makespan_seconds - plain.makespan_seconds == 8
-    assert slow.busy == plain.busy
-    assert slow.bubble_rate == pytest.approx(8 / 32)
 
 
 def test_rates_and_idle_time():
@@ -235,11 +216,8 @@ def test_mistakes_in_times():
         lambda: simulate(schedule, equal_stages(3)),
         lambda: simulate(schedule, equal_stages(2), [1.0, 1.0]),
         lambda: simulate(schedule, equal_stages(2), -1.0),
-        lambda: simulate(schedule, equal_stages(2), overhead_seconds=-1.0),
         lambda: equal_stages(2, -1.0),
         lambda: stage_times([1.0], [1.0, 2.0], [1.0]),
-        lambda: peak_activations(schedule, [1.0]),
-        lambda: peak_activations(schedule, released_by_input_grad=2.0),
     ):
         with pytest.raises(SpecError):
             wrong()

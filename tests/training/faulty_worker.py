@@ -160,12 +160,12 @@ def wrap(faults: Faults) -> None:
     from shardwise.engine.engine import Engine
     from shardwise.run.attempt import Reporter
     from shardwise.run.checkpoint.folder import CheckpointFolder
-    from shardwise.training.checkpoint import draft, shards
+    from shardwise.training.checkpoint import save, shards
 
     now = {"step": 0}
     around(Reporter, "phase", before=lambda self, name, step, *_: _begins(faults, now, name, step))
     around(Engine, "forward_backward", after=lambda self, *_: faults.reached("backward", now["step"], self))
-    around(draft, "write_shard", after=lambda path, *_: faults.reached("written", step_of(path.parent)))
+    around(save, "write_shard", after=lambda path, *_: faults.reached("written", step_of(path.parent)))
     around(shards, "write_block", before=lambda file, block: _half(faults, file, block))
     around(CheckpointFolder, "_sealed", after=lambda self, step, *_: faults.reached("sealed", step))
     around(CheckpointFolder, "commit", after=lambda self, step, *_: faults.reached("committed", step))

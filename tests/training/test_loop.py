@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.workers import on_ranks
-from shardwise.engine.optim.gradient_norm import REFUSED
+from shardwise.engine.optim.one_pass import REFUSED
 from shardwise.launch.pool import WorkerError
 from shardwise.run.data.order import rows_of
 from shardwise.run.data.run_data import mixtures_of

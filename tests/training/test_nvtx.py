@@ -12,9 +12,9 @@ from torch import nn
 
 from cli.running import error_line, run
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.profiler_ranges import nvtx_ranges
 from shardwise.engine.torch_private import profiler_enabled
-from shardwise.engine.world import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

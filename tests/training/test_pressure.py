@@ -6,7 +6,7 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
-from shardwise.training.health import AMPLE, SHORT, STEP, MemoryPressure
+from shardwise.training.agreement import AMPLE, SHORT, STEP, MemoryPressure
 
 
 def job(offload: object) -> Job:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardwise.models.layer import Ahead, ahead_of
 from shardwise.models.loss import IGNORED
-from shardwise.models.prediction import Ahead, ahead_of
 
 
 @dataclass(frozen=True)

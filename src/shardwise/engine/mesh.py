@@ -1,23 +1,33 @@
-"""The process groups of a strategy's mesh.
+"""The processes that train together, and the process groups of a strategy's mesh.
 
-It is not a `DeviceMesh` of all ranks: that cannot express that experts and dense parts are divided differently, and it
-makes a process group for every dimension, even if that is unused, has one rank, or the same ranks as another. Each
-group costs connections and, with gloo, a thread that wakes up a hundred times a second.
+The mesh is not a `DeviceMesh` of all ranks: that cannot express that experts and dense parts are divided differently,
+and it makes a process group for every dimension, even if that is unused, has one rank, or the same ranks as another.
+Each group costs connections and, with gloo, a thread that wakes up a hundred times a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
-from shardwise.layout.groups import Division, coordinate, first_rank
+from shardwise.engine.torch_private import Store, clear_sharding_prop_cache
+from shardwise.layout.groups import Division, coordinate, first_rank, local_rank
 from shardwise.layout.mesh import mesh_divisions
+from shardwise.run.environment import Started, interface_towards, loopback_interface
+from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
+
+# -- The groups of a strategy's mesh ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,3 +118,67 @@ def new_group(ranks: Sequence[int], meaning: str | None = None) -> dist.ProcessG
     """
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=meaning)
     return group
+
+
+# -- Joining and leaving the processes that train together -----------------------------------------
+
+
+def store_at(address: str, port: int, rank: int, world: int, seconds: float = 300) -> Store:
+    """The store of all ranks, which rank 0 serves; under torchrun its agent does."""
+    place = f"[{address}]" if ":" in address else address
+    store, _, _ = next(rendezvous(f"tcp://{place}:{port}", rank, world, timeout=timedelta(seconds=seconds)))
+    return store  # type: ignore[no-any-return]
+
+
+WAIT_SECONDS = 300.0  # for the slowest rank to be started
+
+
+def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
+    """Raises SpecError if the ranks cannot meet in time."""
+    assert here.address is not None and here.port is not None, "ranks of our own launcher meet in a file"
+    bind_gloo(here.address, several_hosts=here.hosts > 1)
+    try:
+        return store_at(here.address, here.port, here.rank, here.world, seconds)
+    except RuntimeError as error:  # as torch raises
+        first = next(iter(str(error).splitlines()), "no answer")
+        problem = f"rank {here.rank} of {here.world} at {here.address}:{here.port}: {first}"
+        raise SpecError(
+            "rendezvous", problem, "set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+        ) from None
+
+
+def bind_gloo(address: str, *, several_hosts: bool) -> None:
+    """Makes gloo use the interface that reaches rank 0; by default it uses that of the host's name, often another one.
+
+    Loopback is no choice if other hosts must reach this one.
+    """
+    name = interface_towards(address)
+    if name and not (several_hosts and name == loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def silence_blas_fallback() -> None:
+    """Hides a warning: on a CPU without bf16 PyTorch falls back to BLAS, and every process prints a stack trace."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
+
+
+@contextmanager
+def process_group(
+    rank: int, world: int, meeting: str | Store, *, device: str = "cpu", seconds: float = 120, on_cpu: str = "gloo"
+) -> Iterator[None]:
+    """The default process group of ``world`` processes that meet in a file or a store; destroyed at the end.
+
+    Besides NCCL on GPUs there is always a CPU backend, for checkpoints and small agreements; without GPUs, ``on_cpu``.
+    """
+    silence_blas_fallback()
+    store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else on_cpu
+    if device == "cuda":
+        torch.cuda.set_device(local_rank(rank, torch.cuda.device_count()))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    # Not in a finally clause: a failed rank that leaves breaks the connections of others, which would hide its error.
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+    # PyTorch's cache of operators on DTensors names the groups of this world; equal meshes of the next would use them.
+    clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -23,10 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import shardwise.engine.fp8.operators  # noqa: F401  (its operators are named below)
 from shardwise.engine import torch_private
-from shardwise.engine.autograd import SavedView, unpack
+from shardwise.engine.autograd import SavedView, not_deferring, unpack
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.torch_private import storage_id, version_of
-from shardwise.engine.weight_gradients import not_deferring
 from shardwise.models import kernels
 from shardwise.models.layer import Layer
 from shardwise.models.mlp import MLP

@@ -22,7 +22,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.store import GRADIENT, MASTER, Store
 from shardwise.engine.offload.streamed import needed_first, wait_before
-from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_divisor
+from shardwise.engine.optim.one_pass import REFUSED, GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from shardwise.generation.request import Generated, GenerationRequest, Sampling
 from shardwise.models import AttentionArguments, Decoder
-from shardwise.models.attention import Attention, MultiHeadLatentAttention
+from shardwise.models.attention import Attention, MultiHeadLatentAttention, Rotation, rotate
 from shardwise.models.dot_product import attention_from, dot_product_attention
 from shardwise.models.layer import window_of
 from shardwise.models.loss import softly_capped
-from shardwise.models.rope import Rotation, rotate
 
 # -- keys and values of earlier tokens, kept between calls of a decoder ------------------------------
 # The decoder is the one that is trained: a cache replaces ``attend`` of its attention modules, and ``expand`` of latent

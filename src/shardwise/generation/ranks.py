@@ -17,16 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.engine import cut_stages
-from shardwise.engine.mesh import build_mesh
+from shardwise.engine.mesh import build_mesh, process_group, store_of
 from shardwise.engine.parameters import held, materialise
-from shardwise.engine.world import process_group
 from shardwise.generation.decoding import Collected, NextToken, generated_tokens
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes, layout_of
 from shardwise.launch.owned import OwnedFolder, is_owned
 from shardwise.launch.pool import Pool, WorkerError, WorkerPlace
 from shardwise.models import Decoder
 from shardwise.run.environment import Started
-from shardwise.training.agreement import store_of
 from shardwise.training.convert.sources import open_weights
 from shardwise.training.convert.weights import DTYPES, Weights
 

@@ -104,7 +104,7 @@ def _serve(connection: Connection) -> None:
     """The life of a rank, until the other end closes."""
     import torch
 
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
     from shardwise.generation.ranks import EXCHANGE_SECONDS, Clock, loaded, opened_weights, run_batch
 
     rank, request, meeting = connection.recv()

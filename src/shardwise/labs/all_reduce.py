@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, draw_rounds, simulated_seconds
 from shardwise.collectives.pricing import volume_of
 from shardwise.engine.labels import Called
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.labs.ranks import (
     CountingCommunicator,
     EngineRun,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.cost.traffic.data import server_price
-from shardwise.engine.data.parameter_server import ServerRecord
+from shardwise.engine.data.synchronisation import ServerRecord
 from shardwise.labs.ranks import DENSE
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup
 from shardwise.launch.ray.cluster import ray_cluster

@@ -67,7 +67,7 @@ def run(setup: LabSetup) -> LabReport:
 
 
 def _hold(place: WorkerPlace, schedules: list[Schedule]) -> list[HeldState]:
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
 
     torch.set_num_threads(1)
     with process_group(place.rank, place.world, place.rendezvous_file):

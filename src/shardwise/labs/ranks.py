@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,9 @@ from shardwise.engine.collectives import Communicator
 from shardwise.engine.data.apply import PREFETCH
 from shardwise.engine.engine import Engine
 from shardwise.engine.labels import Label, PassKind, label_of
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
-from shardwise.engine.world import process_group
 from shardwise.labs.registry import PRELOAD
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
@@ -127,6 +127,11 @@ class RankResult:
 def run_engine(pool: Pool, request: EngineRun) -> list[RankResult]:
     results: list[RankResult] = pool.run(_rank, request.job.strategy.world, request, timeout_seconds=_LIMIT_SECONDS)
     return results
+
+
+def least_step(ranks: Sequence[RankResult]) -> float:
+    """Of the slowest rank, the first step left out; what else the machine does only adds."""
+    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))
 
 
 def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind, build_schedule, simulated_seconds
-from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, run_engine, slow_nodes
+from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, least_step, run_engine, slow_nodes
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.launch.pool import Pool
 from shardwise.layout.network import network
@@ -68,7 +68,7 @@ def _runs(setup: LabSetup, kind: str, pool: Pool, slow: bool) -> list[ScaledRun]
         beside = _steps(setup, pool, ranks, ranks, cluster, Pace())  # one sequence each: layers take little of it
         layers = MODEL["layers"] * (PACE.layer_forward + PACE.layer_backward) * sequences / ranks
         summed = _sum_seconds(cluster) if cluster is not None else 0.0
-        runs.append(ScaledRun(ranks, layers, _least_step(whole), _least_step(beside), summed, whole[0].losses[-1]))
+        runs.append(ScaledRun(ranks, layers, least_step(whole), least_step(beside), summed, whole[0].losses[-1]))
     return runs
 
 
@@ -86,11 +86,6 @@ def _sum_seconds(cluster: Cluster) -> float:
     topology, size = network(cluster), 4.0 * parameter_count(model)
     schedule = build_schedule(CollectiveKind.ALL_REDUCE, topology, "ring", size)
     return simulated_seconds(schedule, topology, size)
-
-
-def _least_step(ranks: Sequence[RankResult]) -> float:
-    """Of the slowest rank, the first step left out; what else the machine does only adds."""
-    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))
 
 
 def efficiency(kind: str, first: float, ranks: int, seconds: float) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.labs import by_hand
 from shardwise.labs.ranks import EngineRun, RankResult, kind_of, lab_engine, lab_job, run_engine
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation

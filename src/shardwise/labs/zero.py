@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import DeviceMemory
-from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, run_engine, slow_nodes
+from shardwise.labs.ranks import EngineRun, Pace, RankResult, described, lab_job, least_step, run_engine, slow_nodes
 from shardwise.labs.registry import LabFinding, LabReport, LabSetup, Relation
 from shardwise.measure.dryrun.run import compared_bytes
 from shardwise.report.console import bar, table
@@ -142,7 +142,7 @@ def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
         request = EngineRun(job, steps=2 if setup.short else 6, counts=False, pace=PACE)
         rounds = 1 if setup.short else 3  # alternating, so that other load on the machine affects both
         tried = [(units, run_engine(pool, replace(request, prefetch=units))) for _ in range(rounds) for units in (0, 1)]
-        seconds = [min(_least_step(ranks) for units, ranks in tried if units == ahead) for ahead in (0, 1)]
+        seconds = [min(least_step(ranks) for units, ranks in tried if units == ahead) for ahead in (0, 1)]
     gathers = [
         traffic for traffic in analyze(job).dimension_traffics("dp") if traffic.kind is CollectiveKind.ALL_GATHER
     ]
@@ -161,8 +161,3 @@ def _prefetch(setup: LabSetup) -> tuple[list[LabFinding], list[Piece]]:
         "seconds", timed=True,
     )  # fmt: skip
     return [finding], [told]
-
-
-def _least_step(ranks: Sequence[RankResult]) -> float:
-    """Of the slowest rank, the first step left out; what else the machine does only adds."""
-    return float(min(max(each) for each in list(zip(*(rank.step_seconds for rank in ranks)))[1:]))

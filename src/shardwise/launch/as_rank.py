@@ -121,6 +121,6 @@ def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
 
 
 def _store(here: Started) -> Store:
-    from shardwise.training.agreement import store_of
+    from shardwise.engine.mesh import store_of
 
     return store_of(here)

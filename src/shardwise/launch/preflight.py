@@ -15,9 +15,11 @@ from shardwise.cost.memory.device import device_memories
 from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
 from shardwise.engine.refuse import require_backend, require_devices, require_folder, require_nvtx, require_runs
 from shardwise.launch.local import supervise
+from shardwise.launch.torchrun import WORKER
 from shardwise.planner.advice.assessment import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
+from shardwise.run.attempt import DRY_STEP
 from shardwise.run.checkpoint.folder import RunFolder, require_start
 from shardwise.run.data.run_data import check_data
 from shardwise.run.environment import Started
@@ -30,7 +32,6 @@ from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
-DRY_STEP = "shardwise.training.dry_step"
 COPIES = 5  # in memory: one being sent, and the last and the next one on two nodes each
 _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
@@ -184,7 +185,7 @@ def _why_not_fitting(job: Job, folder: RunFolder) -> str | None:
     shutil.rmtree(folder.path, ignore_errors=True)
     folder.path.mkdir(parents=True)
     folder.job.write_text(job.to_yaml(), encoding="utf-8")
-    command = [sys.executable, "-m", DRY_STEP, str(folder.path.resolve())]
+    command = [sys.executable, "-m", WORKER, str(folder.path.resolve()), DRY_STEP]
     outcome = supervise(command, job.strategy.world, folder.attempts, timeouts=job.run.timeouts, restarts=0)
     if outcome.stopped:
         raise SystemExit(outcome.status)

@@ -19,11 +19,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.cost.traffic.data import ServerPrice, server_price
 from shardwise.engine.batch import Batch
-from shardwise.engine.data.parameter_server import ParameterServer, ServerClient, ServerRecord
+from shardwise.engine.data.synchronisation import ParameterServer, ServerClient, ServerRecord
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import divided_as, local
-from shardwise.engine.world import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.pieces import ServerPlan
 from shardwise.measure.reference import sample_batch, sample_weight

@@ -17,15 +17,14 @@ from shardwise.cost.analysis import Analysis, analyze
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.apply import kernel_words
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group, store_of
 from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.world import process_group
 from shardwise.measure.verify import available_bytes
 from shardwise.run.environment import Started
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.run import StepWindow
 from shardwise.spec.units import readable_bytes
-from shardwise.training.agreement import store_of
 from shardwise.training.loop import Timestamp
 from shardwise.training.memory import peak_during
 from shardwise.training.profiler import NvtxSteps

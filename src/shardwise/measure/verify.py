@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.parameters import HeldParameter, divided_as, local
 from shardwise.engine.refuse import require_devices, require_folder, require_runs
-from shardwise.engine.world import process_group
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks

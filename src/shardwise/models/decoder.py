@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import kernels
-from shardwise.models.attention import attention_scale
+from shardwise.models.attention import Rotation, attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
-from shardwise.models.layer import Layer, window_of
+from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, window_of
 from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
-from shardwise.models.prediction import Ahead, PredictionLayer, ahead_of
-from shardwise.models.rope import Rotation, rotation_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.spec.support import not_built

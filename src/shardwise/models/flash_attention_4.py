@@ -157,20 +157,26 @@ def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tu
     return out, query.new_empty(of_log_sum, dtype=torch.float32)
 
 
-@backward.register_fake
-def _backward_shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def differentiate(forward: Any, backward: Any) -> None:
+    """Makes the operator ``backward`` the gradient of the operator ``forward``.
+
+    The latter takes queries, keys, values, a tensor or None, and four settings, and returns output and log-sum-exp.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, further, *ctx.settings = inputs
+        ctx.save_for_backward(query, key, value, *output, further)
+        ctx.mark_non_differentiable(output[1])
+
+    def gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, further = ctx.saved_tensors
+        return *backward(gradient, *tensors, further, *ctx.settings), None, None, None, None, None
+
+    def shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:
+        return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+    backward.register_fake(shapes)
+    forward.register_autograd(gradients, setup_context=keep)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bounds, *ctx.seen = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, bounds = ctx.saved_tensors
-    return *backward(gradient, *tensors, bounds, *ctx.seen), None, None, None, None, None
-
-
-forward.register_autograd(_differentiate, setup_context=_keep)
+differentiate(forward, backward)

@@ -151,12 +151,6 @@ def durations(field: str, given: float | Sequence[float], count: int, item: str)
     return tuple(map(float, values))
 
 
-def check_released(share: float) -> None:
-    if not 0 <= share <= 1:
-        problem = f"{shown(share)} is not between 0 and 1"
-        raise SpecError("released_by_input_grad", problem, "give a number between 0 and 1")
-
-
 # -- Checks that a schedule runs every microbatch on every stage exactly once, in an order that cannot deadlock
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
@@ -288,7 +282,9 @@ def build(
     if times is not None and times.stages != ranks * v:
         problem = f"{times.stages} stages, but {name} on {ranks} ranks has {ranks * v}"
         raise SpecError("times", problem, "give one time per stage")
-    check_released(released_by_input_grad)
+    if not 0 <= released_by_input_grad <= 1:
+        problem = f"{shown(released_by_input_grad)} is not between 0 and 1"
+        raise SpecError("released_by_input_grad", problem, "give a number between 0 and 1")
     record = schedule_record(name)
     parameters = _parameters(record)
     if memory_limit is not None and "memory_limit" not in parameters:

@@ -12,7 +12,6 @@ from shardwise.pipeline.schedule import (
     InvalidPipelineSchedule,
     PipelineSchedule,
     StageTimes,
-    check_released,
     durations,
 )
 from shardwise.spec.errors import SpecError
@@ -28,7 +27,7 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
     arrivals: tuple[tuple[float, ...], ...]
     """When the result reaches the rank that needs it next: at its end, unless a message carries it there."""
-    busy: tuple[float, ...]  # seconds that each rank computes, without overhead and messages
+    busy: tuple[float, ...]  # seconds that each rank computes, without messages
 
     @property
     def makespan_seconds(self) -> float:
@@ -75,55 +74,35 @@ class Timeline:
 
 # -- Activations held for the backward pass ----------------------------------------------------------
 # The activation of a microbatch on a stage is held from the start of its forward to the end of its backward, or of its
-# weight gradient if the backward is split; the input gradient may already release a share of it.
+# weight gradient if the backward is split.
 
 
-def peak_activations(
-    schedule: PipelineSchedule, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
-) -> tuple[float, ...]:
-    """The most that each rank holds at any time, in the unit of ``stage_sizes`` (default: 1 per stage).
+def peak_activations(schedule: PipelineSchedule) -> tuple[float, ...]:
+    """The most activations of a stage and microbatch that each rank holds at any time.
 
     A rank runs one action at a time, so that only the order of its actions matters.
     """
-    sizes = _checked(schedule, stage_sizes, released_by_input_grad)
-    return tuple(
-        max((held for _, held in _levels(actions, sizes, released_by_input_grad)), default=0.0)
-        for actions in schedule.actions
-    )
+    return tuple(max((held for _, held in _levels(actions)), default=0.0) for actions in schedule.actions)
 
 
-def live_activations(
-    timeline: Timeline, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
-) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """What each rank holds over time, as steps (seconds, held from then on)."""
-    schedule = timeline.schedule
-    sizes = _checked(schedule, stage_sizes, released_by_input_grad)
+def live_activations(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """How many activations each rank holds over time, as steps (seconds, held from then on)."""
     steps = []
-    for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
-        levels = zip(_levels(actions, sizes, released_by_input_grad), starts, ends)
+    for actions, starts, ends in zip(timeline.schedule.actions, timeline.starts, timeline.ends):
+        levels = zip(_levels(actions), starts, ends)
         steps.append(
             tuple((start if action.kind is ActionKind.F else end, held) for (action, held), start, end in levels)
         )
     return tuple(steps)
 
 
-def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) -> Iterator[tuple[Action, float]]:
+def _levels(actions: Sequence[Action]) -> Iterator[tuple[Action, float]]:
     """Every action, and what its rank holds once a forward has started, or any other action has ended."""
-    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: -released, ActionKind.W: released - 1.0}
+    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: 0.0, ActionKind.W: -1.0}
     held = 0.0
     for action in actions:
-        held += change[action.kind] * sizes[action.stage]
+        held += change[action.kind]
         yield action, held
-
-
-def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released: float) -> Sequence[float]:
-    check_released(released)
-    if sizes is None:
-        return [1.0] * schedule.stages
-    if len(sizes) != schedule.stages or any(not size >= 0 for size in sizes):
-        problem = f"{len(sizes)} sizes for {schedule.stages} stages, or a negative one"
-        raise SpecError("stage_sizes", problem, "give one size of 0 or more per stage")
-    return sizes
 
 
 def draw_timeline(timeline: Timeline, max_width: int = 160) -> str:
@@ -208,25 +187,17 @@ F, W = ActionKind.F, ActionKind.W
 _NEVER = -1.0
 
 
-def simulate(
-    schedule: PipelineSchedule,
-    times: StageTimes,
-    comm_seconds: float | Sequence[float] = 0.0,
-    blocking: bool = False,
-    overhead_seconds: float = 0.0,
-) -> Timeline:
+def simulate(schedule: PipelineSchedule, times: StageTimes, comm_seconds: float | Sequence[float] = 0.0) -> Timeline:
     """The timeline of a ``schedule`` that the verifier accepts.
 
     ``comm_seconds`` is how long a message between neighbouring stages on different ranks occupies its link: one number,
-    or one per boundary. The receiver waits for its arrival, and with ``blocking`` the sender does too.
-    ``overhead_seconds`` is the launch of an action: it is added to each, and does not count as busy.
+    or one per boundary. The receiver waits for its arrival.
     """
     comm = durations("comm_seconds", comm_seconds, schedule.stages - 1, "boundary between stages")
     if times.stages != schedule.stages:
         problem = f"{times.stages} stages, but the schedule has {schedule.stages}"
         raise SpecError("times", problem, "give one time per stage")
-    (overhead,) = durations("overhead_seconds", overhead_seconds, 1, "action")
-    run = _Run(schedule, times, comm, blocking, overhead)
+    run = _Run(schedule, times, comm)
     run.to_the_end()
     starts, ends, arrivals = (tuple(map(tuple, column)) for column in (run.starts, run.ends, run.arrivals))
     return Timeline(schedule, starts, ends, arrivals, tuple(run.busy))
@@ -239,11 +210,9 @@ class _Run:
     its backward; ``links[rank][other]`` is when the link from one rank to another is free.
     """
 
-    def __init__(
-        self, schedule: PipelineSchedule, times: StageTimes, comm: tuple[float, ...], blocking: bool, overhead: float
-    ) -> None:
+    def __init__(self, schedule: PipelineSchedule, times: StageTimes, comm: tuple[float, ...]) -> None:
         stages, m, ranks = schedule.stages, schedule.microbatches, schedule.ranks
-        self.schedule, self.comm, self.blocking, self.overhead = schedule, comm, blocking, overhead
+        self.schedule, self.comm = schedule, comm
         self.seconds = {
             ActionKind.F: times.forward,
             ActionKind.B: times.backward,
@@ -274,7 +243,7 @@ class _Run:
 
     def _advance(self, rank: int) -> None:
         """Runs ``rank`` until it waits for a message that has not been sent yet."""
-        ready, waiting, seconds, overhead = self.ready, self.waiting, self.seconds, self.overhead
+        ready, waiting, seconds = self.ready, self.waiting, self.seconds
         starts, ends, arrivals = self.starts[rank], self.ends[rank], self.arrivals[rank]
         now, busy = self.free[rank], self.busy[rank]
         last, actions = self.schedule.stages - 1, self.schedule.actions[rank]
@@ -295,7 +264,7 @@ class _Run:
                 elif stage < last:
                     target = stage + 1
             pass_seconds = seconds[kind][stage]
-            end = arrival = now + pass_seconds + overhead
+            end = arrival = now + pass_seconds
             starts.append(now)
             ends.append(end)
             busy += pass_seconds
@@ -304,8 +273,6 @@ class _Run:
                 arrival = self._send(rank, self.schedule.rank_of(target, j), min(stage, target), end)
                 channel = 2 * target + (not forward)
                 ready[channel][j] = arrival
-                if self.blocking:
-                    now = arrival
                 if (channel, j) in waiting:
                     self.runnable.append(waiting.pop((channel, j)))
             arrivals.append(arrival)

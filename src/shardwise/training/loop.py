@@ -24,10 +24,9 @@ from shardwise.run.data.order import Loader, Mixture, Rows
 from shardwise.run.metrics.recorder import Recorder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.agreement import Agreement, RankRequests, StopSignal
+from shardwise.training.agreement import Agreement, Health, MemoryPressure, RankRequests, StepVerdict, StopSignal
 from shardwise.training.checkpoint.save import MemoryCopies
 from shardwise.training.checkpointing import CheckpointManager, Position, State, load_newest
-from shardwise.training.health import Health, MemoryPressure, StepVerdict
 from shardwise.training.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.profiler import NvtxSteps, Profiler
 

@@ -1,5 +1,7 @@
 """One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by our launcher or another.
 
+With `--dry-step` behind the folder, it is one trial step of the job.
+
 Exits with 0 when the run is done, with 2 for a user's error, and with `STOPPED` after a signal and a checkpoint.
 """
 
@@ -7,21 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import bind_gloo, process_group, store_at
 from shardwise.engine.refuse import require_backend
-from shardwise.engine.world import process_group, store_at
+from shardwise.engine.torch_private import Store
 from shardwise.layout.groups import node_of
-from shardwise.run.attempt import STOPPED, Reporter, WorldPlace
+from shardwise.run.attempt import DRY_STEP, STOPPED, Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
 from shardwise.run.data.run_data import mixtures_of
 from shardwise.run.metrics.recorder import STARTED, EventLog, Recorder
@@ -31,14 +36,12 @@ from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
-from shardwise.training.agreement import StopSignal, bind_gloo
+from shardwise.training.agreement import StopSignal
 from shardwise.training.checkpoint.save import memory_folder
 from shardwise.training.checkpointing import State, load_newest, start_from
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
+from shardwise.training.memory import peak_during
 from shardwise.training.profiler import PROFILED, USUAL, NvtxSteps, Profiler, flights_watched, record_collectives
-
-if TYPE_CHECKING:
-    from shardwise.engine.torch_private import Store
 
 _logger = logging.getLogger("shardwise.training")
 
@@ -152,6 +155,27 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
         return STOPPED
 
 
+def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> int:
+    """A trial step on random tokens, which writes the highest peak of all ranks, in bytes.
+
+    It runs in processes of its own: a GPU that ran out of memory is clean for the next try. A traced step would not
+    show what the allocator needs.
+    """
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    with engine_of(job, place) as engine:
+        reporter.phase("step", 0, job.run.timeouts.start)
+        rows = len(engine.rows)
+        text = torch.randint(job.model.vocab, (rows, job.training.seq + 1), device=engine.device)
+        batch = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        _, peak = peak_during(engine.device, lambda: engine.step(batch))
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+    if place.rank == 0:
+        folder.peak.write_text(json.dumps({"peak_bytes": max(peaks)}), encoding="utf-8")
+    reporter.phase("done", 1)
+    return 0
+
+
 def _profiler_of(job: Job, engine: Engine, folder: RunFolder) -> Profiler | NvtxSteps | None:
     """What records the steps of `run.profile` or, now and then, for `run.recut`; or marks those of `run.nvtx`."""
     if job.run.nvtx is not None:
@@ -213,4 +237,4 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], train))
+    leave(main(sys.argv[1:], step_once if DRY_STEP in sys.argv else train))

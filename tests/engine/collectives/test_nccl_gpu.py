@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 from engine.collectives.schedule_cases import Result, run_all
 from required import require
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.context.across_ranks import AcrossRanks, GatheredAttention, RingAttention
+from shardwise.engine.context.apply import Attend, UlyssesAttention
 from shardwise.engine.context.blocks import KernelChoice, kernel_for
 from shardwise.engine.context.sequence import WholeDocuments, cut_sequence
-from shardwise.engine.context.ulysses import Attend, UlyssesAttention
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 
 METHODS = ("ring", "all-gather", "ulysses")

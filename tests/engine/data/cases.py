@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
+from shardwise.engine.optim.one_pass import GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import LocalOptimizer, local
 from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.engine.parameters import parts_of

@@ -14,8 +14,7 @@ from engine.workers import on_ranks
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
-from shardwise.models.experts import at_once
-from shardwise.models.moe import MoELayer
+from shardwise.models.moe import MoELayer, at_once
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import MixtureOfExperts as Experts
 from shardwise.spec.model import Model

@@ -16,8 +16,7 @@ from shardwise.cost.traffic.tensor import tensor_traffic
 from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.layout.stages import rank_contents
-from shardwise.models.experts import at_once
-from shardwise.models.moe import MoELayer
+from shardwise.models.moe import MoELayer, at_once
 from shardwise.spec.job import Job
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 8, 64, 4

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 

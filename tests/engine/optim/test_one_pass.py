@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.optim import optimizer as optimizer_module
-from shardwise.engine.optim.gradient_norm import GradientNorm
-from shardwise.engine.optim.one_pass import TABLES, OnePass, OnePassPart
+from shardwise.engine.optim.one_pass import TABLES, GradientNorm, OnePass, OnePassPart
 from shardwise.engine.optim.optimizer import LocalOptimizer, master_values, split_
 from shardwise.engine.optim.updates import Update
 from shardwise.spec.training import Optimization, Training

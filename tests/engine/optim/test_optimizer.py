@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
-from shardwise.engine.optim.gradient_norm import GradientNorm, clip_divisor
+from shardwise.engine.optim.one_pass import GradientNorm, clip_divisor
 from shardwise.engine.optim.optimizer import LocalOptimizer, decays, local, master_values, split_
 from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.training import Optimization, Training

@@ -65,7 +65,7 @@ def run_across(job: Job, folder: Path, delay_seconds: float, pair: tuple[int, in
 def _in_world(place: WorkerPlace, job: Job, folder: str) -> None:
     import torch
 
-    from shardwise.engine.world import process_group
+    from shardwise.engine.mesh import process_group
     from training.runs import train
 
     torch.set_num_threads(1)

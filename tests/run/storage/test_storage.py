@@ -29,9 +29,9 @@ from shardwise.run.storage import fsspec_store, stores
 from shardwise.run.storage.place import BlockCache, BlockReader, RemotePlace, place_of
 from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.draft import draft_of
 from shardwise.training.checkpoint.load import problems_of
-from shardwise.training.checkpoint.shards import Entry, open_shards
+from shardwise.training.checkpoint.save import draft_of
+from shardwise.training.checkpoint.shards import Entry, ShardReader
 from training.faults import SETTINGS, STEPS, small_job, train
 from training.faulty_worker import Fault
 from training.runs import VOCAB, boxes, job_of, whole, write_shards
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_whole_or_not_there(memory: RemotePlace) -> None:
         written(step, f"0000bbbb-{step}")
     written(4, "0000cccc-1")
     assert set(folder.of_step(4).objects()) == {"manifest.json", "shard-00000.0000cccc-1.safetensors"}
-    found = open_shards(folder.of_step(4)).slice_of(
+    found = ShardReader(folder.of_step(4)).slice_of(
         "shard-00000.0000cccc-1.safetensors", "x", (2, 3), (slice(1, 2), slice(0, 2))
     )
     assert found.tolist() == [[3.0, 4.0]]

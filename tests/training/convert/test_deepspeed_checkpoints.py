@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.training.convert.deepspeed import deepspeed_weights
-from shardwise.training.convert.state_dict import described, named_weights, torch_files
+from shardwise.training.convert.weights import described, named_weights, torch_files
 
 pytestmark = pytest.mark.frameworks
 

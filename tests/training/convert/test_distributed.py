@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
-from shardwise.models.rope import rope_frequencies, rotate, rotation_of
+from shardwise.models.attention import rope_frequencies, rotate, rotation_of
 from shardwise.spec.model import Model
 from training.convert.foreign_folders import write_megatron_distributed
 from training.convert.test_convert import (

@@ -35,6 +35,7 @@ from shardwise.engine.context.sequence import WholeDocuments, cut_sequence
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.models.dot_product import AttentionArguments
+from shardwise.models.flash_attention_4 import differentiate
 from shardwise.spec.errors import SpecError
 
 
@@ -159,24 +160,7 @@ def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tu
     return query.new_empty((batch, seq, heads, value.shape[-1])), query.new_empty((batch, heads, seq), dtype=number)
 
 
-@_backward.register_fake
-def _backward_shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, documents, *ctx.seen = inputs
-    ctx.save_for_backward(query, key, value, *output, documents)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, documents = ctx.saved_tensors
-    operator: Any = torch.ops.shardwise.attention_across_ranks_backward
-    return *operator(gradient, *tensors, documents, *ctx.seen), None, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
+differentiate(_forward, _backward)
 
 
 # -- Gathered keys and values (Llama 3, arXiv 2407.21783, section 3.3.2) ---------------------------

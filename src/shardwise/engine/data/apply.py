@@ -30,7 +30,7 @@ class DataParallel:
     """Data parallelism of all stages of this rank, as a step drives it.
 
     Without a pipeline, call `before_microbatch` before each forward pass and `after_step` after the optimizer. A
-    pipeline calls the ``parts`` of its stages itself (`engine.pipeline.stage.Reduction`). Gradients are complete when
+    pipeline calls the ``parts`` of its stages itself (`engine.pipeline.runtime.Reduction`). Gradients are complete when
     the last pass returns.
     """
 

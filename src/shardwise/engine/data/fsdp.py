@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from shardwise.engine import torch_private
 from shardwise.engine.collectives.communicator import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
-from shardwise.engine.fp8.apply import gather_in_fp8
-from shardwise.engine.fp8.gathers import GatherScales
+from shardwise.engine.fp8.apply import GatherScales, gather_in_fp8
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights, await_updates

@@ -21,8 +21,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
-from shardwise.models.experts import LocalExchange, TokenExchange
-from shardwise.models.moe import MoELayer
+from shardwise.models.moe import LocalExchange, MoELayer, TokenExchange
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 

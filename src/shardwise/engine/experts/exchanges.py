@@ -45,7 +45,7 @@ from shardwise.engine.labels import Called, in_backward, sorting_name
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.layout.groups import expected_destinations
 from shardwise.layout.pieces import EXCHANGED_CHUNKS
-from shardwise.models.experts import Beside, GroupedExperts, Mixed, Multiply, TokenExchange, count_tokens, reorder_rows
+from shardwise.models.moe import Beside, GroupedExperts, Mixed, Multiply, TokenExchange, count_tokens, reorder_rows
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,13 @@ from shardwise.engine.own_model.tables import is_hugging_face
 from shardwise.engine.parameters import fill, held, materialise
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
-from shardwise.engine.tensor.apply import apply_tensor
-from shardwise.engine.tensor.vocabulary import CutHead, cut_loss
+from shardwise.engine.tensor.apply import CutHead, apply_tensor, cut_loss
 from shardwise.engine.torch_private import Dropout, is_view, tree_leaves, tree_map_only
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
-from shardwise.models.experts import TokenExchange
 from shardwise.models.loss import IGNORED, cross_entropy_sum
+from shardwise.models.moe import TokenExchange
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.job import Job
 

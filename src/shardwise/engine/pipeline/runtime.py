@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwise.engine.autograd import Deferrable, Waiting, compute, deferring
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
 from shardwise.engine.pipeline.tied import TiedEnds
@@ -23,7 +24,6 @@ from shardwise.engine.torch_private import (
     RuntimeAction,
     with_messages,
 )
-from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, deferring
 from shardwise.layout.views import SharedPiece, pieces_received, pieces_sent
 from shardwise.models import Decoder
 from shardwise.pipeline import ActionKind, PipelineSchedule, build

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.engine.autograd import defer, is_deferring, may_defer
 from shardwise.engine.collectives.communicator import RingMessages
 from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart, keep, note_part
 from shardwise.engine.tensor.collectives import SEQUENCE, copy, reduce, scatter, start_gather, start_scatter, start_sum
-from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 from shardwise.layout.pieces import gathered_parts, scattered_parts
 from shardwise.layout.sharding import kv_copies, part_held
 from shardwise.models.mlp import sum_of_matmuls

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import copy_stream
-from shardwise.engine.world import process_group
 from shardwise.layout.groups import local_rank
 from shardwise.measure.calibrate.gpu_samples import CopyFigure, GpuSamples, ProductFigure, measure_gpu
 from shardwise.measure.calibrate.ranks import ROUNDS, Rank, StoreBarrier, seconds_of, undisturbed

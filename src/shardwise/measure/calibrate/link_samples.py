@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.collectives import CollectiveKind, Topology, build_schedule
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_reduce_sum
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.layout.groups import Division, RankRun, division_of
 from shardwise.measure.calibrate.ranks import Rank, undisturbed
 from shardwise.measure.collectives.run import Operation

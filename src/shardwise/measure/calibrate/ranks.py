@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import silence_blas_fallback
+from shardwise.engine.mesh import silence_blas_fallback, store_of
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.groups import local_rank
 from shardwise.run.environment import Started, host_name
 from shardwise.spec.errors import SpecError
-from shardwise.training.agreement import store_of
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.measure.calibrate.ranks import Rank, Ranks
 from shardwise.spec.wiring import PairLink, Wiring
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.collectives import CollectiveKind, Schedule, build_schedule
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.gradient_schedules import by_schedules, choose
 from shardwise.measure.calibrate.ranks import Rank

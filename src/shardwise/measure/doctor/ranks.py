@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.interop.fabric import of_hosts
 from shardwise.layout.groups import node_of
 from shardwise.layout.network import joining_level, rate_for_each

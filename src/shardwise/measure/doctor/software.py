@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.world import process_group
+from shardwise.engine.mesh import process_group
 from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.findings import Checked, Examination

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.interop.huggingface import model_from_hf_config, read_config
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
-from shardwise.models.prediction import is_behind_layers
+from shardwise.models.layer import is_behind_layers
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import IN_BULK, read_json
 from shardwise.spec.model import Model
@@ -102,24 +102,25 @@ class Folder:
         return stored
 
 
-def read_index(path: Path) -> Any:
-    """The content of an index of weights: a line for every tensor."""
-    return read_json(path, "index of weights", MOST_INDEX_CHARACTERS, IN_BULK)
+def files_of_index(index: Path) -> dict[str, str]:
+    """The file of every tensor that an index of weights lists, a line for each."""
+    try:
+        files = read_json(index, "index of weights", MOST_INDEX_CHARACTERS, IN_BULK)["weight_map"]
+        file_of = {str(name): str(file) for name, file in files.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise SpecError(index.name, f"in {index.parent} is not an index of weights", "download it again") from None
+    for file in file_of.values():
+        if Path(file).name != file:
+            raise SpecError(
+                index.name, f"in {index.parent} names {shown(file)}, which leads out of it", "do not trust it"
+            )
+    return file_of
 
 
 def _files_of(path: Path) -> dict[str, str]:
     """The file of every stored tensor."""
-    index = path / INDEX
-    if index.exists():
-        try:
-            files = read_index(index)["weight_map"]
-            file_of = {str(name): str(file) for name, file in files.items()}
-        except (KeyError, TypeError, AttributeError):
-            raise SpecError(INDEX, f"in {path} is not an index of weights", "download it again") from None
-        for file in file_of.values():
-            if Path(file).name != file:
-                raise SpecError(INDEX, f"in {path} names {shown(file)}, which leads out of it", "do not trust it")
-        return file_of
+    if (path / INDEX).exists():
+        return files_of_index(path / INDEX)
     if not (path / SINGLE).exists():
         raise SpecError(SINGLE, f"is not in {path}, nor is {INDEX}", "convert the weights to safetensors")
     return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)

@@ -19,9 +19,9 @@ from shardwise.run.checkpoint.manifest import Box, FullTensor, Manifest, SavedPi
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.draft import Draft, draft_of
 from shardwise.training.checkpoint.load import require_intact
-from shardwise.training.checkpoint.shards import DTYPES, NAMES, AnyShardReader, Entry, entry_name, open_shards
+from shardwise.training.checkpoint.save import Draft, draft_of
+from shardwise.training.checkpoint.shards import DTYPES, NAMES, Entry, ShardReader, entry_name
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LazyTensor:
 
 def full_tensors(folder: Place, manifest: Manifest, keys: Sequence[str]) -> dict[str, LazyTensor]:
     """Tensors of a checkpoint, however they were split; pieces are read from mapped files."""
-    reader = open_shards(folder)
+    reader = ShardReader(folder)
 
     def lazily(full: FullTensor) -> LazyTensor:
         return LazyTensor(full.shape, DTYPES[full.dtype], lambda: _assembled(full, reader))
@@ -48,7 +48,7 @@ def full_tensors(folder: Place, manifest: Manifest, keys: Sequence[str]) -> dict
     return {key: lazily(manifest.tensors[key]) for key in keys}
 
 
-def _assembled(full: FullTensor, reader: AnyShardReader) -> Tensor:
+def _assembled(full: FullTensor, reader: ShardReader) -> Tensor:
     """A tensor from its pieces, which fill it: `read_manifest` has checked that."""
     tensor = torch.empty(full.shape, dtype=DTYPES[full.dtype])
     for piece in full.pieces:

@@ -17,7 +17,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.interop.companions import CONFIG
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
-from shardwise.models.prediction import is_of_prediction
+from shardwise.models.layer import is_of_prediction
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
 from shardwise.run.checkpoint.folder import huggingface_at, start_at
 from shardwise.run.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
@@ -26,10 +26,9 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.shards import (
-    AnyShardReader,
+    ShardReader,
     content_problem,
     header_problem,
-    open_shards,
     size_problem,
 )
 from shardwise.training.checkpoint.state import (
@@ -132,7 +131,7 @@ def load(trainer: Trainer[Any], folder: Place, *, weights_only: bool = False) ->
     there = {key: full.shape for key, full in manifest.tensors.items()}
     wanted = [tensor for tensor in wanted if not tensor.optional or there.get(tensor.saved_as) == tensor.shape]
     require_tensors(manifest, ((tensor.saved_as, tensor.shape) for tensor in wanted), folder)
-    reader = open_shards(folder)
+    reader = ShardReader(folder)
     try:
         for tensor in wanted:
             _read(tensor, manifest, reader)
@@ -164,7 +163,7 @@ def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, .
             raise SpecError(str(folder), problem, _TRAINED)
 
 
-def _read(wanted: StateTensor, manifest: Manifest, reader: AnyShardReader) -> None:
+def _read(wanted: StateTensor, manifest: Manifest, reader: ShardReader) -> None:
     """Fills a tensor from the pieces that overlap it, which cover it: `read_manifest` has checked that."""
     pieces, tensor = manifest.tensors[wanted.saved_as].pieces, wanted.read()
     for place in wanted.places:

@@ -1,18 +1,21 @@
-"""Saving: each box of each tensor is written by one of the ranks that hold it; rank 0 commits once all are on disk.
-
-Writing can continue in a thread during training, see `draft.py`.
-"""
+"""Saving: each box of each tensor is written by one of the ranks that hold it; rank 0 commits once all are on disk."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
+import math
+import os
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,12 +26,189 @@ from shardwise.run.checkpoint.checkpoint_folder import RemoteCheckpointFolder
 from shardwise.run.checkpoint.folder import CheckpointFolder
 from shardwise.run.checkpoint.manifest import Box, FullTensor, Index, Manifest, SavedPiece, Shard
 from shardwise.run.storage.keeper_store import KEEPER, KeeperStore
-from shardwise.run.storage.place import RemotePlace
-from shardwise.run.storage.stores import register_store
+from shardwise.run.storage.place import Place, RemotePlace
+from shardwise.run.storage.stores import CLEANUP, CLEANUP_SECONDS, register_store
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.draft import Draft, ReadTensors, draft_of
-from shardwise.training.checkpoint.shards import NAMES, Entry, entry_name, shard_name
+from shardwise.training.checkpoint.shards import (
+    NAMES,
+    Entry,
+    blocks_of,
+    entry_name,
+    shard_content,
+    shard_name,
+    write_shard,
+)
 from shardwise.training.checkpoint.state import StateTensor, numbers, state_tensors
+
+# -- A draft: a checkpoint that several processes are writing --------------------------------------
+# Ranks notify each other through small files beside the shards, never by a collective: a slow disk on one rank cannot
+# make communication time out, and writing can continue in a thread during training.
+
+_logger = logging.getLogger("shardwise.training")
+
+ReadTensors = Callable[[], Iterable[Tensor]]  # each call yields all tensors of a shard again
+
+
+class Draft(Protocol):
+    """What the writers of a checkpoint do; all of them use the same step and name."""
+
+    poll_seconds: float
+
+    def file_name(self, number: int) -> str:
+        """The name of a shard's file."""
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        """Writes a shard, which is durable when this returns."""
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        """Tells the others that a rank's shard is written, or why it is not."""
+
+    def announced(self, rank: int) -> Shard | str | None:
+        """A rank's shard, why there is none, or None as long as the rank has announced nothing."""
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place: ...
+
+    def discard(self) -> None:
+        """Removes what was not committed."""
+
+
+class LocalDraft:
+    """In a folder with a temporary name."""
+
+    poll_seconds = 0.02
+
+    def __init__(self, folder: CheckpointFolder, step: int, name: str) -> None:
+        self.folder, self.step, self.name, self.part = folder, step, name, folder.unfinished(step, name)
+
+    def file_name(self, number: int) -> str:
+        return shard_name(number)
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        self.part.parent.mkdir(exist_ok=True)  # without parents: a run's folder that is gone stays gone
+        self.part.mkdir(exist_ok=True)
+        return write_shard(self.part / name, entries, tensors())
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        notice = self.part / f"rank-{rank}"
+        if isinstance(outcome, Shard):
+            unfinished = notice.with_suffix(".part")
+            unfinished.write_text(_spelled(outcome), encoding="utf-8")
+            unfinished.rename(notice)
+            return
+        # As the name of an empty file, which works on a full disk; if that fails too, rank 0 runs into its time limit.
+        with contextlib.suppress(OSError):
+            notice.with_name(f"{notice.name}.failed-{outcome.errno or 0}").touch()
+            (self.part / shard_name(rank)).unlink()
+
+    def announced(self, rank: int) -> Shard | str | None:
+        notice = self.part / f"rank-{rank}"
+        if notice.is_file():
+            return _read(notice.read_bytes())
+        failed = next(self.part.glob(f"{notice.name}.failed-*"), None)
+        return None if failed is None else os.strerror(int(failed.name.rpartition("-")[2]))
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place:
+        for notice in self.part.glob("rank-*"):
+            notice.unlink()
+        return self.folder.commit(self.step, self.name, manifest.to_bytes(), replace=replace)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.part, ignore_errors=True)  # a committed checkpoint has another name
+
+
+class RemoteDraft:
+    """Beside the committed files, under names of its own."""
+
+    poll_seconds = 0.2
+
+    def __init__(self, folder: RemoteCheckpointFolder, step: int, name: str, seconds: float) -> None:
+        self._folder, self.step = folder, step
+        self.own = name  # eight hexadecimal digits and a number, as `manifest.py` expects
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def folder(self) -> RemoteCheckpointFolder:
+        """The folder, limited to the time that is left, or to enough of it to report that none is."""
+        late = time.monotonic() + CLEANUP_SECONDS > self._deadline
+        return self._folder.within(CLEANUP if late else replace(self._folder.path.limit, deadline=self._deadline))
+
+    @property
+    def place(self) -> RemotePlace:
+        return self.folder.of_step(self.step)
+
+    def file_name(self, number: int) -> str:
+        return shard_name(number).replace(".", f".{self.own}.", 1)
+
+    def write(self, name: str, entries: Sequence[Entry], tensors: ReadTensors) -> Shard:
+        sent = [Shard(0, "")]
+
+        def blocks() -> Iterator[memoryview]:
+            checksum, size = hashlib.sha256(), 0
+            for array, length in blocks_of(shard_content(entries, tensors())):
+                block = array.data[:length]
+                checksum.update(block)
+                size += length
+                yield block
+            sent[0] = Shard(size, checksum.hexdigest())
+
+        place = self.place / name
+        place.store.upload(str(place), blocks)
+        return sent[0]
+
+    def announce(self, rank: int, outcome: Shard | OSError) -> None:
+        if isinstance(outcome, Shard):
+            self._notice(rank).write_bytes(_spelled(outcome).encode())
+            return
+        with contextlib.suppress(OSError):  # the store is gone: rank 0 runs into its time limit
+            self._notice(rank).write_bytes(json.dumps({"failed": _reason(outcome)}).encode())
+
+    def announced(self, rank: int) -> Shard | str | None:
+        try:
+            return _read(self._notice(rank).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _notice(self, rank: int) -> Place:
+        return self.place / f"rank-{rank}.{self.own}"
+
+    def commit(self, manifest: Manifest, *, replace: bool = True) -> Place:
+        return self.folder.seal(self.step, manifest.to_bytes(), set(manifest.files), replace=replace)
+
+    def discard(self) -> None:
+        """Deletes the notices and shards of this save, unless it is committed: that has deleted all but its shards."""
+        place = self.place
+        try:
+            if not (place / "manifest.json").is_file():
+                names = [name for name in place.objects() if f".{self.own}" in name]
+                place.store.delete(str(place / name) for name in names)
+        except OSError as error:
+            _logger.warning("%s: what was not committed is left there (%s)", place, _reason(error))
+
+
+def draft_of(folder: CheckpointFolder, step: int, name: str, seconds: float = math.inf) -> Draft:
+    """A new draft; all writers of a checkpoint give the same name, which is unique to the save.
+
+    A store has ``seconds`` for the whole save.
+    """
+    if isinstance(folder, RemoteCheckpointFolder):
+        return RemoteDraft(folder, step, name, seconds)
+    return LocalDraft(folder, step, name)
+
+
+def _spelled(shard: Shard) -> str:
+    return json.dumps({"bytes": shard.size, "sha256": shard.checksum})
+
+
+def _read(notice: bytes) -> Shard | str:
+    document = json.loads(notice)
+    return str(document["failed"]) if "failed" in document else Shard(document["bytes"], document["sha256"])
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+# -- The tensors of a trainer, copied and written --------------------------------------------------
 
 
 class SaveError(Exception):
@@ -168,10 +348,6 @@ def _renamed(tensors: dict[str, FullTensor], names: dict[str, str]) -> dict[str,
     }
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_OwnBox], dict[str, FullTensor]]:
     """What this rank writes, and where everything will be: each box is written by its least loaded holder."""
     own = [
@@ -209,8 +385,6 @@ def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[
 # The idea is Gemini's (Wang et al., SOSP 2023): checkpoints in the CPU memory of the own machine and of a peer. A copy
 # is an ordinary checkpoint in a special store (`keeper_store.py`). It is written beside the previous copy, which is
 # deleted once the new one is committed, so that a failure never interrupts the only copy.
-
-_logger = logging.getLogger("shardwise.training")
 
 
 def memory_folder(keepers: Path, node: int) -> RemoteCheckpointFolder:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.run.checkpoint.manifest import Box, Shard
@@ -207,49 +208,63 @@ def size_problem(path: Place, wanted: Shard) -> str | None:
 
 def header_problem(path: Place, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """The first entry of a file that is missing or differs in type or shape from the manifest; None if all agree."""
-    if isinstance(path, RemotePlace):
-        return remote_header_problem(path, wanted)
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(str(path), "pt") as file:
-            there = set(file.keys())
-            for entry, (dtype, shape) in wanted.items():
-                if entry not in there:
-                    return f"has no {entry}"
-                part = file.get_slice(entry)
-                if (part.get_dtype(), tuple(part.get_shape())) != (dtype, shape):
-                    return f"{entry} has another type or shape than the manifest says"
-    except (SafetensorError, OSError) as error:
+        file = _opened_shard(path, BlockCache(CACHE_BYTES))
+        there = file.names()
+        for entry, described in wanted.items():
+            if entry not in there:
+                return f"has no {entry}"
+            if file.described(entry) != described:
+                return f"{entry} has another type or shape than the manifest says"
+    except StoreError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read ({error})"
     return None
 
 
 class ShardReader:
-    """Slices of the entries of a checkpoint's files, which stay mapped while this is open."""
+    """Slices of the entries of a checkpoint's files, which stay open, and mapped where they are on a disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
-        self._open: dict[str, Any] = {}
+        self._cache = BlockCache(CACHE_BYTES)
+        self._open: dict[str, _MappedFile | _RemoteFile] = {}
 
     def slice_of(self, file: str, entry: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
         path = self.folder / file
         try:
             if file not in self._open:
-                self._open[file] = safe_open(str(path), "pt")
-            stored = self._open[file].get_slice(entry)
-            if tuple(stored.get_shape()) != shape:
+                self._open[file] = _opened_shard(path, self._cache)
+            if self._open[file].described(entry)[1] != shape:
                 problem = f"{entry} has another shape than the manifest says"
                 raise SpecError(str(path), problem, "take another checkpoint")
-            part: Tensor = stored[index] if shape else self._open[file].get_tensor(entry)
-            return part
-        except (SafetensorError, OSError) as error:
+            return self._open[file].slice_of(entry, index)
+        except (SpecError, StoreError):
+            raise
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise SpecError(str(path), f"{entry} cannot be read ({error})", "take another checkpoint") from None
 
     def close(self) -> None:
         self._open.clear()
+
+
+class _MappedFile:
+    """A safetensors file on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(str(path), "pt")
+
+    def names(self) -> set[str]:
+        return set(self._file.keys())
+
+    def described(self, name: str) -> tuple[str, tuple[int, ...]]:
+        stored = self._file.get_slice(name)
+        return stored.get_dtype(), tuple(stored.get_shape())
+
+    def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
+        return part
 
 
 # -- files in an object store --------------------------------------------------------------------------
@@ -289,6 +304,12 @@ class _RemoteFile:
             if name != "__metadata__"
         }
 
+    def names(self) -> set[str]:
+        return set(self.entries)
+
+    def described(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self.entries[name].dtype, self.entries[name].shape
+
     def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Reads the rows that the slice touches."""
         entry = self.entries[name]
@@ -311,52 +332,5 @@ def _entry(description: Any, begin: int, size: int) -> _StoredEntry:
     return _StoredEntry(description["dtype"], shape, first, last)
 
 
-def remote_header_problem(place: RemotePlace, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """As `header_problem`."""
-    try:
-        there = _RemoteFile(place, BlockCache(CACHE_BYTES)).entries
-    except StoreError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"cannot be read ({error})"
-    for entry, (dtype, shape) in wanted.items():
-        stored = there.get(entry)
-        if stored is None:
-            return f"has no {entry}"
-        if (stored.dtype, stored.shape) != (dtype, shape):
-            return f"{entry} has another type or shape than the manifest says"
-    return None
-
-
-class RemoteShardReader:
-    """As `ShardReader`, for files in a store."""
-
-    def __init__(self, folder: RemotePlace) -> None:
-        self.folder = folder
-        self._cache = BlockCache(CACHE_BYTES)
-        self._open: dict[str, _RemoteFile] = {}
-
-    def slice_of(self, file: str, entry: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        place = self.folder / file
-        try:
-            if file not in self._open:
-                self._open[file] = _RemoteFile(place, self._cache)
-            if self._open[file].entries[entry].shape != shape:
-                problem = f"{entry} has another shape than the manifest says"
-                raise SpecError(str(place), problem, "take another checkpoint")
-            return self._open[file].slice_of(entry, index)
-        except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, (SpecError, StoreError)):
-                raise
-            raise SpecError(str(place), f"{entry} cannot be read ({error})", "take another checkpoint") from None
-
-    def close(self) -> None:
-        self._open.clear()
-
-
-AnyShardReader = ShardReader | RemoteShardReader
-
-
-def open_shards(folder: Place) -> AnyShardReader:
-    """A reader of the checkpoint's files in a folder."""
-    return RemoteShardReader(folder) if isinstance(folder, RemotePlace) else ShardReader(folder)
+def _opened_shard(path: Place, cache: BlockCache) -> _MappedFile | _RemoteFile:
+    return _RemoteFile(path, cache) if isinstance(path, RemotePlace) else _MappedFile(path)

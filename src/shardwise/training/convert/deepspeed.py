@@ -20,9 +20,8 @@ from torch import Tensor
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import counted
 from shardwise.training.checkpoint.full_tensors import LazyTensor
-from shardwise.training.convert.state_dict import Description, named_weights, tensors_in
 from shardwise.training.convert.torch_file import read_torch_file
-from shardwise.training.convert.weights import Weights, lazily
+from shardwise.training.convert.weights import Description, Weights, lazily, named_weights, tensors_in
 
 LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

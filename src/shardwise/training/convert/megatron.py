@@ -24,9 +24,8 @@ from shardwise.models import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.full_tensors import LazyTensor
-from shardwise.training.convert.state_dict import is_distributed, stored_tensors
 from shardwise.training.convert.torch_file import fields_of, read_torch_file
-from shardwise.training.convert.weights import Weights, complete, lazily
+from shardwise.training.convert.weights import Weights, complete, is_distributed, lazily, stored_tensors
 
 LATEST = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

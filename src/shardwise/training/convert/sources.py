@@ -41,8 +41,10 @@ from shardwise.training.checkpoint.load import require_intact
 from shardwise.training.checkpoint.shards import Entry, write_shard
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
-from shardwise.training.convert.state_dict import (
+from shardwise.training.convert.weights import (
     Description,
+    Weights,
+    complete,
     described,
     files_of_folder,
     is_distributed,
@@ -50,7 +52,6 @@ from shardwise.training.convert.state_dict import (
     named_weights,
     torch_files,
 )
-from shardwise.training.convert.weights import Weights, complete
 
 # -- what a path holds -------------------------------------------------------------------------------
 
