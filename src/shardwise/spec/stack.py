@@ -70,6 +70,8 @@ class Stack(Spec):
 
     # -- memory
 
+    gathers: Literal["layers", "matrices"] = "layers"
+    """What ZeRO-3 has whole at a time: layers, or single matrices, as where XLA gathers what an operator reads."""
     full_recompute: Literal["whole", "as needed"] = "whole"
     """Repeats the whole layer, or all but its last matmul, whose output no backward pass reads."""
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"

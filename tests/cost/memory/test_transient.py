@@ -67,6 +67,21 @@ def test_sharded_fp32_parameters_are_gathered_in_16_bit() -> None:
     assert memory.gathered == pytest.approx(2 * (2 * one + contents.others) + 4 * one)
 
 
+def test_xla_gathers_and_reduces_single_matrices() -> None:
+    """Of a layer the widest matrix and the next, in 16 bits; embedding and head, which are larger here, in turn."""
+    case = on("maxtext", job(LLAMA, dp=4, zero=3))
+    contents = rank_contents(case, 0)
+    loss, layer = (memory_at_moments(case, contents)[moment].gathered for moment in ("loss", "layer"))
+    matrix, end = 64 * 192, contents.others / 2
+    assert loss == pytest.approx(2 * (end + matrix))
+    assert layer == pytest.approx(2 * (2 * matrix) + 2 * end)
+    experts = on("maxtext", job(MOE, dp=4, zero=3, ep=2))
+    contents = rank_contents(experts, 0)
+    layer = memory_at_moments(experts, contents)["layer"].gathered
+    up = 16 / 2 * 64 * 32 * 6 / 8  # of the 8 experts of a device, averaged over 6 of 8 layers
+    assert layer == pytest.approx(2 * (2 * up) + contents.others)
+
+
 # Bytes per logit: kept for backward, and besides while the loss is computed.
 LOGITS = {"parallel": (4, 2), "steps": (4, 6), "copied": (4, 4), "plain": (4, 8), "compiled": (2, 2), "fused": (2, 0)}
 

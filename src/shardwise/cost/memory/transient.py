@@ -8,6 +8,7 @@ traces it and compares.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
@@ -271,16 +272,43 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     return made + (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
 
 
+class Matrices(NamedTuple):
+    """What a stack gathers and reduces together that does not take whole layers."""
+
+    of_dense: float  # the largest matrix, as a share of a layer's
+    of_experts: float  # the same of all its experts, which are one tensor
+    gradient: float  # bytes of an element on its way
+
+
+def gathered_matrices(job: Job) -> Matrices | None:
+    """None where whole layers are gathered."""
+    model, stack = job.model, job.stack
+    if stack.gathers == "layers":
+        return None
+    sizes = [matrix.parameters for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))]
+    on_the_way = 2.0 if stack.gradient_reduce == "bf16" else 4.0
+    of_experts = 1 / len(model.mlp_matrices(model.moe.ffn)) if model.moe else 0.0
+    return Matrices(max(sizes) / sum(sizes), of_experts, min(job.recipe.gradient, on_the_way))
+
+
 def gathered_bytes(
-    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "layer", *, tied: bool = False
+    contents: RankContents,
+    sharding: Sharding,
+    recipe: Recipe,
+    moment: Moment = "layer",
+    *,
+    tied: bool = False,
+    matrices: Matrices | None = None,
 ) -> Any:
-    """Transient memory of whole layers under sharded data parallelism.
+    """Transient memory of whole layers, or ``matrices``, under sharded data parallelism.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
     it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
-    does not reshard its root, which backward would gather again at once.
+    does not reshard its root, which backward would gather again at once. XLA gathers what an operator reads.
     """
-    unit = divided_units(contents, sharding, recipe, tied=tied)
+    unit = divided_units(contents, sharding, recipe, tied=tied, matrices=matrices)
+    if matrices:
+        return gathered_at(unit, sharding, replace(recipe, gradient=matrices.gradient), moment)
     if recipe.fp32_shards:
         return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
@@ -288,7 +316,9 @@ def gathered_bytes(
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
-def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool) -> Units:
+def divided_units(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool, matrices: Matrices | None = None
+) -> Units:
     """What is gathered and reduced together; experts that one device holds alone are already whole."""
     # Offloaded parameters come and go unit by unit, even those that are whole.
     alone = sharding.offload.weights + sharding.offload.gradients > 0
@@ -299,18 +329,26 @@ def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *,
     layer, end = layers / maximum(1, contents.layers), ends / select(both_ends, 2, 1)
     each = recipe.gathered if sharding.offload.weights else recipe.gathered_for_every_use
     in_use = contents.layer_matrices * dense * each + contents.experts * experts * recipe.of_experts.gathered
-    return Units(layers, layer, ends, end, contents.has_embedding, in_use / maximum(1, contents.layers))
+    in_use = in_use / maximum(1, contents.layers)
+    if matrices:
+        largest = (
+            contents.layer_matrices * dense * matrices.of_dense,
+            contents.experts * experts * matrices.of_experts,
+        )
+        layer = maximum(*largest) / maximum(1, contents.layers)
+        in_use = layer * recipe.gathered
+    return Units(layers, layer, ends, end, contents.has_embedding, in_use)
 
 
 class Units(NamedTuple):
-    """Parameters that FSDP gathers and reduces together."""
+    """Parameters that are gathered and reduced together."""
 
     layers: Any  # of all layers
-    layer: Any  # of one layer
+    layer: Any  # of one layer, or of its largest matrix
     ends: Any  # of embedding and head
     end: Any  # of one of them
     has_embedding: Any
-    layer_bytes: Any  # bytes of a layer that is gathered for every use
+    layer_bytes: Any  # bytes of that where it is gathered for every use
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:
