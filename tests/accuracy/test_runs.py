@@ -162,6 +162,39 @@ def test_recompute(text: str, precision: str, fields: dict[str, Any] | None) -> 
     assert vocabulary.recompute(text, precision) == fields
 
 
+_BUT_THE_PRODUCTS_OF_ATTENTION = ["attention", "norm", "activation", "mlp-up"]
+
+
+@pytest.mark.parametrize(
+    ("text", "operators", "leaves"),
+    [
+        ("minimal (keep dot outputs)", ["attention", "norm", "activation"], False),
+        ("minimal_with_context", ["norm", "activation"], False),
+        ("save_dot_except_mlpwi", _BUT_THE_PRODUCTS_OF_ATTENTION, False),
+        ("save_dot_with_context_except_mlp", ["norm", "activation", "mlp-up"], False),
+        ("custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat",
+         _BUT_THE_PRODUCTS_OF_ATTENTION, True),
+        ("custom: host offload of decoder_layer_input, q/k/v proj; rest remat", None, True),
+        ("custom: host offload of decoder_layer_input; rest remat", None, True),
+        ("custom: host offload of context, mlpwo; rest remat", None, False),
+        ("custom: keep decoder_layer_input, remat q/k/v", None, False),
+        ("qkv_proj offloaded to host, rest remat", None, False),
+        ("save_qkv_proj", None, False),
+    ],
+)  # fmt: skip
+def test_policies_of_maxtext(text: str, operators: list[str] | None, leaves: bool) -> None:
+    """What is kept, on the device or on the host, and what is made again: some operators, or None for all of them."""
+    fields = vocabulary.recompute(text, "bf16")
+    assert fields is not None and fields["recompute"] == ("selective" if operators else "full")
+    assert fields.get("recompute_operators") == operators
+    assert fields.get("offload") == ({"activations": 1.0} if leaves else None)
+
+
+def test_routed_experts_that_are_made_again_count_as_whole_layers() -> None:
+    text = "custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat"
+    assert vocabulary.recompute(text, "bf16", experts=True) == {"recompute": "full", "offload": {"activations": 1.0}}
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [("1F1B", "1f1b"), ("1F1B-I", "interleaved"), ("1F1B interleaved", "interleaved"), ("Interleaved", "interleaved"),

@@ -255,7 +255,8 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
         fields |= _pipeline(row, source, pp)
     for variant in source.variants:
         fields |= variant.strategy if variant.applies(row) else {}
-    return fields | (vocabulary.recompute(row.text("recompute"), row.text("precision")) or {})
+    cells = row.text("recompute"), row.text("precision")
+    return fields | (vocabulary.recompute(*cells, experts=bool(row.number("n_experts"))) or {})
 
 
 def _sequence_parallel(row: TableRow) -> bool:
