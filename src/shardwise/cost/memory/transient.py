@@ -44,8 +44,7 @@ def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_he
     if job.stack.gradients == "kept":
         return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
-        at_loss = plain_loss_bytes(job) if job.stack.loss == "plain" else loss_moment_bytes(job)
-        return 0.0, at_loss if has_head else 0.0
+        return 0.0, _loss_bytes(job) if has_head else 0.0
     return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
 
 
@@ -172,9 +171,22 @@ def logits_temporary_bytes(job: Job) -> float:
         "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
         "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
         "compiled": element,  # their gradient beside them, in 16 bit
+        "whole": 2 * element,  # the gradients after and before the logarithm of the softmax, in 16 bit
         "fused": 0.0,  # their gradient is written over them
     }
     return logits_bytes(job, per_logit[job.stack.loss])
+
+
+def _loss_bytes(job: Job) -> float:
+    """Temporary bytes at the loss of a stack that makes gradients as they come."""
+    if job.stack.loss == "pieces":
+        return loss_moment_bytes(job)
+    return plain_loss_bytes(job) if job.stack.loss == "plain" else _backward_of_loss_bytes(job)
+
+
+def _backward_of_loss_bytes(job: Job) -> float:
+    """The most of the backward passes of the loss and of the head."""
+    return max(logits_temporary_bytes(job), _head_backward_bytes(job))
 
 
 def plain_loss_bytes(job: Job) -> float:
@@ -182,7 +194,7 @@ def plain_loss_bytes(job: Job) -> float:
 
     Where a step replaces the gradients of the last, those are freed before the two backward passes.
     """
-    backward = max(logits_temporary_bytes(job), _head_backward_bytes(job))
+    backward = _backward_of_loss_bytes(job)
     if job.autocasts:
         # The gradient of the head becomes fp32 when those of the logits and the copy of the head are gone.
         rounded = 4 * head_weights(job) + 2 * job.model.hidden * job.microbatch_tokens
