@@ -163,6 +163,39 @@ def test_recompute(text: str, precision: str, fields: dict[str, Any] | None) -> 
     assert vocabulary.recompute(text, precision) == fields
 
 
+_BUT_THE_PRODUCTS_OF_ATTENTION = ["attention", "norm", "activation", "mlp-up"]
+
+
+@pytest.mark.parametrize(
+    ("text", "operators", "leaves"),
+    [
+        ("minimal (keep dot outputs)", ["attention", "norm", "activation"], False),
+        ("minimal_with_context", ["norm", "activation"], False),
+        ("save_dot_except_mlpwi", _BUT_THE_PRODUCTS_OF_ATTENTION, False),
+        ("save_dot_with_context_except_mlp", ["norm", "activation", "mlp-up"], False),
+        ("custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat",
+         _BUT_THE_PRODUCTS_OF_ATTENTION, True),
+        ("custom: host offload of decoder_layer_input, q/k/v proj; rest remat", None, True),
+        ("custom: host offload of decoder_layer_input; rest remat", None, True),
+        ("custom: host offload of context, mlpwo; rest remat", None, False),
+        ("custom: keep decoder_layer_input, remat q/k/v", None, False),
+        ("qkv_proj offloaded to host, rest remat", None, False),
+        ("save_qkv_proj", None, False),
+    ],
+)  # fmt: skip
+def test_policies_of_maxtext(text: str, operators: list[str] | None, leaves: bool) -> None:
+    """What is kept, on the device or on the host, and what is made again: some operators, or None for all of them."""
+    fields = vocabulary.recompute(text, "bf16")
+    assert fields is not None and fields["recompute"] == ("selective" if operators else "full")
+    assert fields.get("recompute_operators") == operators
+    assert fields.get("offload") == ({"activations": 1.0} if leaves else None)
+
+
+def test_routed_experts_that_are_made_again_count_as_whole_layers() -> None:
+    text = "custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat"
+    assert vocabulary.recompute(text, "bf16", experts=True) == {"recompute": "full", "offload": {"activations": 1.0}}
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [("1F1B", "1f1b"), ("1F1B-I", "interleaved"), ("1F1B interleaved", "interleaved"), ("Interleaved", "interleaved"),
@@ -309,25 +342,6 @@ def test_a_row_may_name_its_machine_and_its_stack() -> None:
 def test_an_unknown_network_or_stack_is_refused(column: str, text: str, problem: str) -> None:
     with pytest.raises(SpecError, match=rf"{column}.*{problem}"):
         run_like("kor22_t5_22B_full", **{column: text})
-
-
-@pytest.mark.parametrize(
-    ("text", "recompute", "operators", "offloaded"),
-    [
-        ("custom: host offload of decoder_layer_input; rest remat", "full", None, 1.0),
-        ("custom: keep decoder_layer_input, remat q/k/v", "full", None, None),
-        ("custom: host offload of context, mlpwo; rest remat", "full", None, 2 / 3),
-        ("custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat", "selective",
-         ["norm", "activation", "attention", "mlp-up"], 1.0),
-        ("qkv_proj offloaded to host, rest remat", "selective", ["norm", "activation", "attention", "mlp-up"], 1 / 2),
-    ],
-)  # fmt: skip
-def test_a_policy_names_what_a_layer_keeps(
-    text: str, recompute: str, operators: list[str] | None, offloaded: float | None
-) -> None:
-    found = vocabulary.recompute(text, "bf16") or {}
-    assert (found["recompute"], found.get("recompute_operators")) == (recompute, operators)
-    assert found.get("offload", {}).get("activations") == (None if offloaded is None else pytest.approx(offloaded))
 
 
 def test_what_a_table_assumes_gives_way_to_the_recipe() -> None:

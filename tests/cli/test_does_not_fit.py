@@ -50,7 +50,7 @@ def test_a_cap_that_is_too_low_is_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("job", "advice"),
     [
-        ("--model llama3-8b --cluster dgx-h100:1 --zero 1 --global-batch 8 --seq 12288", "recompute|zero|tp|pp"),
+        ("--model llama3-8b --cluster dgx-h100:1 --zero 1 --global-batch 8 --seq 13312", "recompute|zero|tp|pp"),
         pytest.param(
             "--model llama3-70b --cluster dgx-h100:1 --zero 0 --global-batch 64", "offload", marks=pytest.mark.slow
         ),

@@ -272,7 +272,8 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
     for variant in source.variants:
         recipe |= variant.strategy if variant.applies(row) else {}
-    printed = vocabulary.recompute(row.text("recompute"), row.text("precision")) or {}
+    cells = row.text("recompute"), row.text("precision")
+    printed = vocabulary.recompute(*cells, experts=bool(row.number("n_experts"))) or {}
     # What the table's author assumed gives way to the recipe.
     return fields | (printed | recipe if "recompute" in row.assumed else recipe | printed)
 

@@ -9,7 +9,7 @@ from shardwise.accuracy.ranges import Range, predicted_range
 from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank, run_from_row, run_rows
 from shardwise.accuracy.table import release, table_path
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.memory.room import allocated_bytes, reserved_bytes
+from shardwise.cost.memory.room import allocated_bytes, fit_of, reserved_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.errors import SpecError
 from shardwise.uncertainty.residuals import error_bar, left_out_errors
@@ -182,8 +182,8 @@ class Score:
 
 def score(run: PublishedRun, over: Range | None = None) -> Score:
     """The prediction for one run beside what was reported of it, and the range if it is given."""
-    seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
-    predicted, reported, time = predicted_memory(run), run.reported_memory_bytes, run.reported_seconds
+    seconds, time = predict(run.job).step_seconds, run.reported_seconds
+    predicted, reported = predicted_memory(run), run.reported_memory_bytes
     bar = error_bar(run.job)
     low, high = seconds * (1 + bar.time_low), seconds * (1 + bar.time_high)
     least, most = predicted * (1 + bar.memory_low), predicted * (1 + bar.memory_high)
@@ -213,7 +213,7 @@ def score(run: PublishedRun, over: Range | None = None) -> Score:
         bar_high_bytes=most,
         memory_in_bar=None if reported is None else least <= reported <= most,
         memory_bar_of=bar.memory_of,
-        fits=memory.total <= run.job.cluster.device.usable_memory,
+        fits=fit_of(run.job) != "does not fit",
         set_aside=run.set_aside,
     )
 

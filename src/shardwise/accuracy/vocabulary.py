@@ -51,11 +51,52 @@ _OPERATORS = (
 )
 
 
-def recompute(text: str, precision_text: str) -> dict[str, Any] | None:
-    """The fields of the strategy that a cell names."""
+# MaxText's policies say which tensors of a layer are kept, on the device or the host; all others are made again
+# (src/maxtext/layers/decoders.py, get_remat_policy, and configs/base.yml at e591f30).
+_TENSORS = (
+    ("layer input", r"decoder-layer-input"),
+    ("projections in", r"qkv-proj|q/k/v|query-proj"),
+    ("projection out", r"out-proj"),
+    ("up", r"mlpwi"),
+)
+_PROJECTIONS = {"projections in", "projection out"}
+_POLICIES: tuple[tuple[str, set[str]], ...] = (
+    (r"save-dot-except-(logits-ffn1|mlp)|save-dot-with-context-except-mlp", _PROJECTIONS),
+    (r"save-dot-except-logits|minimal", {*_PROJECTIONS, "up"}),
+    (r"save-(qkv|out)-proj", set()),
+)
+
+
+def remat_policy(words: str, *, experts: bool) -> dict[str, Any] | None:
+    """The fields of the strategy that are nearest to one of MaxText's policies, None where ``words`` name none.
+
+    What makes a projection again, or routed experts, is nearer to a whole layer than to any of the operators.
+    """
+
+    def named(pattern: str) -> set[str]:
+        match = re.search(pattern, words)
+        return {tensor for tensor, name in _TENSORS if match and re.search(name, match[1])}
+
+    policy = next((kept for pattern, kept in _POLICIES if re.search(pattern, words)), None)
+    if policy is None and not re.search(r"^custom|offloaded to host", words):
+        return None
+    on_host = named(r"offload of ([^;]*)") | named(r"([^;,]*) offloaded")
+    kept = {*(policy or ()), *on_host, *named(r"keep (.*?)(?:, remat|;|$)")}
+    fields: dict[str, Any] = {"recompute": "full"}
+    if kept >= _PROJECTIONS and (not experts or "up" in kept):
+        again = {"attention": "context" not in words, "norm": True, "activation": True, "mlp-up": "up" not in kept}
+        operators = [operator for operator, is_repeated in again.items() if is_repeated]
+        fields = {"recompute": "selective", "recompute_operators": operators}
+    return fields | ({"offload": {"activations": 1.0}} if "layer input" in on_host else {})
+
+
+def recompute(text: str, precision_text: str, *, experts: bool = False) -> dict[str, Any] | None:
+    """The fields of the strategy that a cell names; ``experts``: the model's MLPs are routed experts."""
     words = _of_this_precision(text.lower(), precision_text).replace("_", "-").strip()
     if _UNSAID.match(words):
         return None
+    if policy := remat_policy(words, experts=experts):
+        return policy
     if re.match(r"(no|none|off|false|0)\b", words):
         return {"recompute": "none"}
     if re.match(r"custom\b|[\w-]+ offloaded", words):

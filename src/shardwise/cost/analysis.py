@@ -141,7 +141,7 @@ class Analysis:
 
     @property
     def fit(self) -> Fit:
-        """Whether the fullest device fits, fits without the margin that plans keep ("tight"), or does not fit."""
+        """Whether the fullest device fits, may fit without the margin that plans keep ("tight"), or does not fit."""
         return self.room.fit(self.memory)
 
     @property
@@ -151,7 +151,7 @@ class Analysis:
 
     @property
     def fits(self) -> bool:
-        """Whether the prediction fits, even if tightly."""
+        """Whether the job may fit, even if tightly."""
         return self.fit != "does not fit"
 
     @property

@@ -186,10 +186,15 @@ def _other_degrees(fields: Mapping[str, Any]) -> int:
 
 def _accumulated(layout: RunLayout, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """How gradients are accumulated, and a note if the run's way has no price."""
-    if not layout.keeps_whole_gradients or layout.accumulation == 1 or fields["strategy.zero"] < 2:
+    sharded = {"strategy.accumulate": "sharded"}
+    if fields["strategy.zero"] < 2:
         return {}, []
+    if not layout.keeps_whole_gradients or layout.accumulation == 1:
+        return sharded, []
     if fields.get("strategy.offload.gradients"):
-        return {}, ["the whole gradients that stay on the device between microbatches are not priced beside offload"]
+        return sharded, [
+            "the whole gradients that stay on the device between microbatches are not priced beside offload"
+        ]
     return {"strategy.accumulate": "local"}, []
 
 

@@ -127,7 +127,7 @@ class Request:
         """Why a strategy that needs ``needed_bytes`` is not planned."""
         needs, there = readable_bytes(needed_bytes), readable_bytes(self.capacity_bytes)
         words = f"needs at least {needs} per device, a plan may use up to {there}"
-        if needed_bytes > self.room.usable_bytes:
+        if needed_bytes > self.room.refused_bytes:
             return words
         likely = probability_words(fit_probability(self.job, needed_bytes))
         return f"{words}: tight, it fits with {likely} probability"

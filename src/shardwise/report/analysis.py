@@ -174,7 +174,8 @@ def _memory_table(analysis: Analysis) -> FittedTable:
     memory, room = analysis.memory, analysis.room
     usable = room.usable_bytes
     where = f" (fullest: pipeline rank {memory.pipeline_rank})" if analysis.job.strategy.pp > 1 else ""
-    verdict = {"fits": "fits", "tight": "fits, but tight", "does not fit": "DOES NOT FIT"}[analysis.fit]
+    tight = "fits, but tight" if memory.total <= usable else "may fit"
+    verdict = {"fits": "fits", "tight": tight, "does not fit": "DOES NOT FIT"}[analysis.fit]
     title = f"Memory of one device{where}: {readable_bytes(memory.total)} of {readable_bytes(usable)}, {verdict}"
     free = usable - memory.total
     sizes = [(MEMORY_PARTS[part], getattr(memory, part)) for part in memory.PARTS if getattr(memory, part)]

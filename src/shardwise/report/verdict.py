@@ -141,9 +141,11 @@ def memory_words(analysis: Analysis) -> str:
     likely = f"with {probability_words(analysis.fit_probability)} probability"
     if analysis.fit == "fits":
         return f"fits {likely}: {needed}, {readable_bytes(free)} free"
+    too_much = f"{readable_bytes(-free)} too much"
     if analysis.fit == "tight":
-        return f"tight, fits {likely}: {needed}, {readable_bytes(free)} free; {margin_words(analysis.job)}"
-    missing = f"{readable_bytes(-free)} too much" if free < 0 else "too little host memory"
+        left = f"{readable_bytes(free)} free" if free >= 0 else f"predicted {too_much}"
+        return f"tight, fits {likely}: {needed}, {left}; {margin_words(analysis.job)}"
+    missing = too_much if free < 0 else "too little host memory"
     return f"DOES NOT FIT: {needed}, {missing}"
 
 

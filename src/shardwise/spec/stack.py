@@ -49,6 +49,9 @@ class Stack(Spec):
     """ZeRO under a pipeline reduces once a step (`whole`, gradients are kept whole until then), after every microbatch
     under ZeRO-3 alone (as Megatron-LM's distributed optimizer up to ZeRO-2), or under ZeRO-2 too; see
     `usual_accumulation`."""
+    accumulation: Literal["sharded", "local"] = "sharded"
+    """Without a pipeline, ZeRO-2 and 3 reduce gradients after every microbatch, or keep them whole until the last, in
+    the format they are reduced in, as FSDP does where scripts forbid it to synchronise."""
     per_parameter_shards: bool = False
     """ZeRO-1 cuts every parameter by itself and gathers after the update: a copy per parameter and rank."""
     per_parameter_gathers: bool = False
@@ -70,13 +73,15 @@ class Stack(Spec):
 
     # -- memory
 
+    gathers: Literal["layers", "matrices"] = "layers"
+    """What ZeRO-3 has whole at a time: layers, or single matrices, as where XLA gathers what an operator reads."""
     full_recompute: Literal["whole", "as needed"] = "whole"
     """Repeats the whole layer, or all but its last matmul, whose output no backward pass reads."""
-    loss: Literal["parallel", "steps", "copied", "plain", "compiled", "fused", "pieces"] = "parallel"
+    loss: Literal["parallel", "steps", "copied", "plain", "compiled", "whole", "fused", "pieces"] = "parallel"
     """Cross entropy: split over the vocabulary (`parallel`); the same, with new tensors in each compiled step (`steps`)
     or on an fp32 copy of the logits (`copied`); unsplit on such a copy (`plain`), or compiled to read 16-bit logits
-    (`compiled`); 16-bit logits turned into their gradient in place (`fused`); a few tokens' logits at a time
-    (`pieces`)."""
+    (`compiled`); torch's on 16-bit logits, gathered over tensor-parallel ranks (`whole`); 16-bit logits turned into
+    their gradient in place (`fused`); a few tokens' logits at a time (`pieces`)."""
     gated_activation: Literal["fused", "separate"] = "fused"
     """`separate`: the gate is a kernel of its own and keeps its output."""
     norms: Literal["fused", "separate"] = "fused"
@@ -168,7 +173,8 @@ class Stack(Spec):
     def usual_accumulation(self, zero: int, pp: int, *, leave: bool = False) -> Literal["sharded", "local"]:
         """``accumulate`` of a strategy that does not name it; gradients that ``leave`` the device are shards."""
         stages = {"whole": (2, 3), "sharded by zero-3": (2,), "sharded": ()}[self.pipeline_gradients]
-        return "local" if zero in stages and pp > 1 and not leave else "sharded"
+        is_local = zero in stages if pp > 1 else zero >= 2 and self.accumulation == "local"
+        return "local" if is_local and not leave else "sharded"
 
     @property
     def launched_by_graphs(self) -> bool:
@@ -188,7 +194,8 @@ class Stack(Spec):
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
         recipe = replace(recipe, wide_experts=not self.fp8_experts)
         if self.masters == "none" and recipe.master:
-            return replace(recipe, gradient=recipe.weight, master=0)
+            sums = 4 if self.gradient_reduce == "fp32" else recipe.weight
+            return replace(recipe, gradient=recipe.weight, master=0, whole_gradient=sums)
         if self.masters == "16-bit" and recipe.master:
             return replace(recipe, master=2)
         if self.sharded_parameters == "fp32" and recipe.master:

@@ -78,6 +78,8 @@ class Recipe:
     wide_experts: bool = False  # the stack does not quantise routed experts
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
+    whole_gradient: float = 0.0  # of a gradient that ZeRO keeps whole over microbatches, where that is wider
+
     @property
     def plain_weight(self) -> float:
         """Bytes of a weight that every recipe keeps in at least 16 bits: embeddings, head, norms."""

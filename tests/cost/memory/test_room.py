@@ -24,7 +24,7 @@ from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.job import Job
-from shardwise.uncertainty.residuals import memory_quantile
+from shardwise.uncertainty.residuals import error_bar, memory_quantile
 
 GIB = 2**30
 PROPERTY = settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -105,12 +105,13 @@ def test_a_cap_takes_the_place_of_the_margin() -> None:
 
 def test_fits_tight_and_not() -> None:
     needed = analyze(job(GPT, dp=8)).memory.total
-    over = memory_quantile(job(GPT, dp=8), 0.05)
+    over, least = memory_quantile(job(GPT, dp=8), 0.05), 1 + error_bar(job(GPT, dp=8)).memory_low
+    assert least < 1 < over
     for memory, fit in (
         (needed * over + 1, "fits"),
         (needed * over - 1, "tight"),
-        (needed + 1, "tight"),
-        (needed - 1, "does not fit"),
+        (needed * least + 1, "tight"),
+        (needed * least - 1, "does not fit"),
     ):
         one = job(GPT, with_memory(memory), dp=8)
         assert analyze(one).fit == fit_of(one) == fit
@@ -182,7 +183,8 @@ def test_what_is_not_planned_is_called_tight_if_it_may_fit() -> None:
     room = request.room
     between = (room.planned_bytes + room.usable_bytes) / 2
     assert "tight, it fits with " in request.short_words(between)
-    assert "tight" not in request.short_words(room.usable_bytes + GIB)
+    assert "tight" in request.short_words((room.usable_bytes + room.refused_bytes) / 2)
+    assert "tight" not in request.short_words(room.refused_bytes + GIB)
 
 
 @pytest.mark.slow

@@ -67,14 +67,50 @@ def test_sharded_fp32_parameters_are_gathered_in_16_bit() -> None:
     assert memory.gathered == pytest.approx(2 * (2 * one + contents.others) + 4 * one)
 
 
+def test_xla_gathers_and_reduces_single_matrices() -> None:
+    """Of a layer the widest matrix and the next, in 16 bits; embedding and head, which are larger here, in turn."""
+    case = on("maxtext", job(LLAMA, dp=4, zero=3))
+    contents = rank_contents(case, 0)
+    loss, layer = (memory_at_moments(case, contents)[moment].gathered for moment in ("loss", "layer"))
+    matrix, end = 64 * 192, contents.others / 2
+    assert loss == pytest.approx(2 * (end + matrix))
+    assert layer == pytest.approx(2 * (2 * matrix) + 2 * end)
+    experts = on("maxtext", job(MOE, dp=4, zero=3, ep=2))
+    contents = rank_contents(experts, 0)
+    layer = memory_at_moments(experts, contents)["layer"].gathered
+    up = 16 / 2 * 64 * 32 * 6 / 8  # of the 8 experts of a device, averaged over 6 of 8 layers
+    assert layer == pytest.approx(2 * (2 * up) + contents.others)
+
+
+def test_gradients_that_stay_whole_over_microbatches_have_the_format_they_are_reduced_in() -> None:
+    """FSDP2 adds them up in `reduce_dtype`; what is reduced at the end has the format of the parameters again."""
+    stack = Stack(masters="none", gradients="made", accumulation="local")
+    for microbatches, zero, each in ((4, 3, 4), (1, 3, 0), (4, 0, 2)):
+        strategy = {"zero": zero, "accumulate": stack.usual_accumulation(zero, 1)}
+        case = on(stack, job(LLAMA, dp=4, training={"global_batch": 4 * microbatches}, **strategy))
+        contents, memory = rank_contents(case, 0), memory_of_rank(case, 0)
+        assert memory.weights + memory.optimizer == pytest.approx(contents.total * 10 / (4 if zero else 1))
+        assert memory.gradients == pytest.approx(contents.total * each)
+
+
+@pytest.mark.parametrize(("stack", "zero", "pp", "expected"), [
+    ("accelerate", 3, 1, "local"), ("accelerate", 2, 1, "local"), ("accelerate", 1, 1, "sharded"),
+    ("torchtitan", 3, 1, "sharded"), ("torchtitan", 3, 2, "local"), ("shardwise", 3, 1, "sharded"),
+])  # fmt: skip
+def test_what_scripts_forbid_to_synchronise_is_reduced_once(stack: str, zero: int, pp: int, expected: str) -> None:
+    assert stack_from(stack).usual_accumulation(zero, pp) == expected
+    assert stack_from(stack).usual_accumulation(zero, pp, leave=True) == "sharded"
+
+
 # Bytes per logit: kept for backward, and besides while the loss is computed.
 LOGITS = {"parallel": (4, 2), "steps": (4, 6), "copied": (4, 4), "plain": (4, 8), "compiled": (2, 2), "fused": (2, 0)}
+LOGITS |= {"whole": (4, 4)}
 
 
 @pytest.mark.parametrize("loss", LOGITS)
 def test_bytes_per_logit(loss: Any) -> None:
     case = on(Stack(loss=loss), job(LLAMA, tp=2, dp=1))
-    logits = case.microbatch_tokens * LLAMA.vocab / 2
+    logits = case.microbatch_tokens * LLAMA.vocab / (1 if loss == "whole" else 2)
     inputs = LLAMA.hidden * case.microbatch_tokens / 2 * 4
     kept, besides = LOGITS[loss]
     assert head_activation_bytes(case) == inputs + kept * logits

@@ -72,7 +72,17 @@ def test_a_table_of_one_equals_the_job(job: Job) -> None:
 @given(
     valid_jobs(),
     strategies.sampled_from(
-        ("torchtitan", "accelerate", "megatron-core", "nanotron", "megatron-tests", "deepspeed", "deepspeed-changed")
+        (
+            "torchtitan",
+            "accelerate",
+            "megatron-core",
+            "nanotron",
+            "megatron-tests",
+            "deepspeed",
+            "deepspeed-changed",
+            "maxtext",
+            "deepspeed-2021",
+        )
     ),
 )
 def test_memory_of_other_software_too(job: Job, stack: str) -> None:

@@ -392,12 +392,14 @@ def loss_tokens(job: Job) -> float:
 def kept_per_logit(job: Job) -> float:
     """Bytes of every logit that the loss keeps for its backward pass."""
     element = job.training.recipe.activation
-    return {"fused": element, "compiled": element, "pieces": 0.0}.get(job.stack.loss, 4.0)
+    known = {"fused": element, "compiled": element, "whole": 2 * element, "pieces": 0.0}
+    return known.get(job.stack.loss, 4.0)  # of a whole one the script's logits, and their logarithm of the softmax
 
 
 def logits_bytes(job: Job, per_logit: float) -> float:
     """All logits of a microbatch on one device."""
-    return per_logit * job.microbatch_tokens * job.model.vocab / job.strategy.tp
+    ranks = 1 if job.stack.loss == "whole" else job.strategy.tp
+    return per_logit * job.microbatch_tokens * job.model.vocab / ranks
 
 
 def head_weights(job: Job) -> float:

@@ -38,6 +38,7 @@ from shardwise.cost.memory.transient import (
     Moment,
     cached_copy_bytes,
     divided_units,
+    gathered_matrices,
     kinds_of,
     message_buffer_bytes,
     transient_bytes,
@@ -366,10 +367,12 @@ def _copied_weights(job: Job, contents: RankContents) -> float:
 
 
 def _gathered(job: Job, contents: RankContents, size: float) -> Iterator[MemoryTerm]:
-    unit = divided_units(contents, sharding_of(job.strategy), job.recipe, tied=job.model.tied_embeddings)
+    tied, matrices = job.model.tied_embeddings, gathered_matrices(job)
+    unit = divided_units(contents, sharding_of(job.strategy), job.recipe, tied=tied, matrices=matrices)
     if unit.layer and size:
-        each = MemoryFactor("bytes of each: whole layers in use and on their way", size / unit.layer, "bytes")
-        yield MemoryTerm("gathered parameters and gradients", (MemoryFactor("parameters of a layer", unit.layer), each))
+        whole, what = ("matrices", "of a matrix") if matrices else ("layers", "of a layer")
+        each = MemoryFactor(f"bytes of each: whole {whole} in use and on their way", size / unit.layer, "bytes")
+        yield MemoryTerm("gathered parameters and gradients", (MemoryFactor(f"parameters {what}", unit.layer), each))
 
 
 def _communication(job: Job, size: float) -> Iterator[MemoryTerm]:

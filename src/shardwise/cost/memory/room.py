@@ -2,14 +2,16 @@
 
 What counts is the memory that a process can have of a device. A plan does not fill it to the last byte: published runs
 show how far predictions of tensors are off, and so much stays free that a run exceeds the device with a probability of
-`memory_risk` at most (`memory_quantile`). A job beyond that is tight; one predicted to be larger than the device does
-not fit.
+`memory_risk` at most (`memory_quantile`). A job beyond that is tight, even one predicted to be larger than the device
+by no more than its error bar; only beyond that it does not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import exp
 from typing import Literal
 
 from shardwise.cost.memory.activations import chunks_in_flight, logits_bytes
@@ -19,7 +21,7 @@ from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.layout.views import ranks_to_price
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
-from shardwise.uncertainty.residuals import memory_quantile
+from shardwise.uncertainty.residuals import Standing, memory_band, memory_quantile, standing_of
 
 Fit = Literal["fits", "tight", "does not fit"]
 FITS: tuple[Fit, ...] = ("fits", "tight", "does not fit")  # from the best
@@ -33,6 +35,7 @@ class Room:
 
     usable_bytes: float  # what a process can have of the device
     planned_bytes: float  # what a prediction may take, so that the job fits with the margin that plans keep
+    refused_bytes: float  # a larger prediction does not fit, even if the truth is at the low end of its error bar
     host_bytes: float  # the device's part of its node's memory
     is_capped: bool = False  # the user caps the memory, and so decides what stays free
 
@@ -41,7 +44,7 @@ class Room:
         return self.usable_bytes - self.planned_bytes
 
     def fit(self, memory: DeviceMemory) -> Fit:
-        if memory.total > self.usable_bytes or memory.host > self.host_bytes:
+        if memory.total > self.refused_bytes or memory.host > self.host_bytes:
             return "does not fit"
         return "fits" if memory.total <= self.planned_bytes else "tight"
 
@@ -53,14 +56,26 @@ def room_of(job: Job, cap_bytes: float | None = None) -> Room:
     # Where offload goes to a disk, the host's memory is no limit.
     host = float("inf") if job.strategy.offload.target == "nvme" else job.cluster.host_memory_per_device
     if cap_bytes is not None:
-        return Room(usable, usable, host, is_capped=True)
-    return Room(usable, min(usable, _planned(job, usable, job.run.memory_risk)), host)
+        return Room(usable, usable, usable, host, is_capped=True)
+    planned = min(usable, _planned(job, usable, job.run.memory_risk))
+    return Room(usable, planned, _prediction_of(job, usable, _low_end(standing_of(job))), host)
 
 
 def _planned(job: Job, usable: float, risk: float) -> float:
     """The largest prediction that exceeds ``usable`` bytes with probability ``risk`` at most."""
+    return _prediction_of(job, usable, memory_quantile(job, risk))
+
+
+def _prediction_of(job: Job, needed: float, factor: float) -> float:
+    """The prediction for a job that needs so many bytes, if its tensors are ``factor`` times those predicted."""
     allowance = job.cluster.device.framework_memory
-    return min(usable, allowance) + max(0.0, usable - allowance) / memory_quantile(job, risk)
+    return min(needed, allowance) + max(0.0, needed - allowance) / factor
+
+
+@cache
+def _low_end(standing: Standing) -> float:
+    """Of the error bar of tensors, as a factor on their prediction."""
+    return exp(-memory_band(standing).width)
 
 
 def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:

@@ -72,7 +72,8 @@ def state_bytes(
         lasting = parameters * select(zero >= 1, master, 0) / shards  # what is gathered stays on the device
     weights = weights / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
-    gradients = parameters * select(sharded, gradient_shard / shards, recipe.gradient)
+    whole = select(zero >= 2, max(recipe.gradient, recipe.whole_gradient), recipe.gradient)
+    gradients = parameters * select(sharded, gradient_shard / shards, whole)
     kept = parameters * master + matrices * states.matrices + others * states.others
     optimizer_bytes = kept / select(zero >= 1, shards, 1)
     stored = (optimizer_bytes - lasting) * offload.optimizer

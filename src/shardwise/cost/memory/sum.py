@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
 from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes, update_copies
-from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
+from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, gathered_matrices, left_over
 from shardwise.layout.pieces import update_chunk, update_slots
 from shardwise.layout.sharding import Sharding, updates_on_device
 from shardwise.layout.stages import RankContents
@@ -110,8 +110,8 @@ class HeldMemory:
 
     @cached_property
     def gathered(self) -> Any:
-        tied = self.job.model.tied_embeddings
-        return gathered_bytes(self.contents, self.sharding, self.job.recipe, self.moment, tied=tied)
+        tied, matrices = self.job.model.tied_embeddings, gathered_matrices(self.job)
+        return gathered_bytes(self.contents, self.sharding, self.job.recipe, self.moment, tied=tied, matrices=matrices)
 
     @property
     def allowance(self) -> float:

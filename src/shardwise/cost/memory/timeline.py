@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from shardwise.cost.memory.activations import head_activation_bytes, microbatches_in_flight
 from shardwise.cost.memory.device import (
@@ -20,7 +21,7 @@ from shardwise.cost.memory.device import (
     offloaded_activations,
 )
 from shardwise.cost.memory.sum import moved_share
-from shardwise.cost.memory.transient import gathered_bytes
+from shardwise.cost.memory.transient import gathered_bytes, gathered_matrices
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import step_timeline
 from shardwise.layout.sharding import sharding_of
@@ -168,8 +169,8 @@ def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float
 def _gathered(job: Job, contents: RankContents) -> tuple[float, float]:
     """Whole layers that sharded data parallelism holds: gradients before they are reduced, parameters in use."""
     sharding, recipe = sharding_of(job.strategy), job.recipe
-    tied = job.model.tied_embeddings
-    both = float(gathered_bytes(contents, sharding, recipe, tied=tied))
+    of_job: dict[str, Any] = {"tied": job.model.tied_embeddings, "matrices": gathered_matrices(job)}
+    both = float(gathered_bytes(contents, sharding, recipe, **of_job))
     sharding = replace(sharding, zero=min(2, sharding.zero))
-    gradient = float(gathered_bytes(contents, sharding, recipe, tied=tied))
+    gradient = float(gathered_bytes(contents, sharding, recipe, **of_job))
     return gradient, both - gradient

@@ -8,6 +8,7 @@ traces it and compares.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
@@ -43,8 +44,7 @@ def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_he
     if job.stack.gradients == "kept":
         return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
-        at_loss = plain_loss_bytes(job) if job.stack.loss == "plain" else loss_moment_bytes(job)
-        return 0.0, at_loss if has_head else 0.0
+        return 0.0, _loss_bytes(job) if has_head else 0.0
     return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
 
 
@@ -171,9 +171,22 @@ def logits_temporary_bytes(job: Job) -> float:
         "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
         "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
         "compiled": element,  # their gradient beside them, in 16 bit
+        "whole": 2 * element,  # the gradients after and before the logarithm of the softmax, in 16 bit
         "fused": 0.0,  # their gradient is written over them
     }
     return logits_bytes(job, per_logit[job.stack.loss])
+
+
+def _loss_bytes(job: Job) -> float:
+    """Temporary bytes at the loss of a stack that makes gradients as they come."""
+    if job.stack.loss == "pieces":
+        return loss_moment_bytes(job)
+    return plain_loss_bytes(job) if job.stack.loss == "plain" else _backward_of_loss_bytes(job)
+
+
+def _backward_of_loss_bytes(job: Job) -> float:
+    """The most of the backward passes of the loss and of the head."""
+    return max(logits_temporary_bytes(job), _head_backward_bytes(job))
 
 
 def plain_loss_bytes(job: Job) -> float:
@@ -181,7 +194,7 @@ def plain_loss_bytes(job: Job) -> float:
 
     Where a step replaces the gradients of the last, those are freed before the two backward passes.
     """
-    backward = max(logits_temporary_bytes(job), _head_backward_bytes(job))
+    backward = _backward_of_loss_bytes(job)
     if job.autocasts:
         # The gradient of the head becomes fp32 when those of the logits and the copy of the head are gone.
         rounded = 4 * head_weights(job) + 2 * job.model.hidden * job.microbatch_tokens
@@ -271,16 +284,43 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     return made + (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
 
 
+class Matrices(NamedTuple):
+    """What a stack gathers and reduces together that does not take whole layers."""
+
+    of_dense: float  # the largest matrix, as a share of a layer's
+    of_experts: float  # the same of all its experts, which are one tensor
+    gradient: float  # bytes of an element on its way
+
+
+def gathered_matrices(job: Job) -> Matrices | None:
+    """None where whole layers are gathered."""
+    model, stack = job.model, job.stack
+    if stack.gathers == "layers":
+        return None
+    sizes = [matrix.parameters for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))]
+    on_the_way = 2.0 if stack.gradient_reduce == "bf16" else 4.0
+    of_experts = 1 / len(model.mlp_matrices(model.moe.ffn)) if model.moe else 0.0
+    return Matrices(max(sizes) / sum(sizes), of_experts, min(job.recipe.gradient, on_the_way))
+
+
 def gathered_bytes(
-    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "layer", *, tied: bool = False
+    contents: RankContents,
+    sharding: Sharding,
+    recipe: Recipe,
+    moment: Moment = "layer",
+    *,
+    tied: bool = False,
+    matrices: Matrices | None = None,
 ) -> Any:
-    """Transient memory of whole layers under sharded data parallelism.
+    """Transient memory of whole layers, or ``matrices``, under sharded data parallelism.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
     it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
-    does not reshard its root, which backward would gather again at once.
+    does not reshard its root, which backward would gather again at once. XLA gathers what an operator reads.
     """
-    unit = divided_units(contents, sharding, recipe, tied=tied)
+    unit = divided_units(contents, sharding, recipe, tied=tied, matrices=matrices)
+    if matrices:
+        return gathered_at(unit, sharding, replace(recipe, gradient=matrices.gradient), moment)
     if recipe.fp32_shards:
         return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
@@ -288,7 +328,9 @@ def gathered_bytes(
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
-def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool) -> Units:
+def divided_units(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, *, tied: bool, matrices: Matrices | None = None
+) -> Units:
     """What is gathered and reduced together; experts that one device holds alone are already whole."""
     # Offloaded parameters come and go unit by unit, even those that are whole.
     alone = sharding.offload.weights + sharding.offload.gradients > 0
@@ -299,18 +341,26 @@ def divided_units(contents: RankContents, sharding: Sharding, recipe: Recipe, *,
     layer, end = layers / maximum(1, contents.layers), ends / select(both_ends, 2, 1)
     each = recipe.gathered if sharding.offload.weights else recipe.gathered_for_every_use
     in_use = contents.layer_matrices * dense * each + contents.experts * experts * recipe.of_experts.gathered
-    return Units(layers, layer, ends, end, contents.has_embedding, in_use / maximum(1, contents.layers))
+    in_use = in_use / maximum(1, contents.layers)
+    if matrices:
+        largest = (
+            contents.layer_matrices * dense * matrices.of_dense,
+            contents.experts * experts * matrices.of_experts,
+        )
+        layer = maximum(*largest) / maximum(1, contents.layers)
+        in_use = layer * recipe.gathered
+    return Units(layers, layer, ends, end, contents.has_embedding, in_use)
 
 
 class Units(NamedTuple):
-    """Parameters that FSDP gathers and reduces together."""
+    """Parameters that are gathered and reduced together."""
 
     layers: Any  # of all layers
-    layer: Any  # of one layer
+    layer: Any  # of one layer, or of its largest matrix
     ends: Any  # of embedding and head
     end: Any  # of one of them
     has_embedding: Any
-    layer_bytes: Any  # bytes of a layer that is gathered for every use
+    layer_bytes: Any  # bytes of that where it is gathered for every use
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:

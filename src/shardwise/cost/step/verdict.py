@@ -57,7 +57,7 @@ def bottleneck(analysis: Analysis) -> Bottleneck:
     """Memory if the job does not fit; else the largest part of the predicted step, and the second if it matters."""
     memory = analysis.memory
     if analysis.fit == "does not fit":
-        if memory.total <= analysis.room.usable_bytes:
+        if memory.total <= analysis.room.refused_bytes:
             return Bottleneck("host memory")
         return Bottleneck("device memory", largest_part=max(memory.PARTS, key=lambda part: getattr(memory, part)))
     parts, whole = grouped(analysis.parts, _GROUPS), analysis.predicted_seconds

@@ -99,12 +99,14 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
         for zero, keeps, accumulate in (*SHARDINGS, *(LOCAL if constraints.names("accumulate") else ()))
         if zero in stages and keeps in kept and accumulate in accumulated
     ]
-    if job.stack.usual_accumulation(2, base.pp) == "local" and not constraints.names("accumulate"):
+    # Without a pipeline every script can let FSDP reduce after each microbatch (`Stack.accumulation` is its default).
+    in_stages = base.pp > 1
+    if in_stages and job.stack.usual_accumulation(2, base.pp) == "local" and not constraints.names("accumulate"):
         # The stack accumulates locally, which costs the same as ZeRO-1; our own engine can also shard.
         also = (2, False, "local")
         wanted = [sharding for sharding in wanted if job.stack.is_own or sharding != (2, False, "sharded")]
         wanted += [also] if 2 in stages and False in kept and 1 not in stages else []
-    if job.stack.usual_accumulation(3, base.pp) == "local" and not job.stack.is_own:
+    if in_stages and job.stack.usual_accumulation(3, base.pp) == "local" and not job.stack.is_own:
         wanted = [
             (zero, keeps, "local" if zero == 3 and "local" in accumulated else accumulate)
             for zero, keeps, accumulate in wanted
