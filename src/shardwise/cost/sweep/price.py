@@ -27,7 +27,7 @@ from shardwise.cost.traffic.traffic import (
     hidden_across_layers,
     waiting,
 )
-from shardwise.layout.payloads import PASSES, Pass
+from shardwise.layout.payloads import PASSES, Pass, Share
 from shardwise.layout.sharding import Sharding, stacked
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
@@ -367,14 +367,20 @@ class _Batch:
         # It only matters whether they are 1.
         shards = [2 if (count > 1).all() else by_row(count, lengths) for count in over]
         lines = [self._lines(sharding, rows.microbatches[part], rows.last_share[part], count) for count in shards]
-        transfers = []
+        transfers, library = [], self.job.cluster.library
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[held][number]
+            seconds = by_row(self.seconds[held, number], lengths, line.times)
+            on_links = {name: by_row(busy, lengths, line.times) for name, busy in links.items()}
+            once = self.sharding.gathers_once
+            communicator = line.communicator(library, tuple(Share)[held], gathers_once=once)
+            if communicator:
+                on_links[communicator] = seconds
             transfers.append(
                 OverlappedTransfer(
                     line.window,
-                    by_row(self.seconds[held, number], lengths, line.times),
-                    {name: by_row(seconds, lengths, line.times) for name, seconds in links.items()},
+                    seconds,
+                    on_links,
                     line.window if self.base.overlap.dp else "none",
                     line.window_share,
                     line.last_only,

@@ -262,6 +262,16 @@ class DataLine:
         """The pass that it may run under."""
         return self.payload.in_pass
 
+    def communicator(self, library: str, share: Share, *, gathers_once: bool) -> str:
+        """What it takes turns on with another line of its pass, if there is one.
+
+        NCCL runs the collectives of a communicator one after the other, on whatever streams (its author in NVIDIA/nccl
+        issue 574). In a backward pass under ZeRO-3, weights are gathered and gradients reduced over the same ranks, by
+        one communicator (pytorch/pytorch pull request 186335): one waits for the latencies of the other too.
+        """
+        alone = gathers_once or self.window != "backward" or self.over != "shards"
+        return "" if library != "nccl" or alone else f"{share.value}communicator"
+
     def by_schedules(self, ranks: SharedRanks) -> bool:
         """Whether the engine may run a schedule of ours for it: sums of gradients, not those between shard groups."""
         sums = self.payload.role in (Role.GRADIENTS, Role.GRADIENT_SHARDS)
@@ -354,8 +364,8 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
     traffics = []
-    wire = wire_bytes(job, strategy.pp)
-    for line in data_lines(sharding_of(strategy), unit, ranks.shards, wire, m, last):
+    wire, sharding, library = wire_bytes(job, strategy.pp), sharding_of(strategy), job.cluster.library
+    for line in data_lines(sharding, unit, ranks.shards, wire, m, last):
         runs = ranks.sharded if line.over == "shards" else ranks.replicas
         topology = spanned(job.cluster, runs, "strategy.dp", neighbours_of(job.cluster.library, line.kind))
         if topology is None:
@@ -377,6 +387,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
                 window_share=line.window_share,
                 last_only=line.last_only,
                 unhideable=1 / units,
+                communicator=line.communicator(library, share, gathers_once=sharding.gathers_once),
             )
         )
     return traffics
