@@ -156,7 +156,8 @@ def _cut(matrix: Matrix, tensor: int) -> tuple[float, float]:
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
     strategy, shards = job.strategy, divided_over(job.strategy)
-    dense_units, expert_units = communication_units(job, contents)
+    once = sharding_of(strategy).gathers_once
+    dense_units, expert_units = communication_units(job, contents, strategy.gradient_group, gathers_once=once)
     dense, experts = sent_parameters(job, strategy, contents)
     traffics = _group_traffic(job, Share.DENSE, dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
     if contents.experts:
@@ -200,20 +201,23 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
 _PARAMETERS_OF_A_LAYER = 12  # weight and bias of four matmuls and two norms, as in GPT-3
 
 
-def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
+def communication_units(job: Job, contents: RankContents, ranks: int, *, gathers_once: bool) -> tuple[int, int]:
     """How many pieces of the dense parameters, and of the experts, are reduced or gathered one after the other.
 
-    A piece is a layer; as many layers as fill a bucket, where the strategy has a size for buckets; or a single weight
-    or bias, where the stack gathers every parameter by itself.
+    ``ranks`` is the number of data-parallel ranks. A piece is a layer; as many layers as fill a bucket, where the
+    strategy or the stack has a size for buckets; or a single weight or bias, where the stack gathers every parameter by
+    itself.
     """
     layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
     if job.stack.per_parameter_gathers:
         return layers * _PARAMETERS_OF_A_LAYER, moe_layers
-    bucket, weight = job.strategy.bucket, job.training.recipe.weight
-    if bucket is None:
+    elements = job.stack.bucket_per_rank * ranks if gathers_once else 0
+    if job.strategy.bucket is not None:
+        elements = job.strategy.bucket / job.training.recipe.weight
+    if not elements:
         return layers, moe_layers
-    each = (contents.dense * weight / layers, contents.experts * weight / moe_layers)
-    dense, experts = (math.ceil(bucket / size) if size else 1 for size in each)
+    each = (contents.dense / layers, contents.experts / moe_layers)
+    dense, experts = (math.ceil(elements / size) if size else 1 for size in each)
     return math.ceil(layers / dense), math.ceil(moe_layers / experts)
 
 
