@@ -51,6 +51,9 @@ class Stack(Spec):
     `usual_accumulation`."""
     per_parameter_shards: bool = False
     """ZeRO-1 cuts every parameter by itself and gathers after the update: a copy per parameter and rank."""
+    owned_parameters: bool = False
+    """ZeRO-1 gives every parameter whole to one rank, which updates it and broadcasts it to the others afterwards;
+    gradients are all-reduced. Else ranks hold equal parts of all."""
     per_parameter_gathers: bool = False
     """ZeRO-3 gathers and reduces every parameter by itself."""
     bucket_per_rank: int = count(0, minimum=0, maximum=10**9)

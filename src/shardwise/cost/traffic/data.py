@@ -175,6 +175,12 @@ class SentParameters(NamedTuple):
     second_factors: Any = 0.0  # elements of the right factors under powersgd
     in_blocks: Any = 0.0  # all, rounded up to whole blocks for every rank, under other compression
     multiplied: Any = 0.0  # those that an FP8 recipe multiplies in FP8
+    tensors: Any = 1.0  # weights of layers
+    whole: Any = 1.0  # the share of all of a rank's parameters that these are
+
+    def broadcasts(self, owners: Any) -> Any:
+        """How many it takes where every owner sends all its weights at once; a share of one, if these are a part."""
+        return minimum(self.tensors, self.whole * owners)
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -192,10 +198,20 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     whole = strategy.compression.in_blocks
     dense = whole(contents.dense, strategy.gradient_group)
     experts = whole(contents.experts, strategy.expert_data_parallel)
+    in_fp8 = contents.layer_matrices, contents.experts * job.stack.fp8_experts
+    tensors = tensors_of(model, strategy, contents)
     return (
-        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, contents.layer_matrices),
-        SentParameters(contents.experts, contents.experts, *thin[1], experts, contents.experts * job.stack.fp8_experts),
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0]),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1]),
     )
+
+
+def tensors_of(model: Model, strategy: Strategy, contents: RankContents) -> tuple[float, float]:
+    """How many weights a rank's layers have, without biases, and its experts; at least one."""
+    of_mlp = len(model.mlp_matrices(model.ffn))
+    each = len(model.attention_matrices) + of_mlp + model.norms_per_layer
+    experts = model.moe.experts / strategy.ep if model.moe else 0.0
+    return max(1.0, contents.layers * each), max(1.0, contents.moe_layers * experts * of_mlp)
 
 
 _PARAMETERS_OF_A_LAYER = 12  # weight and bias of four matmuls and two norms, as in GPT-3
@@ -233,6 +249,7 @@ class GradientWire(NamedTuple):
     compression: Compression = Compression()  # that of whole gradients
     synchronise: Synchronise = Synchronise()  # when workers synchronise
     narrower: float = 0.0  # bytes saved for each parameter that is gathered for every use and multiplied in FP8
+    owned: bool = False  # every parameter has one owner under ZeRO-1 (`Stack.owned_parameters`)
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -242,11 +259,12 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
     narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
     fsdp = stack.sharded_parameters == "fp32 shards"
     gathered = 1.0 if narrow else recipe.weight
-    late, compression = not stack.per_parameter_shards, job.strategy.compression
+    late, compression = not (stack.per_parameter_shards or stack.owned_parameters), job.strategy.compression
     narrower = job.recipe.gathered - job.recipe.gathered_for_every_use
     return GradientWire(
-        gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower
-    )
+        gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower,
+        stack.owned_parameters,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -302,13 +320,22 @@ def data_lines(
     again = not (sharding.gathers_once or sharding.offload.weights)
     less = unit.multiplied * wire.narrower if again else 0.0
     gathered = unit.all * weight - less
-    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    owned = wire.owned and sharding.gathers_once
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE if owned else CollectiveKind.REDUCE_SCATTER
+    # A broadcast passes on as many bytes as a gather, over as many hops.
+    pieces = unit.broadcasts(shards) if owned else 1
     late = not sharding.gradients_sharded
     sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
     lines = [
         DataLine(sent_backward(Role.GRADIENTS), scatter, "shards", whole, reductions, share, late),
         DataLine(
-            sent_forward(Role.PARAMETERS), gather, "shards", gathered, gathers, gather_share, sharding.gathers_once
+            sent_forward(Role.PARAMETERS),
+            gather,
+            "shards",
+            gathered / pieces,
+            gathers * pieces,
+            gather_share,
+            sharding.gathers_once,
         ),
     ]
     if wire.synchronise.every_step:
