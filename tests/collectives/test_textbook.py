@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, log2
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from shardwise.collectives import (
     p2p_latency,
     price_schedule,
 )
-from shardwise.collectives.cost import algorithm_names
+from shardwise.collectives.cost import SMALL_MESSAGES, algorithm_names
 
 QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 A, B, M = 3e-6, 50e9, 2.0**26
@@ -192,6 +193,43 @@ def test_rings_of_a_library_use_every_link_of_a_fully_connected_node() -> None:
     assert inside.bytes == pytest.approx(31 / 32 * 8e9 * 7 / 8 / 7)
     for size, rings in ((2, 1), (3, 2), (4, 2), (5, 4), (6, 4), (7, 6), (8, 7)):
         assert FullyConnected(size).disjoint_rings == rings
+
+
+def rings_between(nodes: int, inside: int = 8, kind: str = "all_gather", size: Any = M) -> Any:
+    """Nodes of ``inside`` devices on which a step of large messages takes longer than one of small messages."""
+    levels = (
+        Level(Switch(inside), 450e9, 1e-6, ring_step=4.76e-6),
+        Level(Switch(nodes), 50e9, 5e-6, ring_step=19.6e-6),
+    )
+    return collective_cost(kind, size, Topology(levels, library="nccl"), "parallel_rings")
+
+
+def test_a_ring_between_nodes_waits_for_every_rank() -> None:
+    """Large messages pay a step of their protocol for every rank: NCCL's gathers and scatters have no tree."""
+    large = 64e9
+    for nodes in (8, 64, 128):
+        waits = float(rings_between(nodes, size=large).latency_seconds)
+        assert waits == pytest.approx((nodes - 1) * 19.6e-6 + nodes * 7 * 4.76e-6)
+        both = float(rings_between(nodes, kind="all_reduce", size=large).latency_seconds)
+        assert both == pytest.approx(2 * waits)
+    small = float(rings_between(64, size=1e3).latency_seconds)
+    assert small == pytest.approx(63 * 5e-6 + 64 * 7 * 1e-6, rel=1e-3)
+
+
+def test_a_ring_takes_its_cheaper_protocol() -> None:
+    sizes = np.array([0.0, 1e3, 1e6, 1e7, 3e7, 1e8, 1e9, 1e11])
+    costs = [rings_between(64, size=float(size)) for size in sizes]
+    times = np.array([float(cost.seconds) for cost in costs])
+    assert np.all(np.diff(times) > 0)
+    together = rings_between(64, size=sizes)
+    assert np.allclose(together.seconds, times, rtol=1e-12)
+    for cost in (*costs, together):
+        of_levels = sum(level.latency_seconds for level in cost.levels)
+        assert np.allclose(of_levels, cost.latency_seconds, rtol=1e-12)
+    moving = float(costs[5].bandwidth_seconds)
+    flags = float(costs[5].sent_bytes) / SMALL_MESSAGES - moving
+    short, long = 63 * 5e-6 + 64 * 7e-6, 63 * 19.6e-6 + 64 * 7 * 4.76e-6
+    assert float(costs[5].latency_seconds) == pytest.approx(min(short + max(moving, flags), long))
 
 
 def test_one_device_costs_nothing() -> None:

@@ -14,9 +14,16 @@ _INTERNEVO = (
     Variant(
         "all",
         "fused RMSNorm of apex, rotary embedding and cross entropy of flash-attention; 16-bit weights and gradients "
-        "beside fp32 masters (internlm/solver/optimizer/hybrid_zero_optim.py)",
+        "beside fp32 masters; every weight has one rank, which broadcasts it after the update "
+        "(internlm/solver/optimizer/hybrid_zero_optim.py, _partition_param_list and broadcast_params)",
         {},
-        stack={"norms": "fused", "loss": "fused", "gradient_reduce": "bf16", "sharded_parameters": "16-bit"},
+        stack={
+            "owned_parameters": True,
+            "norms": "fused",
+            "loss": "fused",
+            "gradient_reduce": "bf16",
+            "sharded_parameters": "16-bit",
+        },
     ),
 )
 _MODALITIES = (

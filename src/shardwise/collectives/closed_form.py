@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.collectives.algorithms.rings import BUCKET, DIMENSION_ORDERED
-from shardwise.collectives.cost import direct_loads, parse_composite, ring_hops, stages
+from shardwise.collectives.cost import SMALL_MESSAGES, direct_loads, parse_composite, ring_hops, stages
 from shardwise.collectives.schedule import CollectiveKind, Schedule, Transfer
 from shardwise.collectives.shapes import Grid
 from shardwise.collectives.table import IN_NETWORK, LEVELS_ROWS, ROWS, LevelsRow, Row, choose, rows_for
@@ -27,9 +27,10 @@ SYMBOLS = {
     "h": "hops to the farthest member of an axis", "before": "members of the axes before", "after": "and after",
     "X": "blocks over the busiest link if all send to all", "ones": "one-bits in 0 to n−1",
     "x": "hops to the next rank", "s": "devices on a port",
+    "A": "latency of a large message in a ring through nodes", "L": "seconds for a byte sent with flags",
     "H": "hops of all rounds of uneven axes", "K": "their blocks",
 }  # fmt: skip
-_FUNCTIONS = ("sum", "max", "floor", "ceil", "log2")
+_FUNCTIONS = ("sum", "min", "max", "floor", "ceil", "log2")
 _NAME = re.compile(r"[A-Za-z]\w*")
 
 
@@ -104,7 +105,7 @@ def _level_by_level(
 
 def _parallel_rings(kind: CollectiveKind, topology: Topology) -> ClosedForm:
     latencies, moves, inside = [], [], ""
-    last = len(topology.levels)
+    last, has_steps = len(topology.levels), any(level.ring_step > level.latency for level in topology.levels)
     for index, level in enumerate(topology.levels, start=1):
         around = f"n{inside}/n{index}·" if index < last else ""
         latencies.append(f"{_passes(kind)}{around}(n{index}−1)·a{index}")
@@ -113,7 +114,12 @@ def _parallel_rings(kind: CollectiveKind, topology: Topology) -> ClosedForm:
         factors = (f"·{shared}" if shared > 1 else "") + (f"/{rings}" if rings > 1 else "")
         moves.append(f"{_passes(kind)}(n−1)/n·m{inside}{share}{factors}·b{index}")
         inside += f"/n{index}"
-    return ClosedForm(f"{' + '.join(latencies)} + max({', '.join(moves)})", {})
+    late, moved = " + ".join(latencies), f"max({', '.join(moves)})"
+    if not has_steps:
+        return ClosedForm(f"{late} + {moved}", {})
+    steps = {f"A{i}": max(level.ring_step, level.latency) for i, level in enumerate(topology.levels, start=1)}
+    by_flags = f"{late} + max(2·{moved}, {_passes(kind)}(n−1)/n·m·L)"
+    return ClosedForm(f"min({by_flags}, {late.replace('a', 'A')} + {moved})", {**steps, "L": 1 / SMALL_MESSAGES})
 
 
 def _written(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives.arrays import checked_size, is_array, maximum
+from shardwise.collectives.arrays import checked_size, is_array, maximum, minimum
 from shardwise.collectives.schedule import CollectiveKind
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import (
@@ -410,7 +410,30 @@ def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) ->
         used[index] = Work(hops=hops, bytes=carried)
         inside *= level.size
     volume = Work(steps=passes * (n - 1), sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
-    return settle(topology, used, volume, "parallel_rings", exact=False, overlapped=True)
+    cost = settle(topology, used, volume, "parallel_rings", exact=False, overlapped=True)
+    return _by_protocol(cost, topology.levels)
+
+
+SMALL_MESSAGES = 20.4e9
+"""Bytes/s of a rank under NCCL's protocol LL between more than two nodes (src/graph/tuning.cc, llMaxBws)."""
+
+
+def _by_protocol(cost: CollectiveCost, levels: Sequence[Level]) -> CollectiveCost:
+    """Rings of NCCL by its cheaper protocol, as its tuner chooses.
+
+    LL sends a flag with every word: a step takes a level's latency, at half the bandwidth and `SMALL_MESSAGES` at most.
+    Simple synchronises sender and receiver: full bandwidth, and a step takes ``ring_step``.
+    """
+    longer = [part.hops * max(0.0, level.ring_step - level.latency) for part, level in zip(cost.levels, levels)]
+    waits = sum(longer)
+    if not waits:
+        return cost
+    moving = cost.bandwidth_seconds
+    by_flags = maximum(moving, cost.sent_bytes / SMALL_MESSAGES - moving)
+    added = minimum(waits, by_flags)
+    parts = zip(cost.levels, longer)
+    own = tuple(replace(part, latency_seconds=part.latency_seconds + added * (late / waits)) for part, late in parts)
+    return replace(cost, latency_seconds=cost.latency_seconds + added, levels=own)
 
 
 def flat_direct_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:

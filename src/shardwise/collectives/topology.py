@@ -30,6 +30,7 @@ Quantity = int | float | str
 _QUANTITIES = {
     "bandwidth": ("bytes/s", True),
     "latency": ("seconds", False),
+    "ring_step": ("seconds", False),
     "startup": ("seconds", False),
     "efficiency": ("share", True),
     "ramp_bytes": ("bytes", False),
@@ -74,6 +75,7 @@ class Level:
     bandwidth: float
     """Bytes/s in one direction: of a link (grids, fully connected) or of a device's port (switch, tree)."""
     latency: float = 0.0  # seconds per message; on grids per hop
+    ring_step: float = 0.0  # seconds per step of large messages in a library's rings through several nodes, if longer
     ports: int | None = None
     """Ports that all devices below one member of this level share; None: each device has its own."""
     startup: float = 0.0  # seconds, once per collective that uses the level

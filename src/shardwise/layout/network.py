@@ -119,17 +119,32 @@ def as_wired(cluster: Cluster, groups: Sequence[Sequence[int]], planned: Topolog
 
 @functools.lru_cache(maxsize=64)
 def network(cluster: Cluster) -> Topology:
-    levels = tuple(_level(level) for level in cluster.levels)
+    levels = tuple(_level(cluster, level, inside=index == 0) for index, level in enumerate(cluster.levels))
     return Topology(levels=levels, pipelined_levels=cluster.pipelined_levels, library=cluster.library)
 
 
-def _level(level: NetworkLevel) -> Level:
+# A step of NCCL's rings with large messages (protocol Simple), whatever the link: over NVLink, PCIe and a network, and
+# how much longer rings through several nodes take (src/graph/tuning.cc: hwLatencies, and "plateau effect of ring" from
+# compute capability 8.0). Latencies of links are of small messages, or as long as these.
+_STEP_INSIDE, _STEP_OVER_PCIE, _STEP_BETWEEN = 3.4e-6, 5.7e-6, 14e-6
+_PLATEAU = 1.4
+
+
+def _ring_step(cluster: Cluster, level: NetworkLevel, *, inside: bool) -> float:
+    if cluster.library != "nccl":
+        return 0.0
+    within = _STEP_OVER_PCIE if level.link is not None and level.link.kind == "pcie" else _STEP_INSIDE
+    return _PLATEAU * (within if inside else _STEP_BETWEEN)
+
+
+def _level(cluster: Cluster, level: NetworkLevel, *, inside: bool) -> Level:
     helps = level.in_network
     in_network = None if helps is None else InNetwork(helps.kind, helps.efficiency, helps.ramp, helps.startup)
     return Level(
         shape=_shape(level),
         bandwidth=level.bandwidth_per_direction,
         latency=level.latency_per_step,
+        ring_step=_ring_step(cluster, level, inside=inside),
         ports=level.ports,
         startup=level.startup,
         efficiency=level.reached_share,

@@ -54,8 +54,14 @@ class Stack(Spec):
     the format they are reduced in, as FSDP does where scripts forbid it to synchronise."""
     per_parameter_shards: bool = False
     """ZeRO-1 cuts every parameter by itself and gathers after the update: a copy per parameter and rank."""
+    owned_parameters: bool = False
+    """ZeRO-1 gives every parameter whole to one rank, which updates it and broadcasts it to the others afterwards;
+    gradients are all-reduced. Else ranks hold equal parts of all."""
     per_parameter_gathers: bool = False
     """ZeRO-3 gathers and reduces every parameter by itself."""
+    bucket_per_rank: int = count(0, minimum=0, maximum=10**9)
+    """ZeRO-1 and 2 reduce and gather so many parameters at a time for every data-parallel rank, where that is more than
+    a layer: buckets that grow with the ring, so that its latency does not."""
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
     """Parameters under ZeRO: 16-bit; fp32, which are the masters too; or fp32 shards beside whole 16-bit parameters
     that are gathered from them every step, as FSDP does at every ZeRO stage (embedding and head once for both passes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cost.builders import (
     LLAMA,
     MOE,
+    job,
     ring,
     sent,
     switched,
@@ -18,12 +20,13 @@ from shardwise import predict
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.cost.traffic.traffic import ComputeWindows, with_exposed_seconds
 from shardwise.layout.payloads import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
-from shardwise.spec.stack import stack_from
+from shardwise.spec.stack import Stack, stack_from
 
 
 def test_data_parallel_all_reduce() -> None:
@@ -136,3 +139,44 @@ def test_zero_2_under_a_pipeline_reduces_as_its_stack_does(stack: str) -> None:
     assert sharded.memory.gradients < one.memory.gradients == priced(zero=1).memory.gradients
     third = priced(zero=3).job.strategy.accumulate  # torch.distributed.pipelining reduces after the last backward pass
     assert third == ("local" if stack_from(stack).pipeline_gradients == "whole" else "sharded")
+
+
+def test_gathers_and_reductions_take_turns_on_a_communicator() -> None:
+    """Under ZeRO-3 a backward pass hides one of them or the other: also their latencies, which keep no link busy."""
+    case = job("llama3-8b", "dgx-h100:64", {"seq": 8192}, dp=512, zero=3)
+    backward = [line for line in traffics(case, "dp") if line.in_pass == "backward"]
+    assert [line.communicator for line in backward] == ["communicator"] * 2
+    each = {line.seconds for line in backward}
+    window = ComputeWindows(0.0, 1.2 * max(each), 0.0, 0.0)
+    left = sum(line.exposed_seconds for line in with_exposed_seconds(backward, window))
+    assert left == pytest.approx(sum(line.seconds for line in backward) - window.backward)
+    alone = [replace(line, communicator="") for line in backward]
+    assert left > 2 * sum(line.exposed_seconds for line in with_exposed_seconds(alone, window))
+    for other in ({"zero": 2}, {"zero": 3, "keep_parameters": True}):
+        assert not any(
+            line.communicator for line in traffics(replace(case, strategy=replace(case.strategy, **other)), "dp")
+        )
+
+
+def test_megatrons_buckets_grow_with_the_ranks() -> None:
+    """Up to a layer's parameters a bucket is a layer; then as many layers as hold a million for every rank."""
+
+    def pieces(dp: int, **strategy: Any) -> set[float]:
+        case = job("llama3-8b", f"dgx-h100:{dp // 8}", {"seq": 8192}, **{"dp": dp, "zero": 1, **strategy})
+        return {traffic.count for traffic in traffics(replace(case, stack=stack_from("megatron-core")), "dp")}
+
+    # 251 million parameters a layer, with those of embedding and head: 3 layers hold 512 million, 9 hold 2,048.
+    assert pieces(64) == {32}
+    assert pieces(512) == {11}
+    assert pieces(2048) == {4}
+    assert pieces(2048, zero=3) == {32}  # weights are gathered for every layer
+
+
+def test_owners_broadcast_their_weights_after_the_update() -> None:
+    """As many broadcasts as ranks, or as weights (7 matrices and 2 norms in each of 8 layers); nothing hides them."""
+    for ranks, broadcasts in ((8, 8), (64, 64), (128, 72)):
+        case = job(LLAMA, switched(ranks), zero=1, dp=ranks)
+        gradients, weights = traffics(replace(case, stack=Stack(owned_parameters=True)), "dp")
+        assert gradients.kind is CollectiveKind.ALL_REDUCE
+        assert (weights.count, weights.window_share) == (pytest.approx(broadcasts), 0.0)
+        assert weights.count * weights.size_bytes == pytest.approx(2 * parameter_count(LLAMA))

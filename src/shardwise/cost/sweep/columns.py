@@ -221,14 +221,24 @@ class ColumnBook:
         import numpy as np
 
         job, base = self._job, group.base
-        units = np.array([self._of_parts(communication_units(job, rank)) for rank in group.ranks], dtype=float).T
         # part × figure × kind
         sent = np.array([self._of_parts(sent_parameters(job, base, rank)) for rank in group.ranks]).transpose(1, 2, 0)
-        each = [SentParameters(*figures).over(number) for figures, number in zip(sent, units)]
-        return [
-            ColumnClass(shared.numbers, shared.sharding, self._tickets(group, shared, each), units[..., None])
-            for shared in self._shared(group)
-        ]
+        made = []
+        for shared in self._shared(group):
+            units = self._units(group, gathers_once=shared.sharding.gathers_once)
+            each = [SentParameters(*figures).over(number) for figures, number in zip(sent, units)]
+            tickets = self._tickets(group, shared, each)
+            made.append(ColumnClass(shared.numbers, shared.sharding, tickets, units[..., None]))
+        return made
+
+    def _units(self, group: Group, *, gathers_once: bool) -> Array:
+        """Part × kind."""
+        import numpy as np
+
+        job, ranks = self._job, group.base.gradient_group
+        units = [communication_units(job, rank, ranks, gathers_once=gathers_once) for rank in group.ranks]
+        of_parts: Array = np.array([self._of_parts(pieces) for pieces in units], dtype=float).T
+        return of_parts
 
     def _of_parts(self, figures: tuple[Any, Any]) -> tuple[Any, ...]:
         """The figures of the dense parameters, and of the experts if the model has any."""

@@ -16,7 +16,7 @@ from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_sec
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
 from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.rows import RowTable, changed, concatenated, row_tables
-from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
+from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, tensors_of, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.offload import OffloadLine, activation_lines, how_updated, sent_seconds, state_lines
 from shardwise.cost.traffic.traffic import (
@@ -27,7 +27,7 @@ from shardwise.cost.traffic.traffic import (
     hidden_across_layers,
     waiting,
 )
-from shardwise.layout.payloads import PASSES, Pass
+from shardwise.layout.payloads import PASSES, Pass, Share
 from shardwise.layout.sharding import Sharding, stacked
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
@@ -364,17 +364,26 @@ class _Batch:
     def _data_transfers(self, part: slice, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
         rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
-        # It only matters whether they are 1.
-        shards = [2 if (count > 1).all() else by_row(count, lengths) for count in over]
-        lines = [self._lines(sharding, rows.microbatches[part], rows.last_share[part], count) for count in shards]
-        transfers = []
+        # It mostly matters only whether they are 1.
+        owned = self.job.stack.owned_parameters
+        shards = [2 if (count > 1).all() and not owned else by_row(count, lengths) for count in over]
+        units = self._owned_units(lengths) if owned else [None] * len(over)
+        steps = rows.microbatches[part], rows.last_share[part]
+        lines = [self._lines(sharding, *steps, count, unit) for count, unit in zip(shards, units)]
+        transfers, library = [], self.job.cluster.library
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[held][number]
+            seconds = by_row(self.seconds[held, number], lengths, line.times)
+            on_links = {name: by_row(busy, lengths, line.times) for name, busy in links.items()}
+            once = self.sharding.gathers_once
+            communicator = line.communicator(library, tuple(Share)[held], gathers_once=once)
+            if communicator:
+                on_links[communicator] = seconds
             transfers.append(
                 OverlappedTransfer(
                     line.window,
-                    by_row(self.seconds[held, number], lengths, line.times),
-                    {name: by_row(seconds, lengths, line.times) for name, seconds in links.items()},
+                    seconds,
+                    on_links,
                     line.window if self.base.overlap.dp else "none",
                     line.window_share,
                     line.last_only,
@@ -384,10 +393,23 @@ class _Batch:
             )
         return transfers
 
-    def _lines(self, sharding: Sharding, microbatches: Any, last: Any, shards: Any = 1) -> list[DataLine]:
+    def _owned_units(self, lengths: Array) -> list[SentParameters]:
+        """One of the units of the dense parameters, and of the experts, without its sizes: kind × 1 × row."""
+        import numpy as np
+
+        model, ranks = self.job.model, [[(block.group.base, r) for r in block.group.ranks] for block in self.blocks]
+        tensors = np.array([[tensors_of(model, *rank) for rank in kinds] for kinds in ranks]).T[:, :, None]
+        of_rows = (
+            (by_row(part / units, lengths), by_row(1 / units, lengths)) for part, units in zip(tensors, self.units)
+        )
+        return [SentParameters(0.0, 0.0, tensors=part, whole=share) for part, share in of_rows]
+
+    def _lines(
+        self, sharding: Sharding, microbatches: Any, last: Any, shards: Any = 1, unit: SentParameters | None = None
+    ) -> list[DataLine]:
         """Whatever their sizes."""
         wire = wire_bytes(self.job, self.base.pp)
-        return data_lines(sharding, SentParameters(0.0, 0.0), shards, wire, microbatches, last)
+        return data_lines(sharding, unit or SentParameters(0.0, 0.0), shards, wire, microbatches, last)
 
 
 def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:

@@ -156,7 +156,8 @@ def _cut(matrix: Matrix, tensor: int) -> tuple[float, float]:
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
     strategy, shards = job.strategy, divided_over(job.strategy)
-    dense_units, expert_units = communication_units(job, contents)
+    once = sharding_of(strategy).gathers_once
+    dense_units, expert_units = communication_units(job, contents, strategy.gradient_group, gathers_once=once)
     dense, experts = sent_parameters(job, strategy, contents)
     traffics = _group_traffic(job, Share.DENSE, dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
     if contents.experts:
@@ -174,6 +175,12 @@ class SentParameters(NamedTuple):
     second_factors: Any = 0.0  # elements of the right factors under powersgd
     in_blocks: Any = 0.0  # all, rounded up to whole blocks for every rank, under other compression
     multiplied: Any = 0.0  # those that an FP8 recipe multiplies in FP8
+    tensors: Any = 1.0  # weights of layers
+    whole: Any = 1.0  # the share of all of a rank's parameters that these are
+
+    def broadcasts(self, owners: Any) -> Any:
+        """How many it takes where every owner sends all its weights at once; a share of one, if these are a part."""
+        return minimum(self.tensors, self.whole * owners)
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -191,29 +198,42 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     whole = strategy.compression.in_blocks
     dense = whole(contents.dense, strategy.gradient_group)
     experts = whole(contents.experts, strategy.expert_data_parallel)
+    in_fp8 = contents.layer_matrices, contents.experts * job.stack.fp8_experts
+    tensors = tensors_of(model, strategy, contents)
     return (
-        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, contents.layer_matrices),
-        SentParameters(contents.experts, contents.experts, *thin[1], experts, contents.experts * job.stack.fp8_experts),
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0]),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1]),
     )
+
+
+def tensors_of(model: Model, strategy: Strategy, contents: RankContents) -> tuple[float, float]:
+    """How many weights a rank's layers have, without biases, and its experts; at least one."""
+    of_mlp = len(model.mlp_matrices(model.ffn))
+    each = len(model.attention_matrices) + of_mlp + model.norms_per_layer
+    experts = model.moe.experts / strategy.ep if model.moe else 0.0
+    return max(1.0, contents.layers * each), max(1.0, contents.moe_layers * experts * of_mlp)
 
 
 _PARAMETERS_OF_A_LAYER = 12  # weight and bias of four matmuls and two norms, as in GPT-3
 
 
-def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
+def communication_units(job: Job, contents: RankContents, ranks: int, *, gathers_once: bool) -> tuple[int, int]:
     """How many pieces of the dense parameters, and of the experts, are reduced or gathered one after the other.
 
-    A piece is a layer; as many layers as fill a bucket, where the strategy has a size for buckets; or a single weight
-    or bias, where the stack gathers every parameter by itself.
+    ``ranks`` is the number of data-parallel ranks. A piece is a layer; as many layers as fill a bucket, where the
+    strategy or the stack has a size for buckets; or a single weight or bias, where the stack gathers every parameter by
+    itself.
     """
     layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
     if job.stack.per_parameter_gathers:
         return layers * _PARAMETERS_OF_A_LAYER, moe_layers
-    bucket, weight = job.strategy.bucket, job.training.recipe.weight
-    if bucket is None:
+    elements = job.stack.bucket_per_rank * ranks if gathers_once else 0
+    if job.strategy.bucket is not None:
+        elements = job.strategy.bucket / job.training.recipe.weight
+    if not elements:
         return layers, moe_layers
-    each = (contents.dense * weight / layers, contents.experts * weight / moe_layers)
-    dense, experts = (math.ceil(bucket / size) if size else 1 for size in each)
+    each = (contents.dense / layers, contents.experts / moe_layers)
+    dense, experts = (math.ceil(elements / size) if size else 1 for size in each)
     return math.ceil(layers / dense), math.ceil(moe_layers / experts)
 
 
@@ -229,6 +249,7 @@ class GradientWire(NamedTuple):
     compression: Compression = Compression()  # that of whole gradients
     synchronise: Synchronise = Synchronise()  # when workers synchronise
     narrower: float = 0.0  # bytes saved for each parameter that is gathered for every use and multiplied in FP8
+    owned: bool = False  # every parameter has one owner under ZeRO-1 (`Stack.owned_parameters`)
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -238,11 +259,12 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
     narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
     fsdp = stack.sharded_parameters == "fp32 shards"
     gathered = 1.0 if narrow else recipe.weight
-    late, compression = not stack.per_parameter_shards, job.strategy.compression
+    late, compression = not (stack.per_parameter_shards or stack.owned_parameters), job.strategy.compression
     narrower = job.recipe.gathered - job.recipe.gathered_for_every_use
     return GradientWire(
-        gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower
-    )
+        gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower,
+        stack.owned_parameters,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -261,6 +283,16 @@ class DataLine:
     def window(self) -> Pass:
         """The pass that it may run under."""
         return self.payload.in_pass
+
+    def communicator(self, library: str, share: Share, *, gathers_once: bool) -> str:
+        """What it takes turns on with another line of its pass, if there is one.
+
+        NCCL runs the collectives of a communicator one after the other, on whatever streams (its author in NVIDIA/nccl
+        issue 574). In a backward pass under ZeRO-3, weights are gathered and gradients reduced over the same ranks, by
+        one communicator (pytorch/pytorch pull request 186335): one waits for the latencies of the other too.
+        """
+        alone = gathers_once or self.window != "backward" or self.over != "shards"
+        return "" if library != "nccl" or alone else f"{share.value}communicator"
 
     def by_schedules(self, ranks: SharedRanks) -> bool:
         """Whether the engine may run a schedule of ours for it: sums of gradients, not those between shard groups."""
@@ -288,13 +320,22 @@ def data_lines(
     again = not (sharding.gathers_once or sharding.offload.weights)
     less = unit.multiplied * wire.narrower if again else 0.0
     gathered = unit.all * weight - less
-    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    owned = wire.owned and sharding.gathers_once
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE if owned else CollectiveKind.REDUCE_SCATTER
+    # A broadcast passes on as many bytes as a gather, over as many hops.
+    pieces = unit.broadcasts(shards) if owned else 1
     late = not sharding.gradients_sharded
     sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
     lines = [
         DataLine(sent_backward(Role.GRADIENTS), scatter, "shards", whole, reductions, share, late),
         DataLine(
-            sent_forward(Role.PARAMETERS), gather, "shards", gathered, gathers, gather_share, sharding.gathers_once
+            sent_forward(Role.PARAMETERS),
+            gather,
+            "shards",
+            gathered / pieces,
+            gathers * pieces,
+            gather_share,
+            sharding.gathers_once,
         ),
     ]
     if wire.synchronise.every_step:
@@ -354,8 +395,8 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
     traffics = []
-    wire = wire_bytes(job, strategy.pp)
-    for line in data_lines(sharding_of(strategy), unit, ranks.shards, wire, m, last):
+    wire, sharding, library = wire_bytes(job, strategy.pp), sharding_of(strategy), job.cluster.library
+    for line in data_lines(sharding, unit, ranks.shards, wire, m, last):
         runs = ranks.sharded if line.over == "shards" else ranks.replicas
         topology = spanned(job.cluster, runs, "strategy.dp", neighbours_of(job.cluster.library, line.kind))
         if topology is None:
@@ -377,6 +418,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
                 window_share=line.window_share,
                 last_only=line.last_only,
                 unhideable=1 / units,
+                communicator=line.communicator(library, share, gathers_once=sharding.gathers_once),
             )
         )
     return traffics

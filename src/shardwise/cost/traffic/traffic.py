@@ -228,6 +228,7 @@ class Traffic:
     units_taken: float = 0.0
     repeated: float = 0.0
     once: bool = False  # it is sent after the last microbatch, and not overlapped
+    communicator: str = ""  # what runs it, where others of the same pass take turns with it there
     fixed_exposed_seconds: float | None = None
     """Exposed seconds where the pipeline's schedule determines them, as of messages between stages."""
     exposed_seconds: float = 0.0  # what the step waits for
@@ -277,10 +278,13 @@ class Traffic:
     @property
     def transfer(self) -> OverlappedTransfer:
         """The same as an input of `overlap`."""
+        links = self.level_seconds
+        if self.communicator:
+            links[self.communicator] = self.seconds
         return OverlappedTransfer(
             self.in_pass,
             self.seconds,
-            self.level_seconds,
+            links,
             self.window,
             self.window_share,
             self.last_only,

@@ -171,7 +171,8 @@ def _expert_symbols(job: Job, contents: RankContents) -> Symbols:
 
 
 def _data_symbols(job: Job, contents: RankContents) -> Symbols:
-    wire, units = wire_bytes(job, job.strategy.pp), communication_units(job, contents)
+    wire, once = wire_bytes(job, job.strategy.pp), sharding_of(job.strategy).gathers_once
+    units = communication_units(job, contents, job.strategy.gradient_group, gathers_once=once)
     symbols = [
         ("P", "parameters of a rank that are not experts", number(contents.dense)),
         ("U", "pieces that they are sent in", number(units[0])),
