@@ -58,7 +58,7 @@ class Fit:
 
     def covers(self, run: PublishedRun) -> bool:
         own = run.job.training.precision if self.kind == "int8" else kind_of(run.job.model)
-        return device_of(run) in self.devices and own == self.kind
+        return run.source.fitted and device_of(run) in self.devices and own == self.kind
 
 
 # Matmuls: the best of a search over shapes (stas00/ml-engineering 744d01e, compute/accelerator/README.md), less what a

@@ -37,7 +37,11 @@ from shardwise.spec.efficiency import Efficiency
 What = Literal["model", "source", "device"]
 # Generations of a vendor's devices, oldest first, and in each the devices that are alike side by side.
 FAMILIES = (
-    (("a100-80gb",), ("h100-sxm", "h200-sxm", "h100-sxm-96gb-hbm2e"), ("b200", "gb200", "gb300", "b300")),
+    (
+        ("a100-80gb",),
+        ("h100-sxm", "h200-sxm", "h100-sxm-96gb-hbm2e", "h100-sxm-64gb"),
+        ("b200", "gb200", "gb300", "b300"),
+    ),
     (("tpu-v4",), ("tpu-v5e", "tpu-v5p"), ("tpu-v6e",), ("tpu7x",)),
     (("mi300x", "mi325x"), ("mi350x", "mi355x")),
     (("gaudi2",), ("gaudi3",)),

@@ -42,7 +42,7 @@ FEWEST_ROWS = 15  # of a class that is judged
 
 def page() -> str:
     found = score_runs(TRAINING_RUNS)
-    of_scores = (*_step_time(), *_scale(), *_one_gpu(), *_bars(found), *_choices(found), *_memory(found))
+    of_scores = (*_step_time(), *_strangers(), *_scale(), *_one_gpu(), *_bars(found), *_choices(found), *_memory(found))
     parts = (HEAD, *of_scores, *_others(), *_aside(found), *_sources(), *_ranges(found))
     return "\n".join(parts) + "\n"
 
@@ -110,6 +110,26 @@ def _error_table(first: str, groups: dict[str, list[Residuals]]) -> Iterable[str
         cells = [f"{_percent(_mean(own, what))} / {_percent(_median(own, what))}" for what in LEFT_OUT]
         cells.insert(3, _percent(statistics.mean(one.left_out_source for one in own), "+"))
         yield f"| {name} | {len(own)} | {len({one.source for one in own})} | {' | '.join(cells)} |"
+
+
+def _strangers() -> list[str]:
+    sys.path.insert(0, str(ROOT / "bench"))
+    from strangers import by_source, scores_of_strangers
+
+    lines = [
+        "## Sources never fitted",
+        "",
+        "No constant was ever fitted on rows of these sources (`python bench/strangers.py`). Their software is as its",
+        "public code describes it, or plain PyTorch where nothing is known; the network is the machine's own where it",
+        "is printed. The last line counts every source as one.",
+        "",
+        "| source | rows | mean | median | bias | in the bar | do not fit | memory, mean |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in by_source(scores_of_strangers()):
+        figures = f"{_percent(one.mean)} | {_percent(one.median)} | {_percent(one.bias, '+')} | {one.in_bar:.0%}"
+        lines.append(f"| {one.source} | {one.rows} | {figures} | {one.refused} | {_percent(one.memory)} |")
+    return [*lines, ""]
 
 
 def _mean(rows: Sequence[Residuals], what: str) -> float:

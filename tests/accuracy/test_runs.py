@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.accuracy import vocabulary
-from shardwise.accuracy.runs import PublishedRun, run_from_row
+from shardwise.accuracy.runs import PublishedRun, read_runs, run_from_row
 from shardwise.accuracy.scores import score, summary
 from shardwise.accuracy.table import TableRow
 from shardwise.accuracy.vocabulary import cut, machine_name
@@ -19,7 +19,8 @@ from shardwise.cost.memory.room import allocated_bytes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 
-with (Path(__file__).parents[2] / "validation" / "training_runs.csv").open(newline="") as file:
+VALIDATION = Path(__file__).parents[2] / "validation"
+with (VALIDATION / "training_runs.csv").open(newline="") as file:
     ROWS = {row["row_id"]: row for row in csv.DictReader(file)}
 BRIDGE = "mbridge_26.04_DGX-GB200_Llama3-70B_64_MXFP8_2"
 EXPERTS = "mbridge_26.04_DGX-GB200_Qwen3-30B-A3B_8_MXFP8_1"
@@ -273,12 +274,74 @@ def test_settings_of_the_bridge_recipes(row_id: str, cells: dict[str, Any], expe
     [("korthikanti et al.", "megatron-2022"), ("arXiv 2401.10241", "megatron-2022"),
      ("nvidia-nemo/megatron-bridge docs", "megatron-bridge"), ("NVIDIA/NeMo docs", "megatron-core"),
      ("TorchTitan paper", "torchtitan"), ("SimuMax docs/a100", "simumax"), ("MegatronTutorial", "megatron-core"),
-     ("a blog", "shardwise"), ("", "shardwise")],
+     ("a blog", "pytorch"), ("", "pytorch")],
 )  # fmt: skip
 def test_a_source_that_is_written_otherwise_or_unknown(source: str, stack: str) -> None:
     run = run_like("kor22_t5_22B_full", source=source)
     assert run.job.stack.name == stack
     assert score(run).predicted_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "ports"),
+    [("roce-200", "roce-200", None), ("4 x roce-100", "roce-100", 4), ("2x infiniband-ndr", "infiniband-ndr", 2)],
+)
+def test_a_row_may_name_its_network(text: str, link: str, ports: int | None) -> None:
+    outer = run_like("kor22_t5_22B_full", network=text, gpus=16, dp=2, gbs=8).job.cluster.levels[-1]
+    assert outer.link is not None
+    assert (outer.link.name, outer.ports, outer.size) == (link, ports, 2)
+    assert outer.bandwidth_per_direction == outer.link.bandwidth
+
+
+def test_a_row_may_name_its_machine_and_its_stack() -> None:
+    run = run_like("kor22_t5_22B_full", source="a blog", network="marenostrum5-acc", stack="pytorch-compiled")
+    assert (run.job.cluster.device.name, run.job.stack.name) == ("h100-sxm-64gb", "pytorch-compiled")
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "problem"),
+    [
+        ("network", "4 lanes", "is no network"),
+        ("network", "roce-123", "unknown link"),
+        ("stack", "pytorc", "unknown stack"),
+    ],
+)
+def test_an_unknown_network_or_stack_is_refused(column: str, text: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=rf"{column}.*{problem}"):
+        run_like("kor22_t5_22B_full", **{column: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute", "operators", "offloaded"),
+    [
+        ("custom: host offload of decoder_layer_input; rest remat", "full", None, 1.0),
+        ("custom: keep decoder_layer_input, remat q/k/v", "full", None, None),
+        ("custom: host offload of context, mlpwo; rest remat", "full", None, 2 / 3),
+        ("custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat", "selective",
+         ["norm", "activation", "attention", "mlp-up"], 1.0),
+        ("qkv_proj offloaded to host, rest remat", "selective", ["norm", "activation", "attention", "mlp-up"], 1 / 2),
+    ],
+)  # fmt: skip
+def test_a_policy_names_what_a_layer_keeps(
+    text: str, recompute: str, operators: list[str] | None, offloaded: float | None
+) -> None:
+    found = vocabulary.recompute(text, "bf16") or {}
+    assert (found["recompute"], found.get("recompute_operators")) == (recompute, operators)
+    assert found.get("offload", {}).get("activations") == (None if offloaded is None else pytest.approx(offloaded))
+
+
+def test_what_a_table_assumes_gives_way_to_the_recipe() -> None:
+    with (VALIDATION / "training_runs_3.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["row_id"] == "pax_H100_GPT3-5B_TEBF16")
+    recipe = run_from_row(TableRow(row)).job.strategy
+    printed = run_from_row(TableRow({**row, "assumed_fields": ""})).job.strategy
+    assert (recipe.recompute, printed.recompute) == ("selective", "none")
+
+
+def test_no_constant_is_fitted_on_the_third_table() -> None:
+    fitted = {run.source.fitted for run in read_runs(VALIDATION / "training_runs_3.csv")}
+    assert fitted == {False}
+    assert {run.source.fitted for run in read_runs(VALIDATION / "training_runs.csv")} == {True}
 
 
 def test_an_unknown_source_with_mfu_is_read_over_the_devices_peak() -> None:

@@ -37,7 +37,7 @@ LLAMA = {
         ("NVIDIA/Megatron-LM tests/functional_tests", "A100-SXM-80GB", "", "megatron-tests"),
         ("NVIDIA/Megatron-LM README", "H100-SXM-80GB", "", "megatron-core"),
         ("someone's blog, Megatron", "A100-SXM-80GB", "", "megatron-core"),
-        ("someone's blog", "A100-SXM-80GB", "", "shardwise"),
+        ("someone's blog", "A100-SXM-80GB", "", "pytorch"),
     ],
 )
 def test_a_source_is_known_by_more_than_its_name(source: str, gpu: str, row_id: str, stack: str) -> None:

@@ -17,7 +17,7 @@ from shardwise.accuracy.table import SCORED
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "validation"
 LAYOUTS = ("training_runs", "collectives", "pipeline_bubble")
-SAME_LAYOUT = ("training_runs_2", "memory_runs")  # as training_runs
+SAME_LAYOUT = ("training_runs_2", "training_runs_3", "memory_runs")  # as training_runs
 # A row of each layout that is scored.
 FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 

@@ -6,6 +6,10 @@ from typing import Any
 
 from shardwise.accuracy.table import Variant
 
+# GPT-3's block as Megatron, MPT and Pax build it.
+GPT3_BLOCK = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,
+              "attention_out_bias": True, "mlp_bias": True}  # fmt: skip
+
 # -- Megatron-Bridge, container by container ---------------------------------------------------------
 # Read from scripts/performance/configs/*/*_workload_base_configs.py and *_llm_pretrain.py of NVIDIA-NeMo/Megatron-
 # Bridge, tags v0.2.0 (container 25.11) to v0.6.0 (26.08): settings only, never the performance they are printed with.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.accuracy import vocabulary
 from shardwise.accuracy.sources import SET_ASIDE, source_of
 from shardwise.accuracy.table import Source, TableRow, read_table
-from shardwise.accuracy.vocabulary import counted, machine, machine_name
+from shardwise.accuracy.vocabulary import Ports, counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import PLAIN, schedule_record
@@ -99,7 +100,8 @@ def counts_reserved(kind: str, source: Source) -> bool:
     return source.memory != "as printed" or "reserved" in kind.partition("(")[0].lower()
 
 
-# Columns that change a prediction wherever they are filled in: a table without one would be misread.
+# Columns that change a prediction wherever they are filled in: a table without one would be misread. Two more may be
+# there: `stack`, a preset; and `network`, a cluster of the catalogue, or a link: "roce-200", "4 x roce-100" in a node.
 COLUMNS = (
     *("row_id", "source", "arch", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated_mlp", "vocab"),
     *("seq", "n_experts", "topk", "moe_ffn", "n_shared", "n_dense_layers", "gpu", "gpus"),
@@ -171,7 +173,7 @@ def measured_run(name: str, job: Job, step_seconds: float | None, memory_bytes: 
 
 
 def _job(row: TableRow, source: Source) -> Job:
-    stack = stack_from(source.stack)
+    stack = _named_stack(row, source)
     variants = [variant for variant in source.variants if variant.applies(row)]
     for variant in variants:
         stack = variant.on(stack)
@@ -184,19 +186,33 @@ def _job(row: TableRow, source: Source) -> Job:
     }
     for variant in variants:
         training |= variant.training
-    name, devices = machine_name(row.text("gpu"), "gpu"), row.whole("gpus")
-    node_devices = row.whole("gpus_per_node", devices)
     return Job.from_dict(
         {
             "model": _model(row, source),
-            "cluster": machine(
-                source.machines.get(name, name), devices, node_devices, vocabulary.slices(row.text("locator"))
-            ),
+            "cluster": _cluster(row, source),
             "strategy": _strategy(row, source, stack),
             "training": training,
             "stack": stack,
         }
     )
+
+
+def _named_stack(row: TableRow, source: Source) -> Stack:
+    """What the row names, else what its source runs."""
+    try:
+        return stack_from(row.text("stack") or source.stack)
+    except SpecError as error:
+        raise error.under("stack") from None
+
+
+def _cluster(row: TableRow, source: Source) -> Cluster:
+    """The usual machine of the row's device, or on the network that the row names."""
+    name, devices = machine_name(row.text("gpu"), "gpu"), row.whole("gpus")
+    node_devices = row.whole("gpus_per_node", devices)
+    network = vocabulary.network(row.text("network"))
+    name = network if isinstance(network, str) else source.machines.get(name, name)
+    cluster = machine(name, devices, node_devices, vocabulary.slices(row.text("locator")))
+    return replace(cluster, levels=network.on(cluster.levels)) if isinstance(network, Ports) else cluster
 
 
 def _model(row: TableRow, source: Source) -> Model:
@@ -253,9 +269,12 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
         fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"))
     if pp > 1:
         fields |= _pipeline(row, source, pp)
+    recipe: dict[str, Any] = {}
     for variant in source.variants:
-        fields |= variant.strategy if variant.applies(row) else {}
-    return fields | (vocabulary.recompute(row.text("recompute"), row.text("precision")) or {})
+        recipe |= variant.strategy if variant.applies(row) else {}
+    printed = vocabulary.recompute(row.text("recompute"), row.text("precision")) or {}
+    # What the table's author assumed gives way to the recipe.
+    return fields | (printed | recipe if "recompute" in row.assumed else recipe | printed)
 
 
 def _sequence_parallel(row: TableRow) -> bool:

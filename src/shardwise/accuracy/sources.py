@@ -5,12 +5,9 @@ Chosen per source, never by the error it gives. `docs/accuracy.md` lists this ta
 
 from __future__ import annotations
 
-from shardwise.accuracy.megatron import MEGATRON_BRIDGE, MEGATRON_TESTS
+from shardwise.accuracy.megatron import GPT3_BLOCK, MEGATRON_BRIDGE, MEGATRON_TESTS
+from shardwise.accuracy.strangers import strangers
 from shardwise.accuracy.table import Source, TableRow, Variant
-
-# GPT-3's block as Megatron and MPT build it.
-_GPT3 = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,
-         "attention_out_bias": True, "mlp_bias": True}  # fmt: skip
 
 _TORCHTITAN = (
     Variant("rows marked eager", "no torch.compile", {"precision": "eager"}, stack={"elementwise": "eager"}),
@@ -40,7 +37,7 @@ _NEMO_MLPERF = (
         "GPT-3",
         "tied embeddings, learned positions and biases (logged)",
         {"model": "GPT"},
-        model={"vocab": 50_688, **_GPT3},
+        model={"vocab": 50_688, **GPT3_BLOCK},
     ),
     Variant(
         "3.1",
@@ -81,7 +78,9 @@ _NEMO_MLPERF = (
     Variant("5.1, Supermicro AS-8126GS", "no CUDA graph", {"row_id": "AS-8126GS"}, stack={"cuda_graphs": "none"}),
 )
 _DGXC = (
-    Variant("GPT-3", "GPT-2's vocabulary, padded; dropout 0.1", {"model": "GPT.?3"}, model={"vocab": 50_688, **_GPT3}),
+    Variant(
+        "GPT-3", "GPT-2's vocabulary, padded; dropout 0.1", {"model": "GPT.?3"}, model={"vocab": 50_688, **GPT3_BLOCK}
+    ),
     Variant(
         "Nemotron4-15B",
         "fp32 gradient reduction, fused cross entropy",
@@ -131,7 +130,7 @@ _PAXML = (
     ),
 )
 _MPT = (
-    Variant("all", "MPT: tied embeddings, learned positions, biases", {}, model=_GPT3),
+    Variant("all", "MPT: tied embeddings, learned positions, biases", {}, model=GPT3_BLOCK),
     Variant("MP mode PURE", "gradients reduced in bf16", {"notes": "MP mode PURE"}, stack={"gradient_reduce": "bf16"}),
     Variant(
         "128 GPUs or more",
@@ -198,6 +197,7 @@ _PRIMUS = (
 
 # The first that covers a row describes it.
 SOURCES = (
+    *strangers(_TORCHTITAN),
     Source(
         "MLPerf, NVIDIA's NeMo code", "mlcommons|mlperf", "nemo",
         "configuration scripts and logs of the submissions: SP, no recompute, distributed Adam; attention, CUDA graphs "
@@ -330,11 +330,11 @@ SET_ASIDE = {
 
 
 def source_of(row: TableRow) -> Source:
-    """The source of a row; of one that is not listed, its framework if it names one, else this project's defaults."""
+    """The source of a row; of one that is not listed, the framework that it names, else plain PyTorch."""
     text = row.text("source")
     for source in SOURCES:
         if source.covers(row):
             return source
-    stack = "megatron-core" if "megatron" in text.lower() else "shardwise"
+    stack = row.text("stack") or ("megatron-core" if "megatron" in text.lower() else "pytorch")
     reason = f"no recipe known: the defaults of {stack}"
     return Source(text, "", stack, reason, fp32_gradients=stack == "megatron-core")

@@ -18,7 +18,7 @@ from shardwise.spec.stack import Stack
 
 # The tables that come with the package; the rest of the folder is read by tests and by the documents.
 FOLDER = Path(__file__).with_name("tables")
-TRAINING_RUNS = ("training_runs", "training_runs_2")
+TRAINING_RUNS = ("training_runs", "training_runs_2", "training_runs_3")
 SCORED = (*TRAINING_RUNS, "memory_runs", "collectives", "pipeline_bubble")
 _MOST_CELLS = 2_000_000
 # What people write into an empty cell.
@@ -184,6 +184,7 @@ class Source:
     machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
     stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the matmuls
     memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
+    fitted: bool = True  # constants of devices are fitted on its rows
     untimed: tuple[Cells, ...] = ()  # rows whose time the host or slow kernels set: only their memory is read
     variants: tuple[Variant, ...] = ()
 

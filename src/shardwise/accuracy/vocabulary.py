@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.network import Link, NetworkLevel
 from shardwise.spec.schedules import job_schedules
 
 
@@ -56,6 +58,8 @@ def recompute(text: str, precision_text: str) -> dict[str, Any] | None:
         return None
     if re.match(r"(no|none|off|false|0)\b", words):
         return {"recompute": "none"}
+    if re.match(r"custom\b|[\w-]+ offloaded", words):
+        return _kept_by_name(words)
     if re.search(r"full|^(all|yes|on|true|1)\b|checkpoint", words) and "selective" not in words:
         block = re.search(r"block\D*(\d+)", words)
         return {"recompute": "full", **({"recompute_layers": int(block[1])} if block else {})}
@@ -65,6 +69,26 @@ def recompute(text: str, precision_text: str) -> dict[str, Any] | None:
     if named or "selective" in words:
         return {"recompute": "selective", "recompute_operators": named or ["attention"]}
     return None
+
+
+def _kept_by_name(words: str) -> dict[str, Any]:
+    """MaxText's policies, "custom: host offload of decoder_layer_input, q/k/v proj; rest remat": what a layer keeps.
+
+    The rest is repeated; the second matmul of the MLP is not, whose output no gradient reads. An attention that is
+    kept without its projections, and an output projection that is not, have no operator here: the whole layer, and
+    nothing, stand for them.
+    """
+    kept = re.split(r"[;,] (?:rest )?remat", words)[0]
+    projections = bool(re.search(r"q/k/v|qkv", kept))
+    fields: dict[str, Any] = {"recompute": "full"}
+    if projections:
+        again = ["norm", "activation", *["attention"] * ("context" not in kept), *["mlp-up"] * ("mlpwi" not in kept)]
+        fields = {"recompute": "selective", "recompute_operators": again}
+    if "offload" in kept:
+        # Where a layer's input stays on the device, it is one of the kept tensors.
+        tensors = len(kept.split(","))
+        fields["offload"] = {"activations": 1.0 if "layer-input" in kept else tensors / (tensors + 1)}
+    return fields
 
 
 def _of_this_precision(text: str, precision_text: str) -> str:
@@ -170,6 +194,7 @@ _MACHINES = (
     ("h200", "dgx-h200"),
     ("h800", "hgx-h800"),
     (r"h100.*?(500 ?w|hbm2e|96 ?gb)", "grand-teton-h100"),
+    (r"h100.*?64 ?gb", "marenostrum5-acc"),
     (r"h100.*?pcie", "h100-pcie-server"),
     ("p5", "p5-h100"),
     ("h100", "dgx-h100"),
@@ -192,9 +217,9 @@ _MACHINES = (
     ("l40s", "ethernet-cluster"),
 )
 KNOWN = (
-    "A100-SXM-80GB, A100-SXM-40GB, A800, H100-SXM-80GB, H100-PCIe, H100-96GB-HBM2e-500W, H200, H800, B200-SXM, B300, "
-    "GB200-NVL72, GB300-NVL72, V100, MI300X, MI325X, MI350X, MI355X, Ascend-910B, Gaudi2, Gaudi3, TPU-v4, TPU-v5e, "
-    "TPU-v5p, TPU-v6e, TPU7x, L40S"
+    "A100-SXM-80GB, A100-SXM-40GB, A800, H100-SXM-80GB, H100-PCIe, H100-96GB-HBM2e-500W, H100-SXM-64GB, H200, H800, "
+    "B200-SXM, B300, GB200-NVL72, GB300-NVL72, V100, MI300X, MI325X, MI350X, MI355X, Ascend-910B, Gaudi2, Gaudi3, "
+    "TPU-v4, TPU-v5e, TPU-v5p, TPU-v6e, TPU7x, L40S"
 )
 
 
@@ -204,6 +229,35 @@ def machine_name(text: str, column: str) -> str:
         if re.search(rf"(?<![a-z]){pattern}", text, re.IGNORECASE):
             return name
     raise SpecError(column, f"{shown(text)} is unknown", f"known are {KNOWN}")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The network between nodes: what each device is linked by, or what ``count`` ports share in a node."""
+
+    link: Link
+    count: int | None
+
+    def on(self, levels: tuple[NetworkLevel, ...]) -> tuple[NetworkLevel, ...]:
+        """Levels whose outermost has these ports."""
+        outer = replace(levels[-1], link=self.link, ports=self.count, bandwidth=None, latency=None, efficiency=None)
+        return (*levels[:-1], outer)
+
+
+def network(text: str) -> Ports | str | None:
+    """What a cell says of the machine's network: a cluster of the catalogue, or a link such as "4 x roce-100"."""
+    match = re.fullmatch(r"(?:(\d{1,3}) ?x )?([\w.-]+)", text)
+    if not match:
+        if text:
+            raise SpecError("network", f"{shown(text)} is no network", "name a cluster or a link: 4 x roce-100")
+        return None
+    count, name = match.groups()
+    if count is None and name in presets.names("cluster"):
+        return name
+    try:
+        return Ports(presets.load("link", Link, name), None if count is None else int(count))
+    except SpecError as error:
+        raise error.under("network") from None
 
 
 def slices(text: str) -> int | None:
@@ -237,9 +291,11 @@ def _cut_torus(cluster: Cluster, devices: int, tori: int | None) -> Cluster:
 
 
 def _compact(chips: int, axes: int) -> tuple[int, ...] | None:
-    """The shape whose longest axis is shortest, of axes that are multiples of 4."""
+    """The shape whose longest axis is shortest, of axes that are multiples of 4; the 8 chips of a host are 2x4."""
     if axes == 1:
         return (chips,) if chips and chips % 4 == 0 else None
+    if (chips, axes) == (8, 2):
+        return (2, 4)
     shapes = [
         (first, *rest)
         for first in range(4, chips + 1, 4)

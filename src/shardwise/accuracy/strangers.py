@@ -1,0 +1,151 @@
+"""Sources that no constant is fitted on: what each does not print, filled in from its public recipe.
+
+Their error is that of a source nobody here had seen. `docs/accuracy.md` lists it by source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.accuracy.megatron import GPT3_BLOCK
+from shardwise.accuracy.table import Source, Variant
+
+_INTERNEVO = (
+    Variant(
+        "all",
+        "fused RMSNorm of apex, rotary embedding and cross entropy of flash-attention; 16-bit weights and gradients "
+        "beside fp32 masters (internlm/solver/optimizer/hybrid_zero_optim.py)",
+        {},
+        stack={"norms": "fused", "loss": "fused", "gradient_reduce": "bf16", "sharded_parameters": "16-bit"},
+    ),
+)
+_MODALITIES = (
+    Variant(
+        "all",
+        "FSDP1 with gradients reduced in bf16 (running_env/env_utils.py, BF_16); eager: its configurations of that "
+        "time compile nothing",
+        {},
+        stack={"gradient_reduce": "bf16"},
+    ),
+)
+_KEMPNER = (
+    Variant(
+        "all",
+        "weights stored and updated in bf16 (distributed/parallel.py, model.to), with torch's AdamW, whose states have "
+        "the format of the weights",
+        {},
+        training={"optimizer": "adamw-bf16-moments"},
+        stack={"masters": "none", "sharded_parameters": "16-bit"},
+    ),
+    Variant(
+        "FSDP2 with several microbatches",
+        "gradients stay whole until the last (training/grad.py, maybe_no_sync)",
+        {"zero": "^3", "microbatches": r"^([2-9]|\d\d)"},
+        strategy={"accumulate": "local"},
+    ),
+)
+_NEMO = (
+    Variant("GPT-3", "tied embeddings, learned positions and biases", {"model": "GPT"}, model=GPT3_BLOCK),
+    Variant("Nemotron", "squared ReLU, rotary positions", {"model": "Nemotron"}, model={"activation": "relu"}),
+)  # fmt: skip
+_PAX = (
+    Variant("all", "tied embeddings, learned positions and biases", {}, model=GPT3_BLOCK),
+    Variant(
+        "126M and 5B",
+        "SAVE_DOT_WITH_NO_BATCH_DIM: weight matmuls kept; attention and element-wise work repeated",
+        {"model": "126M|5B"},
+        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
+    ),
+    Variant(
+        "175B", "whole layers repeated: kept matmuls alone take 260 GB", {"model": "175B"},
+        strategy={"recompute": "full"},
+    ),
+    Variant(
+        "without Transformer Engine", "XLA's own attention stores the scores", {"precision": "no TE"},
+        stack={"attention": "unfused"},
+    ),
+)  # fmt: skip
+_MODEL_ZOO = (
+    Variant(
+        "all",
+        "no TP overlap, Transformer Engine's cross entropy, fused permutation, expandable segments "
+        "(model_configs/benchmarking/Qwen3-235B-A22B.yaml)",
+        {},
+        model={"qk_norm": True},
+        stack={"overlap": {"tp": False}, "loss": "fused", "fused_permute": True, "allocator": "expandable"},
+    ),
+    Variant("DeepEP", "a token is sent to a node once", {"notes": "DeepEP"}, stack={"dispatch": "deduplicated"}),
+    Variant("1F1B overlap", "exchange beside other microbatches", {"notes": "1f1b"}, stack={"overlap": {"ep": True}}),
+)
+_TPU_RECIPES = (
+    Variant(
+        "bf16 weights stored",
+        "no fp32 masters",
+        {"precision": "bf16 weights"},
+        stack={"masters": "none", "sharded_parameters": "16-bit"},
+    ),
+    Variant("dropped mixtures", "equal load by capacity 1.25", {"notes": "capacity"}, stack={"routing": "capacity"}),
+    Variant(
+        "Gemma 3", "every sixth layer sees all keys, the others 1,024; four norms a layer", {"model": "Gemma3"},
+        model={"sliding_window": 1024, "sliding_window_every": 6, "norms_per_layer": 4, "qk_norm": True,
+               "activation": "geglu"},
+    ),
+)  # fmt: skip
+
+
+def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
+    """The sources; ``torchtitan`` is what rows of that framework have in common with those that are fitted."""
+    sources = (
+        Source(
+            "torchtitan, 2024", "torchtitan docs/performance", "torchtitan",
+            "reports of 2024: FSDP2, eager on A100 (train_configs at 157a12c56), compiled on H100",
+            zero=3, microbatch="local batch", variants=torchtitan,
+        ),
+        Source(
+            "pytorch/ao", "pytorch/ao", "torchtitan",
+            "torchtitan with torchao's float8 and MXFP8 linear layers, compiled", zero=3, microbatch="local batch",
+            variants=torchtitan,
+        ),
+        Source(
+            "InternLM/InternEvo", "InternEvo", "pytorch",
+            "configs/7B_sft.py: bf16, flash attention, no SP, gradients reduced beside the backward pass; 4 x 100 Gb/s "
+            "RoCE a node (doc/en/train_performance.md)", variants=_INTERNEVO,
+        ),
+        Source(
+            "Modalities", "Modalities/modalities", "pytorch",
+            "GPT-2 class model with FSDP1, bf16, on MareNostrum 5 (4 GPUs and 4 x 200 Gb/s a node)", zero=3,
+            microbatch="local batch", vocab=50_304, variants=_MODALITIES,
+        ),
+        Source(
+            "KempnerInstitute/KempnerForge", "KempnerForge", "pytorch-compiled",
+            "FSDP2 with fp32 reduction, TP with SP by DTensor (without SP in pipelines), checkpoints that are not "
+            "re-entrant, as its scripts run it", zero=3, variants=_KEMPNER,
+        ),
+        Source(
+            "NVIDIA NeMo 24.12", r"NeMo user guide 24\.12", "nemo",
+            "performance recipes: SP with TP, no recompute, distributed Adam, bf16 reduction", vocab=50_304,
+            convention="full-attention", variants=_NEMO,
+        ),
+        Source(
+            "NVIDIA/JAX-Toolbox, Pax", "JAX-Toolbox", "paxml",
+            "paxml/contrib/gpu/scripts_gpu/configs.py: 126M data parallel, 5B and 175B under FSDP over all 256 GPUs",
+            convention="full-attention", zero=3, microbatch="local batch", vocab=50_304, variants=_PAX,
+        ),
+        Source(
+            "huggingface/nanotron, logs of 2024", "nanotron/old_bench", "nanotron",
+            "log_metrics.csv on the same P5 nodes as its later benchmark: SP with TP, no recompute, stages cut by the "
+            "cost of their matmuls; memory is that of the first rank, which prints it (trainer.py)",
+            machines={"dgx-h100": "p5-h100"}, stages_by_cost=True, memory="reserved, first rank",
+        ),
+        Source(
+            "yanring/Megatron-MoE-ModelZoo", "Megatron-MoE-ModelZoo", "megatron-core",
+            "benchmark configuration: distributed Adam, fp32 gradients, overlapped gradients and parameters",
+            variants=_MODEL_ZOO, fp32_gradients=True,
+        ),
+        Source(
+            "AI-Hypercomputer/tpu-recipes", "tpu-recipes", "maxtext",
+            "recipes at c8cfe2f: MaxText with a policy of what each layer keeps, moves to the host and repeats",
+            convention="full-attention", zero=3, microbatch="local batch", variants=_TPU_RECIPES,
+        ),
+    )  # fmt: skip
+    return tuple(replace(source, fitted=False) for source in sources)
