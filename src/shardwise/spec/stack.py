@@ -133,6 +133,9 @@ class Stack(Spec):
     casts: Literal["fused", "transposed", "separate"] = "transposed"
     """Casts to FP8: written with their transpose (`transposed`), partly by the kernel before (`fused`), or by kernels
     of their own, again in the backward pass (`separate`, as torchao)."""
+    odd_sizes: Literal["padded", "as given"] = "padded"
+    """Matmuls of which a dimension is odd, most often the vocabulary's: padded to whole vectors (Megatron-LM pads its
+    vocabulary, XLA every matmul), or multiplied as they are, for which cuBLAS has no fast kernel."""
     fp8_experts: bool = True
     """Routed experts are multiplied in FP8 or FP4 where other linear layers are."""
     fused_moe_mlp: bool = False

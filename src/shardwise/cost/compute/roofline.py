@@ -75,6 +75,13 @@ def _launch(device: Device, stack: Stack) -> float:
     return 0.0 if stack.launched_by_graphs or measured else device.efficiency.operator_seconds
 
 
+# Rows of an odd number of 16-bit elements start at no multiple of 4 bytes, so cuBLAS takes a kernel of Turing's class
+# that reads element by element (cutlass_75_tensorop_..._align1) on every newer GPU. Measured: 95 and 115 TFLOP/s on
+# H100 (float8_experimental pull request 145), 107 to 116 on RTX 4090 (pytorch issue 181718); on A100 115, from GPT-2's
+# 112,046 tokens/s with a vocabulary of 50,257 and 127,345 with 50,304 (rasbt/LLMs-from-scratch, ch05/10).
+_ODD_RATE = 110e12
+
+
 def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     efficiency = device.efficiency
     if operator.expert:
@@ -84,6 +91,8 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     if (own := _own(device, stack)) is not None and data_type == "fp8" and recipe.scaling in own.scaled:
         rate = device.peak_flops(data_type) * own.scaled[recipe.scaling]
     rows, columns, inner = operator.rows, operator.columns, operator.inner
+    if stack.odd_sizes == "as given" and device.vendor == "nvidia" and data_type in ("bf16", "fp16"):
+        rate = min(rate, _ODD_RATE) if math.ceil(columns) % 2 or math.ceil(inner) % 2 else rate
     started: Any = 0.0  # rows that take as long as the start of each matmul of a group
     if operator.expert:  # a single expert is a matmul like any other
         rate *= select(operator.matrices > 1, efficiency.expert_gemm, 1.0)
@@ -248,6 +257,23 @@ def _own_traffic(operator: Operator, own: EngineKernels, device: Device, recipe:
     return Seconds(passes * operator.forward_bytes / memory, passes * operator.backward_bytes / memory)
 
 
+# Bytes of a logit that the kernels of a loss move in each pass; a fused one moves 5, as counted. `parallel` and
+# `copied` (Megatron-LM's tensor_parallel/cross_entropy.py, nanotron's tensor_parallel/functional.py): cast to fp32 6,
+# maximum 4, subtraction 8, exponential 8, sum 4, division 8; backward scaled 8 and cast 6. `steps` (Megatron-LM's
+# fused_cross_entropy.py): a cast with the maximum 6, exponential 8, sum 4, division 8. `plain` (F.cross_entropy): cast
+# 6, logarithm of softmax 8; backward its gradient filled 4, the logits' 12, cast 6. XLA, which has the whole step,
+# fuses them.
+_LOSS_BYTES = {"parallel": (38, 14), "copied": (38, 14), "steps": (26, 14), "plain": (14, 22)}
+
+
+def _loss(operator: Operator, device: Device, stack: Stack, memory: float) -> Seconds:
+    xla = stack.loss == "copied" and stack.elementwise == "compiled"
+    forward, backward = (5, 5) if xla else _LOSS_BYTES.get(stack.loss, (5, 5))
+    launch = operator.kernels * _launch(device, stack)
+    seconds = (operator.forward_bytes * forward, operator.backward_bytes * backward)
+    return Seconds(*(moved / 5 / memory + launch for moved in seconds))
+
+
 def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     if (own := _own(device, stack)) is not None:
         return _own_traffic(operator, own, device, recipe, stack)
@@ -257,13 +283,15 @@ def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     # Bytes are counted in 16 bit.
     memory = device.memory_bandwidth * efficiency.memory * 2 / recipe.activation
     passes = 1.0
+    if operator.role is OperatorRole.LOSS:
+        return _loss(operator, device, stack, memory)
     if operator.role is OperatorRole.PERMUTE:
         passes = 1.0 if stack.fused_permute else efficiency.routing_traffic
     elif operator.role is OperatorRole.EXPERT_BIAS:
         passes = 0.0 if stack.fused_moe_mlp else 1.0
     elif stack.elementwise == "eager":
         passes = _EAGER_PASSES.get(operator.role, 1.0)
-    elif stack.elementwise == "fused" and operator.role is not OperatorRole.LOSS:
+    elif stack.elementwise == "fused":
         passes = efficiency.elementwise_traffic
     launch = operator.kernels * _launch(device, stack)
     if operator.role is OperatorRole.PERMUTE and stack.routing == "dropless" and not stack.launched_by_graphs:
