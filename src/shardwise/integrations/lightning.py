@@ -172,7 +172,6 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
 
 
 def _rows(loader: Any) -> int:
-    """Rows of a rank's batch."""
     for source in (loader, getattr(loader, "batch_sampler", None)):
         rows = getattr(source, "batch_size", None)
         if isinstance(rows, int):

@@ -116,7 +116,6 @@ class RunWatch:
         self._stop_counting()
 
     def note_loss(self, loss: float) -> None:
-        """The loss of the newest step."""
         if self._ended is not None:
             self._ended.loss = loss
 
@@ -371,7 +370,6 @@ class _TokenCount:
             self._tokens += tokens.numel()
 
     def taken(self) -> int:
-        """Tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens * self._ranks
 

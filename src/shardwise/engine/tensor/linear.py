@@ -199,7 +199,7 @@ class RowLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         weight = self.weight.T if self.transposed else self.weight
         if self.overlap:
-            outputs = _ScatteredProduct.apply(inputs, weight, self.group)  # type: ignore[no-untyped-call]
+            outputs: Tensor = _ScatteredProduct.apply(inputs, weight, self.group)  # type: ignore[no-untyped-call]
         else:
             outputs = self.join(self.multiply(inputs, weight), self.group)
         return outputs if self.bias is None else outputs + self.bias
