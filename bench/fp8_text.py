@@ -31,7 +31,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import process_group
 from shardwise.engine.offload.store import MASTER
-from shardwise.models.initialise import initial_value
+from shardwise.models.decoder import initial_value
 from shardwise.spec.job import Job
 
 CLUSTER = {"levels": [{"size": 1, "link": "nvlink-4"}]}

@@ -13,9 +13,8 @@ from cost.builders import job
 from engine.live_bytes import Kept, kept_by
 from shardwise.engine.context.blocks import BackwardInputs, Scores, kernel_for
 from shardwise.models.attention import attention_scale, rotation_of
-from shardwise.models.decoder import Decoder
+from shardwise.models.decoder import Decoder, initialise
 from shardwise.models.dot_product import AttentionArguments
-from shardwise.models.initialise import initialise
 from shardwise.spec.job import Job
 from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
 

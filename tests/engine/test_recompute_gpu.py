@@ -13,8 +13,7 @@ from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.engine import apply_compile
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute
-from shardwise.models.decoder import Decoder
-from shardwise.models.initialise import initialise
+from shardwise.models.decoder import Decoder, initialise
 from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
 from shardwise.spec.stack import default_stack
 

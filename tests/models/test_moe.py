@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.shapes import SHAPES, decoder_of, gradients, tokens
-from shardwise.models.initialise import initialise
+from shardwise.models.decoder import initialise
 from shardwise.models.moe import LocalExchange, MoELayer, TopKRouter, balance_value, grouped_product
 from shardwise.spec.model import Model, Numerics
 

@@ -67,5 +67,4 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """How many labels count."""
         return (self.labels != IGNORED).sum()

@@ -90,7 +90,6 @@ class StepGraphs:
 
     @property
     def recorded(self) -> int:
-        """How many graphs there are."""
         return len(self._graphs)
 
     def _recorded(self, step: PlainStep, forget: Callable[[], None], batch: Batch, shape: Hashable) -> _Graph | None:

@@ -170,8 +170,10 @@ class Parallel(Trainer[Any]):
         rows = self.job.strategy.microbatch
         if self.table is None:
             batch = network.on_device(batch, self.device)
-            self.require_rows(network.rows_of(batch), exactly=False)
-            counted, microbatches = self.count(batch), network.in_microbatches(batch, rows)
+            number = network.rows_of(batch)
+            self.require_rows(number, exactly=False)
+            counted = self.count(batch)
+            microbatches = [network.some_rows(batch, start, start + rows) for start in range(0, number, rows)]
         else:
             tokens = self.own_tokens(network.token_batch(batch, self.device))
             number = tokens.tokens.shape[0]

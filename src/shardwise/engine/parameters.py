@@ -19,7 +19,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset, foreach_copy_
-from shardwise.models.initialise import initial_value, is_stack_of_experts
+from shardwise.models.decoder import initial_value, is_stack_of_experts
 from shardwise.spec.model import Model
 
 _NOTES = "_shardwise_parts"

@@ -226,7 +226,6 @@ class NextToken:
         return int(self.agree(torch.tensor([number]))[0])
 
     def logits(self, tokens: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
-        """Logits of the next token, [rows, vocabulary]."""
         hidden = self.decoder(tokens, positions=positions, documents=real)
         logits: Tensor = self.head(hidden[:, -1])
         return softly_capped(logits, self.decoder.model.numerics.logit_softcap).float()

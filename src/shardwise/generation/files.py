@@ -235,7 +235,6 @@ class PartialFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Opens the lines for writing and locks them."""
         try:
             if not self.folder.exists():
                 self._begin()

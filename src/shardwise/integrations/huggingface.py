@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Self
 
 from shardwise.integrations.accelerate import layout_of
-from shardwise.integrations.layout import FrameworkRun, OnMisfit, Ranks, RunLayout, WatchOptions
+from shardwise.integrations.layout import FrameworkRun, Ranks, RunLayout
 from shardwise.integrations.module import NotPriced
-from shardwise.integrations.watch import RunWatch
+from shardwise.integrations.watch import RunWatch, WatchingCallback
 from shardwise.spec.installation import require_packages
 
 require_packages("shardwise.integrations.huggingface", "transformers", "accelerate")
@@ -17,7 +16,7 @@ require_packages("shardwise.integrations.huggingface", "transformers", "accelera
 from transformers import TrainerCallback  # noqa: E402 (says what is missing first)
 
 
-class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
+class ShardwiseCallback(WatchingCallback, TrainerCallback):  # type: ignore[misc]
     """Prices what a `Trainer` is about to run, and measures it beside the prediction::
 
         ShardwiseCallback(seq=1024, cluster="dgx-h100:1").attach(trainer)
@@ -25,23 +24,9 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
     `attach` puts it before the trainer's loggers, which then record the figures too. Given as ``callbacks=[...]`` it
     comes after them: figures go to ``trainer_state.json``, the console and the run's own folder.
 
-    ``seq`` is the length of a padded example in tokens (default: ``max_length`` of the arguments, or that of the
-    examples if all are equally long); ``cluster`` the machine (default: the GPUs of this one); ``model`` describes a
-    network without a Hugging Face config; ``folder`` is where the run is recorded (default: ``shardwise`` in the output
-    folder). ``on_misfit="stop"`` refuses a run that is not known to fit.
+    It takes the options of `WatchingCallback`. ``seq`` is by default ``max_length`` of the arguments, or the length of
+    the examples if all are equally long; ``folder`` is ``shardwise`` in the output folder.
     """
-
-    def __init__(
-        self,
-        *,
-        seq: int | None = None,
-        cluster: Any = None,
-        model: Any = None,
-        folder: str | PathLike[str] | None = None,
-        on_misfit: OnMisfit = "warn",
-    ) -> None:
-        self.options = WatchOptions(seq=seq, cluster=cluster, model=model, folder=folder, on_misfit=on_misfit)
-        self.watch: RunWatch | None = None
 
     def attach(self, trainer: Any) -> Self:
         """Adds it to a trainer, before the callbacks that write logs."""
@@ -50,9 +35,7 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self.watch is not None:  # the trainer started over with a smaller batch
-            self.watch.finish(failed="it began again")
-            self.watch = None
+        self._finish("it began again")  # if the trainer started over with a smaller batch
         loader = objects.get("train_dataloader")
         self.watch = RunWatch(
             FrameworkRun(
@@ -99,13 +82,7 @@ class ShardwiseCallback(TrainerCallback):  # type: ignore[misc]
         self._interrupted()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.watch is not None:
-            self.watch.finish()
-            self.watch = None
-
-    def _interrupted(self) -> None:
-        if self.watch is not None:
-            self.watch.interrupted()
+        self._finish()
 
 
 def _layout(args: Any, state: Any, module: Any, loader: Any) -> RunLayout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -14,16 +13,14 @@ from shardwise.integrations.layout import (
     FSDP,
     MESH,
     FrameworkRun,
-    OnMisfit,
     Ranks,
     RunLayout,
-    WatchOptions,
     deepspeed_layout,
     loaded_split,
     require_split,
 )
 from shardwise.integrations.module import NotPriced
-from shardwise.integrations.watch import RunWatch
+from shardwise.integrations.watch import RunWatch, WatchingCallback
 from shardwise.spec.installation import is_installed, require_packages
 
 # Two names of the same framework; the one that the program has imported is used.
@@ -41,30 +38,17 @@ def _callback_class() -> Any:
     return importlib.import_module(known[0]).Callback
 
 
-class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
+class ShardwiseMonitor(WatchingCallback, _callback_class()):  # type: ignore[misc]
     """Prices what a Lightning `Trainer` is about to run, and measures it beside the prediction::
 
         Trainer(callbacks=[ShardwiseMonitor(seq=1024, cluster="dgx-h100:1")], ...)
 
-    ``seq`` is the length of a padded example in tokens (default: that of the examples, if all are equally long);
-    ``cluster`` the machine (default: the GPUs of this one); ``model`` describes a network without a Hugging Face
-    config; ``folder`` is where the run is recorded (default: ``shardwise`` in the trainer's log folder).
-    ``on_misfit="stop"`` refuses a run that is not known to fit. Figures go to the trainer's loggers.
+    It takes the options of `WatchingCallback`. ``seq`` is by default the length of the examples, if all are equally
+    long; ``folder`` is ``shardwise`` in the trainer's log folder. Figures go to the trainer's loggers.
     """
 
-    def __init__(
-        self,
-        *,
-        seq: int | None = None,
-        cluster: Any = None,
-        model: Any = None,
-        folder: str | PathLike[str] | None = None,
-        on_misfit: OnMisfit = "warn",
-    ) -> None:
-        super().__init__()
-        self.options = WatchOptions(seq=seq, cluster=cluster, model=model, folder=folder, on_misfit=on_misfit)
-        self.watch: RunWatch | None = None
-        self._step = 0
+    _step = 0
+    _between = True  # the next batch begins a step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loader, root = trainer.train_dataloader, trainer.log_dir or trainer.default_root_dir
@@ -114,21 +98,10 @@ class ShardwiseMonitor(_callback_class()):  # type: ignore[misc]
         self._interrupted()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._finish("")
+        self._finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._finish(f"{type(exception).__name__}: {exception}")
-
-    _between = True  # the next batch begins a step
-
-    def _interrupted(self) -> None:
-        if self.watch is not None:
-            self.watch.interrupted()
-
-    def _finish(self, failed: str) -> None:
-        if self.watch is not None:
-            self.watch.finish(failed=failed)
-            self.watch = None
 
 
 # -- the layout --------------------------------------------------------------------------------------------------------
@@ -199,7 +172,6 @@ def _second_fsdp(strategy: Any, module: nn.Module) -> dict[str, Any]:
 
 
 def _rows(loader: Any) -> int:
-    """Rows of a rank's batch."""
     for source in (loader, getattr(loader, "batch_sampler", None)):
         rows = getattr(source, "batch_size", None)
         if isinstance(rows, int):

@@ -149,7 +149,6 @@ def _is_flat(network: nn.Module) -> bool:
 
 
 def _weights(network: nn.Module) -> str:
-    """The format of most weights."""
     counted: dict[str, int] = {}
     for parameter in network.parameters():
         name = str(parameter.dtype).removeprefix("torch.")

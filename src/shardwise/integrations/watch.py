@@ -13,13 +13,14 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.cost.compute.flops import flops_per_token
-from shardwise.integrations.layout import FrameworkRun, PricedRun, WatchOptions, priced_or_why_not
+from shardwise.integrations.layout import FrameworkRun, OnMisfit, PricedRun, WatchOptions, priced_or_why_not
 from shardwise.integrations.module import language_model
 from shardwise.launch.job_file import write_job
 from shardwise.report.console import table
@@ -115,7 +116,6 @@ class RunWatch:
         self._stop_counting()
 
     def note_loss(self, loss: float) -> None:
-        """The loss of the newest step."""
         if self._ended is not None:
             self._ended.loss = loss
 
@@ -259,6 +259,37 @@ class RunWatch:
         (self.run.folder / RECORD).write_text(text, encoding="utf-8")
 
 
+class WatchingCallback:
+    """What the callbacks of the frameworks share: the user's options, and the run while it trains.
+
+    ``seq`` is the length of a padded example in tokens; ``cluster`` the machine (default: the GPUs of this one);
+    ``model`` describes a network without a Hugging Face config; ``folder`` is where the run is recorded.
+    ``on_misfit="stop"`` refuses a run that is not known to fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        seq: int | None = None,
+        cluster: Any = None,
+        model: Any = None,
+        folder: str | PathLike[str] | None = None,
+        on_misfit: OnMisfit = "warn",
+    ) -> None:
+        super().__init__()
+        self.options = WatchOptions(seq=seq, cluster=cluster, model=model, folder=folder, on_misfit=on_misfit)
+        self.watch: RunWatch | None = None
+
+    def _interrupted(self) -> None:
+        if self.watch is not None:
+            self.watch.interrupted()
+
+    def _finish(self, failed: str = "") -> None:
+        if self.watch is not None:
+            self.watch.finish(failed=failed)
+            self.watch = None
+
+
 _PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed")
 
 
@@ -339,7 +370,6 @@ class _TokenCount:
             self._tokens += tokens.numel()
 
     def taken(self) -> int:
-        """Tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens * self._ranks
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import CollectiveKind
-from shardwise.engine import engine as engine_module
 from shardwise.engine import profiler_ranges
 from shardwise.engine.collectives import Communicator
-from shardwise.engine.data.apply import PREFETCH
+from shardwise.engine.data import apply as data_parallelism
 from shardwise.engine.engine import Engine
 from shardwise.engine.labels import Label, PassKind, label_of
 from shardwise.engine.mesh import process_group
@@ -104,7 +103,7 @@ class EngineRun:
     counts: bool = True  # runs another step, which is counted and not timed
     pace: Pace = field(default_factory=Pace)
     prepare: Callable[[Engine], None] | None = None  # changes a rank's engine before the first step; it is pickled
-    prefetch: int = PREFETCH  # units that ZeRO-3 gathers ahead
+    prefetch: int = data_parallelism.PREFETCH  # units that ZeRO-3 gathers ahead
     seed: int = 0
 
 
@@ -138,7 +137,7 @@ def _rank(place: WorkerPlace, request: EngineRun) -> RankResult:
     torch.set_num_threads(1)
     job = request.job
     with process_group(place.rank, place.world, place.rendezvous_file), ExitStack() as entered:
-        entered.enter_context(_prefetching(request.prefetch))
+        entered.enter_context(replaced((data_parallelism, "PREFETCH", request.prefetch)))
         if request.pace.layer_forward or request.pace.layer_backward:
             entered.enter_context(_paced_layers(request.pace))
         engine = lab_engine(request)
@@ -237,11 +236,6 @@ def _recorded(ranges: list[TimedRange], pace: Pace) -> Iterator[None]:
 
 def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
-
-
-def _prefetching(units: int) -> Any:
-    apply = getattr(engine_module, "apply_data")  # noqa: B009  # it is imported there
-    return replaced((engine_module, "apply_data", lambda *given, **named: apply(*given, **named, prefetch=units)))
 
 
 @contextmanager

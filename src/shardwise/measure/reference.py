@@ -20,8 +20,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldPart, divided_as, local, plain_name
-from shardwise.models.decoder import Decoder
-from shardwise.models.initialise import DEVIATION, initial_value, is_bias, is_norm
+from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm
 from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job

@@ -39,7 +39,7 @@ from shardwise.measure.reference import (
     weight_scales,
 )
 from shardwise.measure.smaller import cluster_of
-from shardwise.models.initialise import is_stack_of_experts
+from shardwise.models.decoder import is_stack_of_experts
 from shardwise.run.environment import Started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -6,9 +6,8 @@ takes modules apart.
 
 from __future__ import annotations
 
-from shardwise.models.decoder import Decoder
+from shardwise.models.decoder import Decoder, initial_value, initialise
 from shardwise.models.dot_product import AttentionArguments
-from shardwise.models.initialise import initial_value, initialise
 from shardwise.models.loss import cross_entropy_sum
 
 __all__ = ["AttentionArguments", "Decoder", "cross_entropy_sum", "initial_value", "initialise"]

@@ -125,10 +125,6 @@ LATENT_EPSILON = 1e-6  # of the norms inside latent attention; DeepSeek has no s
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionArguments], Tensor]
 
 
-def attention_of(model: Model) -> Attention | MultiHeadLatentAttention:
-    return MultiHeadLatentAttention(model) if model.mla else Attention(model)
-
-
 def attention_scale(model: Model) -> float:
     """The factor on attention scores."""
     scale: float = (model.numerics.attention_scalar or model.query_key_dim) ** -0.5

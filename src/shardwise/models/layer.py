@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.attention import Attention, Rotation, attention_of
+from shardwise.models.attention import Attention, MultiHeadLatentAttention, Rotation
 from shardwise.models.compiled_layer import gated_down, normed_beside, normed_projection
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.loss import IGNORED
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         before, behind = not model.norm_after, model.norm_after or model.norms_per_layer == 4
         self.parallel, self.remakes = model.parallel_block, False
         self.attention_norm = norm_of(model) if before else None
-        self.attention = attention_of(model)
+        self.attention = MultiHeadLatentAttention(model) if model.mla else Attention(model)
         self.attention_out_norm = norm_of(model) if behind else None
         self.mlp_norm = norm_of(model) if before and model.norms_per_layer > 1 else None
         self.mlp = MoELayer(model) if moe else MLP(model, model.ffn)

@@ -87,7 +87,6 @@ def v_placement(ranks: int) -> tuple[int, ...]:
 def one_copy(
     name: str, microbatches: int, placement: tuple[int, ...], actions: Iterable[Iterable[Action]]
 ) -> PipelineSchedule:
-    """A schedule with a single copy of the parameters."""
     return PipelineSchedule(name, len(placement), microbatches, (placement,), tuple(map(tuple, actions)))
 
 

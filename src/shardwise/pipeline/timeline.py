@@ -35,16 +35,11 @@ class Timeline:
         return max(self._last_ends()) - min(self._first_starts())
 
     @property
-    def rank_seconds(self) -> tuple[float, ...]:
-        """From its first start to its last end, for every rank."""
-        return tuple(end - start for start, end in zip(self._first_starts(), self._last_ends()))
-
-    @property
     def longest_rank_seconds(self) -> float:
         """The cost of a step in the zero-bubble papers: each rank starts its next step when its own is over, so that
         a step which is skewed over the ranks costs only its longest rank (Qi et al. 2023, arXiv 2401.10241, section 4
         and Table 5)."""
-        return max(self.rank_seconds)
+        return max(end - start for start, end in zip(self._first_starts(), self._last_ends()))
 
     def step_seconds(self, ends: StepEnds) -> float:
         """Seconds from one step to the next."""

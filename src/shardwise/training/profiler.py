@@ -63,8 +63,6 @@ def record_collectives(entries: int = USUAL) -> None:
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """An entry of a backend's log."""
-
     backend: str
     group: str
     meaning: str

@@ -227,7 +227,6 @@ def _meeting(place: WorldPlace, seconds: float) -> str | Store:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

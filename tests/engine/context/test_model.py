@@ -18,8 +18,7 @@ from shardwise.engine.context.across_ranks import AcrossRanks
 from shardwise.engine.context.apply import apply_context
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.mesh import build_mesh
-from shardwise.models.decoder import Decoder
-from shardwise.models.initialise import initialise
+from shardwise.models.decoder import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec import presets
 from shardwise.spec.model import Model

@@ -13,7 +13,7 @@ from engine.workers import pool
 from shardwise.engine.parameters import local
 from shardwise.engine.trainer import Trainer
 from shardwise.measure.verify import FP8_BOUNDS, Verification, verify
-from shardwise.models.initialise import is_stack_of_experts
+from shardwise.models.decoder import is_stack_of_experts
 from shardwise.spec import Job
 
 # Many experts whose scores are close, weighed heavily: where FP8 changes the experts of some tokens, all gradients

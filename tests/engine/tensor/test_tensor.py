@@ -16,8 +16,7 @@ from shardwise.engine.parameters import parts_of
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.measure.reference import deviation, global_norm
-from shardwise.models.decoder import Decoder
-from shardwise.models.initialise import initialise
+from shardwise.models.decoder import Decoder, initialise
 from shardwise.spec.model import LatentAttention, Model
 from shardwise.spec.strategy import Overlap, Strategy
 

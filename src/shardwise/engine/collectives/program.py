@@ -105,8 +105,6 @@ def _neighbours(schedule: Schedule) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message to another rank."""
-
     peer: int
     number: int  # counts the messages between the two ranks
     source: TensorRegion
@@ -119,8 +117,6 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A message from another rank."""
-
     peer: int
     number: int
     region: TensorRegion
@@ -279,8 +275,6 @@ def _together(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start to send or to receive."""
-
     message: Send | Receive
 
 

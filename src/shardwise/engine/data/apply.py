@@ -130,16 +130,14 @@ def apply_data(
     mesh: Mesh,
     precision: Precision = FP32,
     *,
-    layers: Sequence[nn.Module] | None = None,
     patterns: Patterns = DECODER,
-    prefetch: int = PREFETCH,
     job: Job | None = None,
 ) -> DataParallel:
     """Puts a module, or each of the stages of this rank, under the data parallelism of the mesh's strategy.
 
-    ``layers`` are communicated one by one; they default to what ``patterns`` calls layers, else to the largest list of
-    equal blocks. Under expert parallelism the experts inside them may be divided over other ranks. ``job`` says by
-    which collective gradients are summed, and on what network; without it, the backend's own is used.
+    What ``patterns`` calls layers, else the largest list of equal blocks, is communicated one by one. Under expert
+    parallelism the experts inside them may be divided over other ranks. ``job`` says by which collective gradients are
+    summed, and on what network; without it, the backend's own is used.
     """
     roots = [root] if isinstance(root, nn.Module) else list(root)
     sums, strategy = GradientSums(mesh, job), mesh.strategy
@@ -148,12 +146,10 @@ def apply_data(
     sharded = strategy.zero and (divided or strategy.offload.weights or strategy.offload.gradients)
     parts: dict[nn.Module, Sharded | Replicated] = {}
     for stage in roots:
-        blocks = layers
-        if blocks is None:
-            blocks = [module for _, module in matching(stage, patterns.layers)] or find_layers(stage)
+        blocks = [module for _, module in matching(stage, patterns.layers)] or find_layers(stage)
         units = units_of(stage, blocks, patterns, experts_apart)
         if sharded:
-            parts[stage] = Sharded(stage, units, mesh, precision, prefetch, sums)
+            parts[stage] = Sharded(stage, units, mesh, precision, PREFETCH, sums)
         else:
             parts[stage] = Replicated(stage, units, mesh, precision, sums)
     return DataParallel(parts)

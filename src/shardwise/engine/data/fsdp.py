@@ -285,10 +285,6 @@ class Unfinished:
         self.started: list[_Reduction] = []
         self.will_finish = False
 
-    @property
-    def may_begin(self) -> bool:
-        return self.will_finish or torch_private.current_graph_task_id() != -1
-
     def add(self, reduction: _Reduction) -> None:
         if not self.will_finish:
             self.will_finish = True
@@ -350,7 +346,7 @@ class GradientReduceScatter:
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
         """Whether the output may arrive later: FSDP does not convert its format, and someone will wait for it."""
         same_format = all(parameter.orig_dtype == output.dtype for parameter in self.fsdp_parameters)
-        return same_format and unfinished.may_begin
+        return same_format and (unfinished.will_finish or torch_private.current_graph_task_id() != -1)
 
     def _accumulates_into_total(self, gradients: Sequence[Any], output: Tensor) -> bool:
         if self.total is None or self.total.numel() != output.numel():

@@ -84,7 +84,6 @@ class OuterSteps:
         return split_like(flat.div_(ranks), tensors)
 
     def _pieces(self) -> Iterator[list[int]]:
-        """Groups of tensors, by number, that are summed together."""
         piece: list[int] = []
         size = 0
         for number, value in enumerate(self.values):

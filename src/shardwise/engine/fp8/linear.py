@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.engine.autograd import defer, is_deferring, may_defer
 from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, fp8_turned, product
 from shardwise.engine.fp8.scaling import Form
-from shardwise.engine.tensor.collectives import start_gather, start_scatter, start_sum
+from shardwise.engine.tensor.linear import start_gather, start_scatter, start_sum
 
 HISTORY = 1024  # steps
 INPUTS, GRADIENTS = 0, 1

@@ -68,7 +68,6 @@ class Form:
 
 
 def scale_shape(rows: int, columns: int, scaling: str, square: bool) -> tuple[int, ...]:
-    """The shape of a form's scales."""
     if scaling == "tensor":
         return ()
     if scaling == "row":

@@ -92,22 +92,17 @@ class _StageOffload:
     def __init__(self, store: Store, share: float) -> None:
         self.store, self.share = store, share
         self.seen = self.sent = 0
-        self._last: _LayerPass | None = None
+        self.last: _LayerPass | None = None  # the pass that has ended last
 
     def begin(self, layer: nn.Module, first: bool) -> _LayerPass:
         if first:
             self.seen = self.sent = 0
-        return _LayerPass(self, layer, None if first else self._last)
-
-    @property
-    def last(self) -> _LayerPass | None:
-        """The pass that has ended last."""
-        return self._last
+        return _LayerPass(self, layer, None if first else self.last)
 
     def end(self, layer_pass: _LayerPass) -> None:
-        if self._last is not None:
-            self._last.leave()
-        self._last = layer_pass
+        if self.last is not None:
+            self.last.leave()
+        self.last = layer_pass
         layer_pass.close()
 
     def takes(self, size: int) -> bool:

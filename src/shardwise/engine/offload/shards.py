@@ -104,7 +104,6 @@ class _Shards:
                     break
 
     def fetch(self, is_backward: bool) -> None:
-        """Starts to fetch the shards."""
         if self._is_here or self._is_coming:
             return
         for parameter, size in zip(self.away, self._sizes):

@@ -166,7 +166,6 @@ class StoredStates:
         return copies
 
     def gradient_place(self, parameter: nn.Parameter) -> tuple[StoredRegion, int]:
-        """Where the sum of a parameter's gradients is."""
         assert self._region is not None
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
@@ -209,7 +208,6 @@ class StoredStates:
                     yield StateChunk(begin, end, group, tuple(_pieces(rows, begin, end)))
 
     def names_of(self, chunk: StateChunk) -> list[str]:
-        """The states of a chunk that are stored."""
         return [name for name, size in self._sizes(self.elements).items() if chunk.begin < size]
 
     def copy_in(self, chunk: StateChunk, here: Mapping[str, Tensor], *, sent_ahead: bool) -> None:
@@ -221,7 +219,6 @@ class StoredStates:
             self.store.lanes.moved[payload] += tensor.nbytes
 
     def copy_out(self, chunk: StateChunk, here: Mapping[str, Tensor]) -> None:
-        """Copies the chunk's states back to the host."""
         for name, tensor in here.items():
             self._in_memory(name, chunk).copy_(tensor, non_blocking=True)
             self.store.lanes.moved[sent_forward(Role.STATES_TO_HOST)] += tensor.nbytes

@@ -282,11 +282,6 @@ def rows_of(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def in_microbatches(batch: Any, rows: int) -> list[Any]:
-    """Consecutive samples, ``rows`` at a time."""
-    return [some_rows(batch, start, start + rows) for start in range(0, rows_of(batch), rows)]
-
-
 def some_rows(batch: Any, start: int, stop: int) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called
+from shardwise.engine.mesh import new_group
 from shardwise.engine.parameters import local, note_part, part_of
 from shardwise.engine.profiler_ranges import sent
 
@@ -93,16 +94,12 @@ def tie_ends(
     if first is None or not reading:
         for module in reading:
             note_part(module, "weight", replace(part_of(module, "weight"), counted=False))
-        return TiedEnds(first, reading, _pair(ranks[placement[0]], ranks[placement[last]]))
+        # Only the two ends make this group; the ranks between them take no part.
+        group = new_group([ranks[placement[0]], ranks[placement[last]]], "tied embedding")
+        return TiedEnds(first, reading, group)
     tied = TiedEnds(first, reading, None)
     for module in reading:
         del module.weight
     tied.follow()
     modules[last].register_forward_pre_hook(lambda *_: tied.follow())
     return tied
-
-
-def _pair(first: int, last: int) -> dist.ProcessGroup:
-    """Only the two ends make this group; the ranks between them take no part."""
-    pair: dist.ProcessGroup = dist.new_group([first, last], use_local_synchronization=True, group_desc="tied embedding")
-    return pair

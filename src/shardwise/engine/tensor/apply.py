@@ -17,8 +17,19 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, has_note, keep, note_part
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
 from shardwise.engine.profiler_ranges import sent
-from shardwise.engine.tensor.collectives import copy, gather, join, narrow_move, reduce, scatter
-from shardwise.engine.tensor.linear import RowLinear, WideNorm, column_matmuls, cut_columns, cut_fused
+from shardwise.engine.tensor.linear import (
+    RowLinear,
+    WideNorm,
+    column_matmuls,
+    copy,
+    cut_columns,
+    cut_fused,
+    gather,
+    join,
+    narrow_move,
+    reduce,
+    scatter,
+)
 from shardwise.models.loss import differentiate_, statistics, summed_loss
 from shardwise.spec.model import Model
 

@@ -230,7 +230,6 @@ class TensorPlace:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of each stored tensor."""
         if self.joined:
             experts, inputs, outputs = self.shape
             return experts, self.whole or outputs, inputs
@@ -276,7 +275,6 @@ class TensorPlace:
             whole.narrow(self.outputs, self.start, part.shape[self.outputs]).copy_(part)
 
     def _rows(self) -> Tensor:
-        """The stored row of each of our rows."""
         rows = torch.arange(self.shape[0]).view(-1, self.head)
         if self.every:
             return (torch.arange(rows.shape[0])[:, None] * self.every + self.start + rows[:1]).flatten()

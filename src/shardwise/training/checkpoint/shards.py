@@ -311,7 +311,6 @@ class _RemoteFile:
         return self.entries[name].dtype, self.entries[name].shape
 
     def slice_of(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Reads the rows that the slice touches."""
         entry = self.entries[name]
         item = DTYPES[entry.dtype].itemsize
         if not entry.shape or 0 in entry.shape:
