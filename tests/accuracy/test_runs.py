@@ -319,7 +319,8 @@ def test_an_unknown_network_or_stack_is_refused(column: str, text: str, problem:
         ("custom: host offload of context, mlpwo; rest remat", "full", None, 2 / 3),
         ("custom: host offload of decoder_layer_input, out_proj, q/k/v proj; rest remat", "selective",
          ["norm", "activation", "attention", "mlp-up"], 1.0),
-        ("qkv_proj offloaded to host, rest remat", "selective", ["norm", "activation", "attention", "mlp-up"], 1 / 2),
+        ("custom: host offload of q/k/v proj; rest remat", "selective",
+         ["norm", "activation", "attention", "mlp-up"], 1 / 2),
     ],
 )  # fmt: skip
 def test_a_policy_names_what_a_layer_keeps(
