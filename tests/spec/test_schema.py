@@ -46,9 +46,11 @@ def test_it_takes_the_examples_as_they_are_and_as_they_are_written_back(path: Pa
 @pytest.mark.parametrize("kind", presets.KINDS)
 def test_it_takes_every_preset_spelled_out(kind: str) -> None:
     folder = Path(presets.__file__).parent / "catalogue" / f"{kind}s"
-    wrong = {
-        path.name: found for path in folder.glob("*.yaml") if (found := errors(read_yaml(path, kind), NOUNS[kind]))
-    }
+    wrong = {}
+    for path in folder.glob("*.yaml"):
+        fields = dict(read_yaml(path, kind))
+        changes = [version.get("changed", {}) for version in fields.pop("versions", [])]
+        wrong |= {path.name: found for each in ({}, *changes) if (found := errors({**fields, **each}, NOUNS[kind]))}
     assert wrong == {}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.accuracy.table import Variant
+from shardwise.spec import presets
+from shardwise.spec.stack import stack_from
 
 # GPT-3's block as Megatron, MPT and Pax build it.
 GPT3_BLOCK = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,
@@ -54,23 +56,22 @@ def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
 
 # The mixtures: model, devices, precision, first and last container; CUDA graphs, dispatcher, overlapped all-to-all,
 # recomputed operators. A dense MLP that is recomputed is no operator here. "hybrid": HybridEP or DeepEP, which send a
-# token once to each node or rank. "fused": full-iteration graph, overlapped HybridEP, CuTeDSL grouped MLP. Later lines
-# win.
+# token once to each node or rank. "version": as the version of the stack has it (catalogue/stacks). Later lines win.
 _MIXTURES: tuple[tuple[str, str, str, str, str, str, str, bool, tuple[str, ...]], ...] = (
     (_DEEPSEEK_V3, "H100", "", "", "25.11", "none", "hybrid", True, ("up-projection",)),
     (_DEEPSEEK_V3, "H100", "", "26.02", "", "none", "hybrid", False, ("up-projection",)),
     (_DEEPSEEK_V3, "GB200", "", "25.11", "", "partial", "hybrid", False, ("up-projection",)),
     (_DEEPSEEK_V3, "GB200", "mx|fp8", "26.04", "26.04.01", "partial", "hybrid", False, ()),
-    (_DEEPSEEK_V3, "GB200", "mx", "26.06", "", "fused", "hybrid", True, ("up-projection",)),
+    (_DEEPSEEK_V3, "GB200", "mx", "26.06", "", "version", "hybrid", True, ("up-projection",)),
     (_DEEPSEEK_V3, "GB300", "bf16", "", "", "partial", "hybrid", False, ("activation",)),
     (_DEEPSEEK_V3, "GB300", "mx", "", "26.04.01", "none", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, "GB300", "mx", "26.06", "", "fused", "hybrid", True, ()),
+    (_DEEPSEEK_V3, "GB300", "mx", "26.06", "", "version", "hybrid", True, ()),
     (_DEEPSEEK_V3, r"\bB200", "", "", "25.11", "none", "plain", False, ("up-projection",)),
     (_DEEPSEEK_V3, r"\bB200", "", "26.02", "26.04", "none", "hybrid", False, ("up-projection",)),
     (_DEEPSEEK_V3, r"\bB200", "", "26.04.01", "", "partial", "hybrid", True, ("up-projection",)),
     (_DEEPSEEK_V3, r"\bB300", "", "", "26.04", "none", "hybrid", False, ("up-projection",)),
     (_DEEPSEEK_V3, r"\bB300", "", "26.04.01", "26.06", "partial", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB300", "mx", "26.06.01", "", "fused", "hybrid", True, ("up-projection",)),
+    (_DEEPSEEK_V3, r"\bB300", "mx", "26.06.01", "", "version", "hybrid", True, ("up-projection",)),
     (_GPT_OSS, r"H100|B200", "", "", "", "none", "plain", False, ("norm", "activation")),
     (_GPT_OSS, r"\bB200", "", "26.04", "26.04", "none", "hybrid", False, ("norm", "activation")),
     (_GPT_OSS, "GB200", "", "26.04", "26.04", "none", "hybrid", True, ("norm", "activation")),
@@ -78,20 +79,20 @@ _MIXTURES: tuple[tuple[str, str, str, str, str, str, str, bool, tuple[str, ...]]
     (_GPT_OSS, "GB300", "", "", "", "partial", "plain", False, ()),
     (_GPT_OSS, r"\bB300", "", "", "26.02.01", "partial", "plain", False, ()),
     (_GPT_OSS, r"\bB300", "", "26.04", "", "partial", "hybrid", False, ()),
-    (_GPT_OSS, "GB[23]00", "mx", "26.06", "", "fused", "hybrid", True, ()),
+    (_GPT_OSS, "GB[23]00", "mx", "26.06", "", "version", "hybrid", True, ()),
     (_QWEN3_30B, "B[23]00", "", "", "", "partial", "hybrid", False, ()),
     (_QWEN3_30B, r"\bB200", "", "", "26.02", "partial", "plain", False, ()),
     (_QWEN3_30B, "H100", "bf16", "", "26.02", "partial", "plain", True, ()),
     (_QWEN3_30B, "H100", "fp8", "", "26.02", "none", "plain", True, ()),
     (_QWEN3_30B, "H100", "", "26.02.01", "", "none", "hybrid", False, ()),
-    (_QWEN3_30B, "GB200|B300", "mx", "26.06", "", "fused", "hybrid", True, ()),
-    (_QWEN3_30B, r"\bB200", "mx", "26.06.01", "", "fused", "hybrid", True, ()),
+    (_QWEN3_30B, "GB200|B300", "mx", "26.06", "", "version", "hybrid", True, ()),
+    (_QWEN3_30B, r"\bB200", "mx", "26.06.01", "", "version", "hybrid", True, ()),
     (_QWEN3_235B, "GB[23]00", "", "", "", "partial", "hybrid", False, ()),
     (_QWEN3_235B, r"\bB[23]00", "", "", "25.11", "none", "plain", True, ()),
     (_QWEN3_235B, r"\bB[23]00", "", "26.02", "26.06", "none", "plain", False, ()),
     (_QWEN3_235B, r"\bB300", "", "26.04.01", "26.06", "none", "hybrid", False, ()),
-    (_QWEN3_235B, "GB[23]00", "mx", "26.06", "", "fused", "hybrid", True, ()),
-    (_QWEN3_235B, r"\bB[23]00", "mx", "26.06.01", "", "fused", "hybrid", True, ()),
+    (_QWEN3_235B, "GB[23]00", "mx", "26.06", "", "version", "hybrid", True, ()),
+    (_QWEN3_235B, r"\bB[23]00", "mx", "26.06.01", "", "version", "hybrid", True, ()),
     (_QWEN3_235B, "H100", "", "", "", "none", "plain", True, ()),
 )
 
@@ -101,20 +102,18 @@ def _mixture(
     graphs: str, dispatch: str, overlapped: bool, recomputed: tuple[str, ...],
 ) -> Variant:  # fmt: skip
     stack: dict[str, Any] = {
-        "cuda_graphs": "full" if graphs == "fused" else graphs,
         "dispatch": "all-to-all" if dispatch == "plain" else "deduplicated",
         "overlap": {"ep": overlapped},
-        "fused_moe_mlp": graphs == "fused",
-        "fused_permute": graphs == "fused",
     }
+    version = stack_from(presets.at_release("stack", "megatron-bridge", since))
+    stack |= {"mixtures": version.mixtures} if graphs == "version" else {"mixtures": None, "cuda_graphs": graphs}
     operators = {"recompute": "selective", "recompute_operators": list(recomputed)}
     containers = " ".join([f"from {since}"] * bool(since) + [f"up to {until}"] * bool(until))
     rows = ", ".join(filter(None, (_NAMES[model], _WORDS.get(precision), containers)))
     what = (
-        f"{ {'fused': 'full-iteration', 'none': 'no'}.get(graphs, graphs) } CUDA graphs",
+        "CUDA graphs of the version" if graphs == "version" else f"{graphs.replace('none', 'no')} CUDA graphs",
         "NCCL all-to-all" if dispatch == "plain" else "HybridEP or DeepEP",
         *["overlapped"] * overlapped,
-        *["fused expert MLP"] * (graphs == "fused"),
         *([f"recompute of {' and '.join(recomputed)}"] if recomputed else []),
     )
     return Variant(

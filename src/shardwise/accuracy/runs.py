@@ -9,9 +9,10 @@ from typing import Any
 
 from shardwise.accuracy import vocabulary
 from shardwise.accuracy.sources import SET_ASIDE, source_of
-from shardwise.accuracy.table import Source, TableRow, read_table
+from shardwise.accuracy.table import Source, TableRow, read_table, release
 from shardwise.accuracy.vocabulary import Ports, counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
+from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -198,9 +199,9 @@ def _job(row: TableRow, source: Source) -> Job:
 
 
 def _named_stack(row: TableRow, source: Source) -> Stack:
-    """What the row names, else what its source runs."""
+    """What the row names, else what its source runs, in the version that the row is of."""
     try:
-        return stack_from(row.text("stack") or source.stack)
+        return stack_from(row.text("stack") or presets.at_release("stack", source.stack, release(row)))
     except SpecError as error:
         raise error.under("stack") from None
 

@@ -91,6 +91,12 @@ _TPU_RECIPES = (
         {"precision": "bf16 weights"},
         stack={"masters": "none", "sharded_parameters": "16-bit"},
     ),
+    Variant(
+        "qkv_proj offloaded", "projections of the attention kept on the host, the layer's input on the device",
+        {"recompute": "^qkv_proj offloaded"},
+        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation", "mlp-up"],
+                  "offload": {"activations": 0.5}},
+    ),
     Variant("dropped mixtures", "equal load by capacity 1.25", {"notes": "capacity"}, stack={"routing": "capacity"}),
     Variant(
         "Gemma 3", "every sixth layer sees all keys, the others 1,024; four norms a layer", {"model": "Gemma3"},

@@ -99,7 +99,7 @@ def recompute(text: str, precision_text: str, *, experts: bool = False) -> dict[
         return policy
     if re.match(r"(no|none|off|false|0)\b", words):
         return {"recompute": "none"}
-    if re.match(r"custom\b|[\w-]+ offloaded", words):
+    if re.match(r"custom\b", words):
         return _kept_by_name(words)
     if re.search(r"full|^(all|yes|on|true|1)\b|checkpoint", words) and "selective" not in words:
         block = re.search(r"block\D*(\d+)", words)
@@ -120,7 +120,7 @@ def _kept_by_name(words: str) -> dict[str, Any]:
     nothing, stand for them.
     """
     kept = re.split(r"[;,] (?:rest )?remat", words)[0]
-    projections = bool(re.search(r"q/k/v|qkv", kept))
+    projections = "q/k/v" in kept
     fields: dict[str, Any] = {"recompute": "full"}
     if projections:
         again = ["norm", "activation", *["attention"] * ("context" not in kept), *["mlp-up"] * ("mlpwi" not in kept)]

@@ -10,6 +10,7 @@ from shardwise.api import sources
 from shardwise.api.given import JobArguments
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes
+from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import Spec
@@ -163,7 +164,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    return fields, framework, [*notes, *model_notes(named)]
+    return fields, framework, [*notes, *model_notes(named), *_version_notes(fields.get("stack"))]
 
 
 def _looked_up(
@@ -191,6 +192,15 @@ def _limit_sequence(fields: dict[str, Any]) -> None:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _version_notes(stack: Any) -> list[str]:
+    """Which version of a stack is meant by its plain name."""
+    versions = presets.versions("stack", stack) if isinstance(stack, str) else ()
+    if not versions:
+        return []
+    newest, *older = (version.name for version in versions)
+    return [f"stack {stack}: version {newest} is assumed, the newest known; write {stack}@{older[0]} for an older one"]
 
 
 def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -54,7 +54,12 @@ def _page(rows: list[Row], hidden: tuple[str, ...]) -> Page:
 
 def _presets(kind: str, noun: type[Any], figures: Callable[[Any], Row]) -> list[Row]:
     loaded = ((name, presets.load(kind, noun, name)) for name in presets.names(kind))
-    return [{"name": name, **figures(preset), "source": preset.source} for name, preset in loaded]
+    return [{"name": name, **figures(preset), "source": _sources(kind, preset)} for name, preset in loaded]
+
+
+def _sources(kind: str, preset: Any) -> str:
+    """Where a preset is documented, and each of its versions."""
+    return "; ".join([preset.source, *(f"{one.name}: {one.source}" for one in presets.versions(kind, preset.name))])
 
 
 def _model(model: Model) -> Row:
@@ -114,7 +119,13 @@ def _stack(stack: Stack) -> Row:
         "dispatch": stack.dispatch,
         "kernels": stack.elementwise,
         "fused": ", ".join(fused).replace("_", " "),
+        "versions": ", ".join(map(_version, presets.versions("stack", stack.name))),
     }
+
+
+def _version(version: presets.Version) -> str:
+    """Its name, and what is otherwise than in the next newer one."""
+    return version.name + (f" ({', '.join(version.changed)})" if version.changed else "")
 
 
 def _schedules() -> list[Row]:

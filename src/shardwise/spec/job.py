@@ -170,9 +170,9 @@ class Job(Spec):
 
     @property
     def running_stack(self) -> Stack:
-        """The stack as it runs this job: what our own engine does follows from the training."""
+        """The stack as it runs this job: what our own engine does follows from the training, others' from the model."""
         if not self.stack.is_own:
-            return self.stack
+            return self.stack.running(self.training.precision, moe=self.model.moe is not None)
         cuda = self.cluster.device.vendor in ("nvidia", "amd") and self.run_device == "cuda"
         graphs = cuda and self.why_not_recorded is None
         elementwise = "compiled" if self.training.compile else self.stack.elementwise

@@ -1,6 +1,8 @@
 """Presets by name, and a user's own file wherever a preset name may stand.
 
-A preset is one YAML file in `catalogue/<kind>s/`, in the format a user writes. Only the file asked for is read.
+A preset is one YAML file in `catalogue/<kind>s/`, in the format a user writes. Only the file asked for is read. A file
+may list ``versions``, newest first: its fields are those of the newest, and each older one changes what the newer has.
+"megatron-bridge@26.04" names one, "megatron-bridge" the newest.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +24,44 @@ KINDS = ("model", "device", "link", "cluster", "stack")
 S = TypeVar("S", bound=Spec)
 
 
+@dataclass(frozen=True)
+class Version:
+    """A release of a preset: where it is documented, and the fields in which it differs from the next newer one."""
+
+    name: str
+    source: str
+    changed: Mapping[str, Any] = field(default_factory=dict)
+
+
 def names(kind: str) -> list[str]:
     """All preset names of a kind (see `KINDS`), sorted."""
     return sorted(path.stem for path in (_FOLDER / f"{kind}s").glob("*.yaml"))
+
+
+def every_name(kind: str) -> list[str]:
+    """All preset names of a kind, with those of versions."""
+    return [
+        one for name in names(kind) for one in (name, *(f"{name}@{version.name}" for version in versions(kind, name)))
+    ]
+
+
+def versions(kind: str, name: str) -> tuple[Version, ...]:
+    """The versions of a preset, newest first; none of one that has no versions, or that is unknown."""
+    path = _path(kind, name)
+    if kind != "stack" or path is None:
+        return ()
+    return tuple(Version(**{**one, "name": str(one["name"])}) for one in _content(path, kind).get("versions", ()))
+
+
+def at_release(kind: str, name: str, release: str) -> str:
+    """The name of the newest version of a preset that is not newer than a release, or else the oldest.
+
+    The preset itself, where it has no versions or the release is unknown.
+    """
+    known = versions(kind, name)
+    if not known or not release:
+        return name
+    return f"{name}@{next((one.name for one in known if one.name <= release), known[-1].name)}"
 
 
 def resolve(kind: str, cls: type[S], value: Any) -> S:
@@ -40,7 +78,9 @@ def resolve(kind: str, cls: type[S], value: Any) -> S:
 
 def preset_field(kind: str, cls: type[Spec], **options: Any) -> Any:
     """A field that takes what `resolve` does."""
-    return reference(functools.partial(resolve, kind, cls), shorten, choices=functools.partial(names, kind), **options)
+    return reference(
+        functools.partial(resolve, kind, cls), shorten, choices=functools.partial(every_name, kind), **options
+    )
 
 
 def load(kind: str, cls: type[S], name: str) -> S:
@@ -93,18 +133,46 @@ def _beside(value: Any, folder: Path) -> Any:
 
 @functools.cache
 def _preset(kind: str, cls: Any, name: str) -> Any:
-    path = _FOLDER / f"{kind}s" / f"{name.lower()}.yaml"
-    if not _is_plain(name) or not path.is_file():
+    plain, at, version = name.partition("@")
+    path = _path(kind, plain)
+    if path is None:
         remedy = nearest_name(name, names(kind)) or f"`shardwise list {kind}s` shows all"
         raise SpecError("", f"unknown {kind} {shown(name)}", remedy)
-    return cls.from_dict(read_yaml(path, kind), path=path.name)
+    data = {key: value for key, value in _content(path, kind).items() if key != "versions"}
+    return cls.from_dict(_of_version(kind, plain, version, data) if at else data, path=path.name)
+
+
+def _of_version(kind: str, name: str, wanted: str, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a version: those of the newest, and what every older one changed, down to it."""
+    known = versions(kind, name)
+    if not known:
+        raise SpecError("", f"{name} has no versions", f"write {name}")
+    for version in known:
+        data |= version.changed
+        if version.name == wanted:
+            own = {"name": f"{name.lower()}@{version.name}", "source": version.source}
+            return {key: value for key, value in {**data, **own}.items() if value is not None}
+    nearest = at_release(kind, name.lower(), wanted)
+    named = ", ".join(version.name for version in known)
+    raise SpecError("", f"{name} has no version {shown(wanted)}", f"the nearest is {nearest}; known are {named}")
+
+
+@functools.cache
+def _content(path: Path, kind: str) -> Mapping[str, Any]:
+    return dict(read_yaml(path, kind))
+
+
+def _path(kind: str, name: str) -> Path | None:
+    """The file of a preset, None if there is none of that name."""
+    path = _FOLDER / f"{kind}s" / f"{name.lower()}.yaml"
+    return path if _is_plain(name) and path.is_file() else None
 
 
 def shorten(noun: Any) -> Any:
     """The preset name of ``noun`` where that alone brings it back, else all of its fields."""
     kind = {"Model": "model", "Device": "device", "Link": "link", "Stack": "stack"}.get(type(noun).__name__)
     own_class: Any = type(noun)
-    if kind and noun.name in names(kind) and _preset(kind, own_class, noun.name) == noun:
+    if kind and noun.name in every_name(kind) and _preset(kind, own_class, noun.name) == noun:
         return noun.name
     return noun.to_dict()
 

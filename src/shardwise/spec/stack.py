@@ -9,10 +9,24 @@ from shardwise.spec import presets
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.schedules import ScheduleRecord, StepEnds
 from shardwise.spec.strategy import Overlap, Strategy
-from shardwise.spec.training import Recipe
+from shardwise.spec.training import PrecisionName, Recipe
 
 OWN = "shardwise"
 _CHANGED = "-changed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForMixtures(Spec):
+    """What a framework does otherwise with mixtures of experts: releases bring it for some number formats first."""
+
+    precision: tuple[PrecisionName, ...] = ()
+    """Recipes that it holds for; all, if none is named."""
+    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
+    """As of the `Stack`."""
+    fused_moe_mlp: bool = False
+    """As of the `Stack`."""
+    fused_permute: bool = False
+    """As of the `Stack`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +173,9 @@ class Stack(Spec):
     routing: Literal["dropless", "capacity", "on device"] = "dropless"
     """Tokens per expert: read by the host (`dropless`), fixed (`capacity`), or known to the device alone."""
 
+    mixtures: ForMixtures | None = None
+    """Kernels and CUDA graphs that differ for mixtures of experts."""
+
     # -- origin
 
     source: str = ""
@@ -171,13 +188,13 @@ class Stack(Spec):
 
     @property
     def base(self) -> str:
-        """The name of the stack that it was before fields of it were changed."""
-        return self.name.removesuffix(_CHANGED)
+        """The name of the stack that it was before fields of it were changed, whatever its version."""
+        return self.name.removesuffix(_CHANGED).partition("@")[0]
 
     def changed(self, **changes: Any) -> Stack:
         """With other values of some fields, which its name says; itself where they are the same."""
         other = replace(self, **changes)
-        return self if other == self else replace(other, name=self.base + _CHANGED, source="")
+        return self if other == self else replace(other, name=self.name.removesuffix(_CHANGED) + _CHANGED, source="")
 
     def usual_accumulation(self, zero: int, pp: int, *, leave: bool = False) -> Literal["sharded", "local"]:
         """``accumulate`` of a strategy that does not name it; gradients that ``leave`` the device are shards."""
@@ -194,6 +211,14 @@ class Stack(Spec):
         """Forward passes that a pipeline runs earlier, to have a microbatch beside the exchange of another's tokens."""
         beside = strategy.ep > 1 and strategy.overlap.ep and self.ep_overlap == "microbatches"
         return record.ahead_of_exchange if beside and strategy.pp > 1 else 0
+
+    def running(self, precision: str, *, moe: bool) -> Stack:
+        """With what it does otherwise for mixtures, where the model is one."""
+        own = self.mixtures
+        if own is None or not moe or (own.precision and precision not in own.precision):
+            return self
+        fused = {"fused_moe_mlp": own.fused_moe_mlp, "fused_permute": own.fused_permute}
+        return self.unchecked(cuda_graphs=own.cuda_graphs, **fused)
 
     def for_experts(self, recipe: Recipe) -> Recipe:
         """What routed experts are computed in."""

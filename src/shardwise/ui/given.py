@@ -74,7 +74,7 @@ def _check_reference(value: Any, kind: str | None, path: str) -> None:
         return
     if kind is None or presets.looks_like_file(value):
         raise SpecError(path, f"{shown(value)} is a file, and this page reads none", _PASTE)
-    known = presets.names(kind)
+    known = presets.every_name(kind)
     for name in value.split("+") if kind == "cluster" else [value]:
         sized = _SIZED.fullmatch(name.strip())
         plain = sized[1] if sized and kind == "cluster" else name.strip()
