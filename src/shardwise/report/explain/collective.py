@@ -184,10 +184,12 @@ def _by_level(cost: CollectiveCost, topology: Topology, ideal: Topology) -> Grid
     for name, level, part in zip(names, topology.levels, cost.levels):
         reached, ramp, startup = link_figures(level, name in IN_NETWORK)
         own: tuple[Value, ...] = () if ideal == topology else (seconds(startup), size(ramp))
+        hops = float(part.hops)
+        step = (float(part.latency_seconds) - startup) / hops if hops and level.ring_step else level.latency
         carried = (
-            number(float(part.hops)),
+            number(hops),
             size(float(part.bytes)),
-            seconds(level.latency),
+            seconds(step),
             rate(reached),
         )
         took = (seconds(float(part.latency_seconds)), seconds(float(part.bandwidth_seconds)))
