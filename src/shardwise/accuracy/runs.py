@@ -266,7 +266,7 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
     if group and group < _data_parallel(row):
         fields["shard_group"] = group
     if row.number("n_experts"):
-        fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"))
+        fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"), tp, row.whole("ep", 1))
     if pp > 1:
         fields |= _pipeline(row, source, pp)
     recipe: dict[str, Any] = {}

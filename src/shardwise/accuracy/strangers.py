@@ -35,7 +35,7 @@ _KEMPNER = (
         "the format of the weights",
         {},
         training={"optimizer": "adamw-bf16-moments"},
-        stack={"masters": "none", "sharded_parameters": "16-bit"},
+        stack={"masters": "none", "sharded_parameters": "16-bit", "loss": "whole"},
     ),
     Variant(
         "FSDP2 with several microbatches",
@@ -80,10 +80,12 @@ _MODEL_ZOO = (
 _TPU_RECIPES = (
     Variant(
         "bf16 weights stored",
-        "no fp32 masters",
+        "no fp32 masters; moments inherit their format (configs/base.yml, mu_dtype)",
         {"precision": "bf16 weights"},
+        training={"optimizer": "adamw-bf16-moments"},
         stack={"masters": "none", "sharded_parameters": "16-bit"},
     ),
+    Variant("num_vocab_tiling", "logits a part at a time", {"notes": "vocab tiling"}, stack={"loss": "pieces"}),
     Variant("dropped mixtures", "equal load by capacity 1.25", {"notes": "capacity"}, stack={"routing": "capacity"}),
     Variant(
         "Gemma 3", "every sixth layer sees all keys, the others 1,024; four norms a layer", {"model": "Gemma3"},
