@@ -95,6 +95,12 @@ _TPU_RECIPES = (
 )  # fmt: skip
 
 
+_AO_MI300 = Variant(
+    "MI300X", "torchtitan at 2c8b594 (August 2025): compiled loss (components/loss.py)", {"gpu": "MI300"},
+    stack={"loss": "compiled"},
+)  # fmt: skip
+
+
 def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
     """The sources; ``torchtitan`` is what rows of that framework have in common with those that are fitted."""
     sources = (
@@ -106,7 +112,7 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
         Source(
             "pytorch/ao", "pytorch/ao", "torchtitan",
             "torchtitan with torchao's float8 and MXFP8 linear layers, compiled", zero=3, microbatch="local batch",
-            variants=torchtitan,
+            variants=(*torchtitan, _AO_MI300),
         ),
         Source(
             "InternLM/InternEvo", "InternEvo", "pytorch",
