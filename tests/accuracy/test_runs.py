@@ -14,7 +14,7 @@ from shardwise.accuracy.scores import score, summary
 from shardwise.accuracy.table import TableRow
 from shardwise.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
-from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.room import allocated_bytes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
@@ -342,6 +342,16 @@ def test_a_row_may_name_its_machine_and_its_stack() -> None:
 def test_an_unknown_network_or_stack_is_refused(column: str, text: str, problem: str) -> None:
     with pytest.raises(SpecError, match=rf"{column}.*{problem}"):
         run_like("kor22_t5_22B_full", **{column: text})
+
+
+def test_a_microbatch_that_is_assumed_fits() -> None:
+    """Without recompute and SP the four sequences of this run do not fit (Korthikanti et al. 2022, Figure 1)."""
+    cells = {"recompute": "none", "sp": 0}
+    printed, assumed = (run_like("kor22_t5_22B_full", **cells, assumed_fields=names).job for names in ("", "mbs"))
+    usable = printed.cluster.device.usable_memory
+    assert printed.strategy.microbatch == 4 and peak_memory(printed).total > usable
+    assert assumed.strategy.microbatch in (1, 2) and peak_memory(assumed).total <= usable
+    assert assumed.sequences == printed.sequences
 
 
 def test_what_a_table_assumes_gives_way_to_the_recipe() -> None:

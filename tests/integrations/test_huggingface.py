@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from integrations.tiny import CLUSTER, Examples, network
-from shardwise.integrations.huggingface import ShardwiseCallback
+from shardwise.integrations.huggingface import ShardwiseCallback, _layout
 from shardwise.interop.jobs import read_job
 from shardwise.spec.errors import DoesNotFit, SpecError
 
@@ -162,6 +162,25 @@ def test_a_compiled_network_is_priced_as_one(tmp_path: Path) -> None:
     watched.train()
     job = read_job(tmp_path / "shardwise" / "job.yaml")
     assert job.stack.elementwise == "compiled" and job.stack.name == "accelerate-changed"
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ({}, {}),
+        ({"use_liger_kernel": True}, {"loss": "pieces", "norms": "fused", "gated_activation": "fused"}),
+        ({"loss_type": "chunked_nll"}, {"loss": "pieces"}),
+    ],
+)
+def test_losses_in_pieces_are_priced_as_they_are(
+    setting: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Liger's fused linear cross entropy, and the one of TRL's SFTConfig."""
+    watched = trainer(tmp_path)
+    vars(watched.args).update(setting)
+    layout = _layout(watched.args, watched.state, watched.model, watched.get_train_dataloader())
+    assert layout.stack == changes
+    assert any("Liger" in note for note in layout.notes) == ("use_liger_kernel" in setting)
 
 
 @pytest.mark.slow

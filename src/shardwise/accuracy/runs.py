@@ -12,6 +12,7 @@ from shardwise.accuracy.sources import SET_ASIDE, source_of
 from shardwise.accuracy.table import Source, TableRow, read_table, release
 from shardwise.accuracy.vocabulary import Ports, counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
+from shardwise.cost.memory.device import peak_memory
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -159,7 +160,7 @@ def run_from_row(row: TableRow) -> PublishedRun:
     source = source_of(row)
     row = source.filled(row)
     try:
-        job = _job(row, source)
+        job = _with_room(_job(row, source), row)
         return PublishedRun(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
     except SpecError as error:
         raise error.under(f"row {row.text('row_id')}") from None
@@ -196,6 +197,14 @@ def _job(row: TableRow, source: Source) -> Job:
             "stack": stack,
         }
     )
+
+
+def _with_room(job: Job, row: TableRow) -> Job:
+    """With half the microbatch, as often as it takes, where it is assumed and would not have fitted: the run did."""
+    strategy, usable = job.strategy, job.cluster.device.usable_memory
+    if "mbs" not in row.assumed or strategy.microbatch % 2 or peak_memory(job).total <= usable:
+        return job
+    return _with_room(job.with_strategy(microbatch=strategy.microbatch // 2), row)
 
 
 def _named_stack(row: TableRow, source: Source) -> Stack:
@@ -267,7 +276,7 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
     if group and group < _data_parallel(row):
         fields["shard_group"] = group
     if row.number("n_experts"):
-        fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"))
+        fields["expert_tp"] = vocabulary.expert_tp(row.text("notes"), tp, row.whole("ep", 1))
     if pp > 1:
         fields |= _pipeline(row, source, pp)
     recipe: dict[str, Any] = {}

@@ -42,7 +42,7 @@ _KEMPNER = (
         "the format of the weights",
         {},
         training={"optimizer": "adamw-bf16-moments"},
-        stack={"masters": "none", "sharded_parameters": "16-bit"},
+        stack={"masters": "none", "sharded_parameters": "16-bit", "loss": "whole"},
     ),
     Variant(
         "FSDP2 with several microbatches",
@@ -87,22 +87,24 @@ _MODEL_ZOO = (
 _TPU_RECIPES = (
     Variant(
         "bf16 weights stored",
-        "no fp32 masters",
+        "no fp32 masters; moments inherit their format (configs/base.yml, mu_dtype)",
         {"precision": "bf16 weights"},
+        training={"optimizer": "adamw-bf16-moments"},
         stack={"masters": "none", "sharded_parameters": "16-bit"},
     ),
-    Variant(
-        "qkv_proj offloaded", "projections of the attention kept on the host, the layer's input on the device",
-        {"recompute": "^qkv_proj offloaded"},
-        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation", "mlp-up"],
-                  "offload": {"activations": 0.5}},
-    ),
+    Variant("num_vocab_tiling", "logits a part at a time", {"notes": "vocab tiling"}, stack={"loss": "pieces"}),
     Variant("dropped mixtures", "equal load by capacity 1.25", {"notes": "capacity"}, stack={"routing": "capacity"}),
     Variant(
         "Gemma 3", "every sixth layer sees all keys, the others 1,024; four norms a layer", {"model": "Gemma3"},
         model={"sliding_window": 1024, "sliding_window_every": 6, "norms_per_layer": 4, "qk_norm": True,
                "activation": "geglu"},
     ),
+)  # fmt: skip
+
+
+_AO_MI300 = Variant(
+    "MI300X", "torchtitan at 2c8b594 (August 2025): compiled loss (components/loss.py)", {"gpu": "MI300"},
+    stack={"loss": "compiled"},
 )  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
         Source(
             "pytorch/ao", "pytorch/ao", "torchtitan",
             "torchtitan with torchao's float8 and MXFP8 linear layers, compiled", zero=3, microbatch="local batch",
-            variants=torchtitan,
+            variants=(*torchtitan, _AO_MI300),
         ),
         Source(
             "InternLM/InternEvo", "InternEvo", "pytorch",

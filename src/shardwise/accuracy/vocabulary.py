@@ -192,10 +192,13 @@ def stage_layers(text: str) -> list[int] | None:
     return [stage.count("t") for stage in whole.split("|")]
 
 
-def expert_tp(text: str) -> int:
-    """Over how many ranks a note says that an expert is split; 1 if it says nothing."""
+def expert_tp(text: str, tp: int, ep: int) -> int:
+    """Over how many ranks a note says that an expert is split.
+
+    If it says nothing, 1; without expert parallelism ``tp``, as every other matrix of a layer.
+    """
     match = re.search(r"expert tp (\d+)", text.lower())
-    return int(match[1]) if match else 1
+    return int(match[1]) if match else (tp if ep == 1 else 1)
 
 
 _CONVENTIONS = (
@@ -308,9 +311,9 @@ def slices(text: str) -> int | None:
 
 
 def shard_group(text: str) -> int | None:
-    """Over how many ranks FSDP shards, where a cell names a group."""
-    match = re.search(r"group (\d+)", text)
-    return int(match[1]) if match else None
+    """Over how many ranks FSDP shards, where a cell names a group: of "group 64 x expert 4" over 256."""
+    match = re.search(r"group (\d+)(?: x expert (\d+))?", text)
+    return int(match[1]) * int(match[2] or 1) if match else None
 
 
 def machine(name: str, devices: int, node_devices: int | None = None, tori: int | None = None) -> Cluster:

@@ -94,5 +94,10 @@ def _layout(args: Any, state: Any, module: Any, loader: Any) -> RunLayout:
     rows = state.train_batch_size or args.train_batch_size
     layout = layout_of(AcceleratorState(), module, loader, rows, args.gradient_accumulation_steps)
     if getattr(args, "use_liger_kernel", False):
-        layout = replace(layout, notes=(*layout.notes, "Liger's kernels are not priced: those of transformers are"))
+        # What it replaces unless `liger_kernel_config` says otherwise (liger_kernel/transformers/monkey_patch.py).
+        kernels = {"loss": "pieces", "norms": "fused", "gated_activation": "fused"}
+        note = "Liger's kernels are priced by the memory that they save, their time as that of transformers' kernels"
+        layout = replace(layout, stack={**layout.stack, **kernels}, notes=(*layout.notes, note))
+    elif getattr(args, "loss_type", None) == "chunked_nll":  # of TRL's SFTConfig
+        layout = replace(layout, stack={**layout.stack, "loss": "pieces"})
     return layout

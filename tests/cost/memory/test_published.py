@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from cost.builders import GIB, job
+from cost.builders import GIB, job, preset
 from shardwise.cost.memory.activations import (
     chunks_in_flight,
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
 )
-from shardwise.cost.memory.device import activation_bytes, memory_of_rank
+from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_memory
+from shardwise.cost.memory.room import allocated_bytes, fit_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 
@@ -121,3 +122,17 @@ def test_interleaving_costs_its_factor(name: str) -> None:
     one_layer = layer_activation_bytes(korthikanti_job(name), moe=False)
     factor = 1 + (run.pp - 1) / (run.pp * run.interleave)
     assert first_rank_activations(name, "SP only") == pytest.approx(one_layer * layers * factor)
+
+
+def test_a_million_tokens_under_trl() -> None:
+    """Qwen3-8B on eight H100: 56.2 GB with a loss in pieces and offloaded checkpoints (huggingface/trl#6845)."""
+    fields: dict[str, Any] = {
+        "model": {**preset("qwen3-8b").to_dict(), "max_seq": 2**20},
+        "cluster": "dgx-h100:1",
+        "strategy": {"cp": 8, "zero": 3, "recompute": "full", "offload": {"activations": 1.0}},
+        "training": {"global_batch": 1, "seq": 2**20, "precision": "bf16"},
+    }
+    chunked, plain = (Job.from_dict({**fields, "stack": stack}) for stack in ("trl", "accelerate"))
+    assert allocated_bytes(chunked, peak_memory(chunked)) == pytest.approx(56.2e9, rel=0.12)
+    assert fit_of(chunked) == "fits"
+    assert fit_of(plain) == "does not fit"
