@@ -107,8 +107,8 @@ class Efficiency(Spec):
     """The same of the backward pass, where it differs."""
     backward_score_flops: float | None = setting(None, minimum=0)
     """`score_flops` of the backward pass, where they differ."""
-    head_features: int = setting(1, minimum=1)
-    """Heads are computed as a multiple of so many features."""
+    head_features: int = setting(32, minimum=1)
+    """Heads are computed as a multiple of so many features (FlashAttention: csrc/flash_attn/src/static_switch.h)."""
     score_flops: float = setting(0.0, minimum=0)
     """FLOPs of a score besides its matmuls."""
     exponential_flops: float = setting(0.0, minimum=0)
