@@ -28,6 +28,7 @@ _PRECISIONS = (
     ("nvfp4", "fp4"),
     ("int8", "^int8"),
     ("mxfp8", r"mx-?fp8|fp8-?mx|\bmx"),
+    ("fp8-rowwise", r"(fp8|float8|e4m3).*row-?wise"),
     ("fp8", "fp8|float8|e4m3"),
     ("fp32", "^(tf|fp|float)32"),
     ("fp16", "^((fp|float)16|half)"),

@@ -170,6 +170,9 @@ class Stack(Spec):
 
     cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
     """What of a step is launched as CUDA graphs."""
+    launches: Literal["ahead", "one by one"] = "ahead"
+    """`one by one`: Python launches every kernel of a layer, which takes a host so long (`host_seconds` of a device's
+    efficiency) that small microbatches wait for it; `ahead`: it is never the limit."""
     routing: Literal["dropless", "capacity", "on device"] = "dropless"
     """Tokens per expert: read by the host (`dropless`), fixed (`capacity`), or known to the device alone."""
 

@@ -14,6 +14,7 @@ from shardwise.cost.traffic.pipeline import message_traffic
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import rank_contents
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
 
@@ -151,6 +152,29 @@ def test_a_loss_of_many_kernels_moves_every_logit_many_times() -> None:
     logits = case.microbatch_tokens * case.model.vocab
     assert list(seconds) == sorted(seconds, key=seconds.__getitem__)
     assert seconds["parallel"] - seconds["fused"] == pytest.approx((52 - 10) * logits / memory)
+
+
+@pytest.mark.parametrize(("seq", "measured"), [(256, 1.0), (512, 1.0), (1024, 1.1)])
+def test_short_sequences_wait_for_the_host_that_launches_their_kernels(seq: int, measured: float) -> None:
+    """Qwen-1.8B on one A100 with recompute, eight microbatches a step (QwenLM/Qwen README, LoRA)."""
+    model = {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, "vocab": 151936, "max_seq": 8192,
+             "activation": "swiglu", "norm": "rmsnorm", "qkv_bias": True}  # fmt: skip
+    strategy, training = {"recompute": "full", "microbatch": 1}, {"global_batch": 8, "seq": seq}
+    cluster = cluster_from("dgx-a100").with_devices(1)
+    case = Job.from_dict(
+        {"model": model, "cluster": cluster, "strategy": strategy, "training": training, "stack": "accelerate"}
+    )
+    assert predict(case).step_seconds == pytest.approx(measured, rel=0.06)
+    assert predict(with_flags(case, launches="ahead")).step_seconds < 0.7 * measured
+    assert predict(with_flags(case, cuda_graphs="full")).step_seconds < 0.7 * measured
+
+
+def test_long_sequences_do_not_wait_for_the_host() -> None:
+    case = job("torchtitan")
+    seconds = [
+        stage_seconds(with_flags(case, launches=how), rank_contents(case, 0)).total for how in ("ahead", "one by one")
+    ]
+    assert seconds[0] == seconds[1]
 
 
 def test_shards_of_every_parameter_by_itself_are_copied_by_the_host() -> None:

@@ -134,19 +134,24 @@ def _product_casts(operator: Operator, device: Device, recipe: Recipe, stack: St
         return Seconds()
     own = _own(device, stack)
     times = 1.0 if own is None else own.casts.get(recipe.scaling, 1.0)
-    return _casts(operator, stack) * (times / (device.memory_bandwidth * device.efficiency.memory))
+    return _casts(operator, stack, recipe.scaling) * (times / (device.memory_bandwidth * device.efficiency.memory))
 
 
-def _casts(operator: Operator, stack: Stack) -> Seconds:
+def _casts(operator: Operator, stack: Stack, scaling: str) -> Seconds:
     """Bytes moved in each pass to cast the operands to 8 bit.
 
     Usually a tensor is read in 16 bit and written in 8 with its transpose, 4 bytes per element; some stacks fuse that
     partly with the kernel that computes it. "separate" finds the maximum, then casts (5 bytes), again in the backward
     pass for weights and inputs, which are saved in 16 bit, and casts the output's gradient once more transposed
-    (torchao float8_linear.py).
+    (torchao float8_linear.py). A scale per row instead takes the largest of rows and of columns anew for every matmul,
+    and gradients, which are accumulated slowly, are scaled by a kernel of their own, read and written in 16 bit
+    (torchao float8_ops.py, post_inverse_scale; pytorch/ao issue 2184).
     """
     entering, weights = operator.rows * operator.inner, operator.matrices * operator.inner * operator.columns
     leaving = operator.rows * operator.columns
+    if stack.casts == "separate" and scaling == "row":
+        input_gradient, weight_gradient = 5 * (leaving + weights) + 4 * entering, 5 * (leaving + entering) + 4 * weights
+        return Seconds(5 * (entering + weights), input_gradient, weight_gradient)
     if stack.casts == "separate":
         return Seconds(5 * (entering + weights), 5 * (leaving + weights), 3 * leaving + 5 * entering)
     share = 0.7 if stack.casts == "fused" else 1.0

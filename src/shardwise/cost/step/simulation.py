@@ -266,7 +266,7 @@ def _launched_at_once(job: Job) -> Job:
     """The job on a device where starting a kernel takes no time."""
     cluster, device = job.cluster, job.cluster.device
     own = device.efficiency.own and device.efficiency.own.unchecked(host_seconds={})
-    efficiency = device.efficiency.unchecked(operator_seconds=0.0, own=own)
+    efficiency = device.efficiency.unchecked(operator_seconds=0.0, host_seconds={}, own=own)
     return job.unchecked(cluster=cluster.unchecked(device=device.unchecked(efficiency=efficiency)))
 
 

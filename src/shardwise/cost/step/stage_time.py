@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.memory.states import owned_parameters, rank_state_bytes
 from shardwise.layout.sharding import Sharding, last_weights_stay, updates_on_device
 from shardwise.layout.stages import RankContents
-from shardwise.spec.efficiency import EngineKernels
+from shardwise.spec.efficiency import by_layer
 from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
@@ -101,16 +101,21 @@ def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Second
 _HOST = Operator(OperatorRole.STARTS, "traffic", kernels=0)
 
 
-def _host_seconds(job: Job, own: EngineKernels, *, moe: bool) -> float:
-    return own.host_launches(mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=moe)
+def _host_seconds(job: Job, of_layers: Mapping[str, float], *, moe: bool) -> float:
+    return by_layer(of_layers, mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=moe)
 
 
 def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
     """How much longer the host takes to launch a layer than its kernels run; a graph needs no launches."""
-    own, stack = job.cluster.device.efficiency.own, job.running_stack
-    if own is None or not stack.is_own or stack.launched_by_graphs:
+    efficiency, stack = job.cluster.device.efficiency, job.running_stack
+    if stack.launched_by_graphs:
         return Seconds()
-    host = _host_seconds(job, own, moe=moe)
+    if stack.is_own and efficiency.own is not None:
+        host = _host_seconds(job, efficiency.own.host_seconds, moe=moe)
+    elif stack.launches == "one by one":
+        host = _host_seconds(job, efficiency.host_seconds, moe=moe)
+    else:
+        return Seconds()
     return Seconds(max(0.0, host / 3 - layer.forward), max(0.0, 2 * host / 3 - layer.backward))
 
 
@@ -182,7 +187,7 @@ def _launches(job: Job) -> float:
     total = 0.0
     for count, moe in ((model.layers - model.moe_layers, False), (model.moe_layers, True)):
         if count and efficiency.own is not None:
-            total += count * _host_seconds(job, efficiency.own, moe=moe)
+            total += count * _host_seconds(job, efficiency.own.host_seconds, moe=moe)
         elif count:
             kernels = sum(operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe))
             total += count * _PASSES * kernels * efficiency.operator_seconds
