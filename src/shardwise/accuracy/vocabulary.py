@@ -100,8 +100,6 @@ def recompute(text: str, precision_text: str, *, experts: bool = False) -> dict[
         return policy
     if re.match(r"(no|none|off|false|0)\b", words):
         return {"recompute": "none"}
-    if re.match(r"custom\b", words):
-        return _kept_by_name(words)
     if re.search(r"full|^(all|yes|on|true|1)\b|checkpoint", words) and "selective" not in words:
         block = re.search(r"block\D*(\d+)", words)
         return {"recompute": "full", **({"recompute_layers": int(block[1])} if block else {})}
@@ -111,26 +109,6 @@ def recompute(text: str, precision_text: str, *, experts: bool = False) -> dict[
     if named or "selective" in words:
         return {"recompute": "selective", "recompute_operators": named or ["attention"]}
     return None
-
-
-def _kept_by_name(words: str) -> dict[str, Any]:
-    """MaxText's policies, "custom: host offload of decoder_layer_input, q/k/v proj; rest remat": what a layer keeps.
-
-    The rest is repeated; the second matmul of the MLP is not, whose output no gradient reads. An attention that is
-    kept without its projections, and an output projection that is not, have no operator here: the whole layer, and
-    nothing, stand for them.
-    """
-    kept = re.split(r"[;,] (?:rest )?remat", words)[0]
-    projections = "q/k/v" in kept
-    fields: dict[str, Any] = {"recompute": "full"}
-    if projections:
-        again = ["norm", "activation", *["attention"] * ("context" not in kept), *["mlp-up"] * ("mlpwi" not in kept)]
-        fields = {"recompute": "selective", "recompute_operators": again}
-    if "offload" in kept:
-        # Where a layer's input stays on the device, it is one of the kept tensors.
-        tensors = len(kept.split(","))
-        fields["offload"] = {"activations": 1.0 if "layer-input" in kept else tensors / (tensors + 1)}
-    return fields
 
 
 def _of_this_precision(text: str, precision_text: str) -> str:
