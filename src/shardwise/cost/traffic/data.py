@@ -227,7 +227,7 @@ def communication_units(job: Job, contents: RankContents, ranks: int, *, gathers
     layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
     if job.stack.per_parameter_gathers:
         return layers * _PARAMETERS_OF_A_LAYER, moe_layers
-    elements = job.stack.bucket_per_rank * ranks if gathers_once else 0
+    elements: float = job.stack.bucket_per_rank * ranks if gathers_once else 0
     if job.strategy.bucket is not None:
         elements = job.strategy.bucket / job.training.recipe.weight
     if not elements:
