@@ -50,7 +50,8 @@ def test_it_takes_every_preset_spelled_out(kind: str) -> None:
     for path in folder.glob("*.yaml"):
         fields = dict(read_yaml(path, kind))
         changes = [version.get("changed", {}) for version in fields.pop("versions", [])]
-        wrong |= {path.name: found for each in ({}, *changes) if (found := errors({**fields, **each}, NOUNS[kind]))}
+        for found in (errors({**fields, **each}, NOUNS[kind]) for each in ({}, *changes)):
+            wrong |= {path.name: found} if found else {}
     assert wrong == {}
 
 
