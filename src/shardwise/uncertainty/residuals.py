@@ -290,11 +290,13 @@ def _of_memory(
     """What a ``share`` of the sizes of errors does not exceed, the rows it is of, and words for these.
 
     Rows of the job's framework and kind of model, or of both kinds. Where these are so few that the quantile is beyond
-    the largest of them, rows of all frameworks, and no less than the largest of its own.
+    the largest of them, or of other software that was taken for plain PyTorch too, rows of all frameworks, and no less
+    than the largest of its own.
     """
     known = [row for row in errors if row.standing.stack == standing.stack]
     kind = [row for row in known if row.standing.kind == standing.kind]
-    for rows, of in ((kind, KINDS[standing.kind]), (known, "all models")):
+    own = ((kind, KINDS[standing.kind]), (known, "all models"))
+    for rows, of in () if standing.stack in STAND_INS else own:
         if share * (len(rows) + 1) <= len(rows) + 1e-9:
             return quantile([(size(row.error), 1.0) for row in rows], share), rows, f"{standing.stack}, {of}"
     of_all = quantile([(size(row.error), weight) for row, weight in weighed(errors, _MOST_OF_A_FRAMEWORK)], share)
