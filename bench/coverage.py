@@ -22,7 +22,7 @@ from shardwise.uncertainty.residuals import (
     Standing,
     memory_band,
     memory_errors,
-    residuals,
+    standing_of,
 )
 
 
@@ -55,21 +55,21 @@ def held_times() -> list[Held]:
     runs = fitted_runs()
     apart = LeftOut(runs, FITS)
     fitted = frozenset(device for fit in FITS for device in fit.devices)
-    lines = {one.row_id: one for one in residuals() if one.what == "time"}
+    standings = {run.row_id: standing_of(run.job) for run in runs}
     names = sorted({run.source.name for run in runs})
     found = []
     for source in names:
         errors = [
-            RunError(row_id, other, lines[row_id].standing, "", error)
+            RunError(row_id, other, standings[row_id], "", error)
             for other in names
             if other != source
             for row_id, error in apart.without("source", frozenset((source, other)), of=other).items()
         ]
         known = KnownErrors(errors, fitted)
         for row_id, error in apart.without("source", frozenset((source,)), of=source).items():
-            standing = lines[row_id].standing
+            standing = standings[row_id]
             band = known.band(standing, COVERAGE)
-            found.append(Held(row_id, source, standing, _class(known, standing), band.width, abs(error) <= band.width))
+            found.append(Held(row_id, source, standing, _class(known, standing), band.width, band.holds(error)))
     return found
 
 
@@ -88,7 +88,7 @@ def held_memories() -> list[Held]:
         same = [other for other in errors if other.row_id != one.row_id]
         for of, rows in (("framework not seen", others), ("framework seen", same)):
             band = memory_band(one.standing, rows)
-            found.append(Held(one.row_id, one.source, one.standing, of, band.width, abs(one.error) <= band.width))
+            found.append(Held(one.row_id, one.source, one.standing, of, band.width, band.holds(one.error)))
     return found
 
 

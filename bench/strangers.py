@@ -44,9 +44,11 @@ def by_source(scores: Iterable[Score]) -> list[SourceErrors]:
         groups.setdefault(one.source, []).append(one)
     each = [_errors(source, own) for source, own in groups.items()]
     memories = [one.memory for one in each if one.memory is not None]
-    means = [statistics.mean(values) for values in zip(*[(one.mean, one.median, one.bias, one.in_bar) for one in each])]
+    names = ("mean", "median", "bias", "in_bar")
+    means = {name: statistics.mean(getattr(one, name) for one in each) for name in names}
     rows, refused = (sum(getattr(one, name) for one in each) for name in ("rows", "refused"))
-    return [*each, SourceErrors("all sources equally", rows, *means, statistics.mean(memories), refused)]
+    memory = statistics.mean(memories) if memories else None
+    return [*each, SourceErrors("all sources equally", rows, **means, memory=memory, refused=refused)]
 
 
 def _errors(source: str, scores: Sequence[Score]) -> SourceErrors:

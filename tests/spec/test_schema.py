@@ -50,8 +50,8 @@ def test_it_takes_every_preset_spelled_out(kind: str) -> None:
     for path in folder.glob("*.yaml"):
         fields = dict(read_yaml(path, kind))
         changes = [version.get("changed", {}) for version in fields.pop("versions", [])]
-        found = [error for each in ({}, *changes) for error in errors({**fields, **each}, NOUNS[kind])]
-        wrong |= {path.name: found} if found else {}
+        for found in (errors({**fields, **each}, NOUNS[kind]) for each in ({}, *changes)):
+            wrong |= {path.name: found} if found else {}
     assert wrong == {}
 
 

@@ -65,7 +65,7 @@ def known_errors() -> KnownErrors:
 )
 def test_rows_that_stand_as_far_away_speak_for_a_job(standing: Standing, width: float, words: str) -> None:
     band = known_errors().band(standing, 0.8)
-    assert (band.width, band.of) == (pytest.approx(width), words)
+    assert (band.low, band.high, band.of) == (0, pytest.approx(width), words)
 
 
 def test_beyond_the_largest_run_rows_that_were_so_too_are_asked() -> None:
@@ -78,9 +78,24 @@ def test_beyond_the_largest_run_rows_that_were_so_too_are_asked() -> None:
             large = Standing(f"known-{number}", "dense", "framework", 1024)
             errors += rows(source, large, *[0.3] * 10)
     known = KnownErrors(errors, frozenset({"known", "known-0", "known-1", "known-2"}))
-    assert known.band(Standing("known", "dense", "framework", 8), 0.8).width == 0.05
+    assert known.band(Standing("known", "dense", "framework", 8), 0.8).high == 0.05
     band = known.band(Standing("known", "dense", "framework", 4096), 0.8)
-    assert (band.width, band.of) == (0.3, "beyond 8 devices")
+    assert (band.high, band.of) == (0.3, "beyond 8 devices")
+
+
+def test_a_band_lies_where_the_errors_do() -> None:
+    """As many rows below as above, no error inside; where predictions are too fast, more room above them."""
+    errors = [row for number, source in enumerate("abc") for row in rows(source, NEAR, *[0.1 * (number - 2)] * 10)]
+    band = KnownErrors(errors, frozenset({"known"})).band(NEAR, 0.8)
+    assert (band.low, band.high) == (pytest.approx(-0.2), 0.0)
+    assert band.holds(-0.2) and band.holds(0) and not band.holds(0.01)
+
+
+def test_a_stand_in_is_a_framework_that_was_never_seen() -> None:
+    errors = [row for source in "abc" for row in rows(source, Standing("known", "dense", "pytorch", 8), *[0.1] * 10)]
+    known = KnownErrors(errors, frozenset({"known"}))
+    assert not known.is_framework_known("pytorch")
+    assert known.band(Standing("known", "dense", "mine", 8), 0.8).of == known.band(errors[0].standing, 0.8).of
 
 
 def test_a_source_does_not_vouch_for_itself() -> None:

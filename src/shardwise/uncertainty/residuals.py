@@ -2,9 +2,10 @@
 
 Every error is that of a row whose source was left out of the fit, so a row stands to the other sources as a new job
 stands to all: its device may be fitted on none of them, its framework and its number of devices may be in none. A band
-holds a share of the errors of rows that stand as far away as the job does (conformal prediction: Lei et al. 2018, JASA
-113(523)). Rows of one source are not independent, so that a source counts as `MOST_OF_A_SOURCE` rows at most (Dunn,
-Wasserman and Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models", JASA 118(544)).
+holds a share of the errors of rows that stand as far away as the job does, with as many of the rest on either side
+(conformal prediction: Lei et al. 2018, JASA 113(523)). Rows of one source are not independent, so that a source counts
+as `MOST_OF_A_SOURCE` rows at most (Dunn, Wasserman and Ramdas 2022, "Distribution-free prediction sets for two-layer
+hierarchical models", JASA 118(544)).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, islice
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import NamedTuple
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
-MOST_OF_A_SOURCE = 40.0
+MOST_OF_A_SOURCE = 10.0
 ENOUGH_ROWS, ENOUGH_SOURCES = 15, 3
 KINDS = {"dense": "dense", "moe": "mixtures"}
+STAND_INS = ("pytorch", "pytorch-compiled")
 
 
 class Standing(NamedTuple):
@@ -50,12 +52,27 @@ class RunError(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """|error| is at most ``width`` for the stated share of ``rows`` from ``sources``; ``of`` says which these are."""
+    """The error is from ``low`` to ``high`` for the stated share of ``rows`` from ``sources``; ``of`` says which these
+    are. No error at all is always inside."""
 
-    width: float
+    low: float
+    high: float
     rows: int
     sources: int
     of: str
+
+    @property
+    def width(self) -> float:
+        """Half of what it spans."""
+        return (self.high - self.low) / 2
+
+    def holds(self, error: float) -> bool:
+        return self.low <= error <= self.high
+
+    def and_also(self, other: Band) -> Band:
+        """The band that spans both, in the words of what makes it wider."""
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return self if (low, high) == (self.low, self.high) else replace(other, low=low, high=high)
 
 
 class KnownErrors:
@@ -91,7 +108,8 @@ class KnownErrors:
         return device in self.fitted and self.largest(device, besides) > 0
 
     def is_framework_known(self, stack: str, besides: str = "") -> bool:
-        return bool(self._stacks.get(stack, set()) - {besides})
+        """Whether another source ran it. What stands in for software that nobody named is never known."""
+        return stack not in STAND_INS and bool(self._stacks.get(stack, set()) - {besides})
 
     def is_larger(self, standing: Standing, besides: str = "") -> bool:
         """Whether the job is beyond every row of its device."""
@@ -110,15 +128,14 @@ class KnownErrors:
     # -- bands ---------------------------------------------------------------------------------------------
 
     def band(self, standing: Standing, share: float) -> Band:
-        """Of rows that stand to the other sources as the job does to all; where it is larger than any, if wider."""
+        """Of rows that stand to the other sources as the job does to all; where it is larger, of such rows too."""
         band = next(_band(rows, share, of) for rows, of in self._classes(standing) if of == "all" or _is_enough(rows))
         if not self.is_larger(standing):
             return band
         larger = [error for error in self.errors if self.is_larger(error.standing, error.source)]
         if not _is_enough(larger):
             return band
-        beyond = _band(larger, share, f"beyond {self.largest(standing.device):,} devices")
-        return beyond if beyond.width > band.width else band
+        return band.and_also(_band(larger, share, f"beyond {self.largest(standing.device):,} devices"))
 
     def _classes(self, standing: Standing) -> Iterator[tuple[Sequence[RunError], str]]:
         """Rows like the job, from the closest to all, with words for them."""
@@ -145,8 +162,11 @@ def _is_enough(rows: Sequence[RunError]) -> bool:
 
 
 def _band(rows: Sequence[RunError], share: float, of: str) -> Band:
-    width = quantile([(abs(row.error), weight) for row, weight in weighed(rows)], share)
-    return Band(width, len(rows), len({row.source for row in rows}), of)
+    """With as many rows below it as above: errors are not symmetric, most predictions are too fast."""
+    own, each = weighed(rows), (1 + share) / 2
+    low = -quantile([(-row.error, weight) for row, weight in own], each)
+    high = quantile([(row.error, weight) for row, weight in own], each)
+    return Band(min(0.0, low), max(0.0, high), len(rows), len({row.source for row in rows}), of)
 
 
 def weighed(rows: Sequence[RunError], most: float = MOST_OF_A_SOURCE) -> list[tuple[RunError, float]]:
@@ -225,7 +245,19 @@ class ErrorBar:
 
 def error_bar(job: Job) -> ErrorBar:
     """The bars of a predicted step time and of a predicted memory."""
-    return _bar(standing_of(job))
+    bar, advice = _bar(standing_of(job)), " and ".join(_narrower(job))
+    return replace(bar, basis=f"{bar.basis}; narrower if you {advice}") if advice else bar
+
+
+def _narrower(job: Job) -> Iterator[str]:
+    """What a user could say or measure, so that the step time is known better."""
+    if job.stack.base in STAND_INS:
+        yield "name the software (--stack)"
+    device, outer = job.cluster.device, job.cluster.levels[-1]
+    if device.efficiency.own is None and not known_errors().is_fitted(device.name):
+        yield "measure the device (`shardwise calibrate`)"
+    elif outer.width > 1 and outer.link is not None and outer.bandwidth is None and outer.link.assumed:
+        yield f"measure the network, {outer.link.name} by assumption (`shardwise calibrate`)"
 
 
 @cache
@@ -249,7 +281,7 @@ def _memory_quantile(standing: Standing, risk: float) -> float:
 def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) -> Band:
     """Of memory goes by the framework: bytes do not depend on the device, but on what the software keeps."""
     width, rows, of = _of_memory(standing, COVERAGE, abs, memory_errors() if errors is None else errors)
-    return Band(width, len(rows), len({row.source for row in rows}), of)
+    return Band(-width, width, len(rows), len({row.source for row in rows}), of)
 
 
 def _of_memory(
@@ -258,11 +290,13 @@ def _of_memory(
     """What a ``share`` of the sizes of errors does not exceed, the rows it is of, and words for these.
 
     Rows of the job's framework and kind of model, or of both kinds. Where these are so few that the quantile is beyond
-    the largest of them, rows of all frameworks, and no less than the largest of its own.
+    the largest of them, or of other software that was taken for plain PyTorch too, rows of all frameworks, and no less
+    than the largest of its own.
     """
     known = [row for row in errors if row.standing.stack == standing.stack]
     kind = [row for row in known if row.standing.kind == standing.kind]
-    for rows, of in ((kind, KINDS[standing.kind]), (known, "all models")):
+    own = ((kind, KINDS[standing.kind]), (known, "all models"))
+    for rows, of in () if standing.stack in STAND_INS else own:
         if share * (len(rows) + 1) <= len(rows) + 1e-9:
             return quantile([(size(row.error), 1.0) for row in rows], share), rows, f"{standing.stack}, {of}"
     of_all = quantile([(size(row.error), weight) for row, weight in weighed(errors, _MOST_OF_A_FRAMEWORK)], share)
@@ -321,8 +355,8 @@ def standing_of(job: Job) -> Standing:
 
 
 def _truth(band: Band) -> tuple[float, float]:
-    """|log(predicted / true)| ≤ width, solved for true / predicted − 1."""
-    return math.expm1(-band.width), math.expm1(band.width)
+    """low ≤ log(predicted / true) ≤ high, solved for true / predicted − 1."""
+    return math.expm1(-band.high), math.expm1(-band.low)
 
 
 def _runs(band: Band) -> str:
