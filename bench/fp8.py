@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
-from shardwise.engine.fp8.linear import ScaledProducts
-from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, product
+from shardwise.engine.fp8.linear import ScaledProducts, fp8_cast, fp8_largest, product
 from shardwise.engine.fp8.scaling import Form, cast, format_of, whole_matrix
 from shardwise.spec.job import Job
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.workers import on_ranks
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.engine.data.replicated import Replicated
+from shardwise.engine.data.apply import Replicated
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.reference import sample_batch

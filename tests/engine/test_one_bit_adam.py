@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.test_compressed_training import job
 from engine.workers import on_ranks
-from shardwise.engine.data.replicated import Replicated
+from shardwise.engine.data.apply import Replicated
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
 from shardwise.models.loss import IGNORED

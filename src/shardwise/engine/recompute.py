@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import shardwise.engine.fp8.operators  # noqa: F401  (its operators are named below)
+import shardwise.engine.fp8.linear  # noqa: F401  (its operators are named below)
 from shardwise.engine import torch_private
 from shardwise.engine.autograd import SavedView, not_deferring, unpack
 from shardwise.engine.patterns import Patterns, matching

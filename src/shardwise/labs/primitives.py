@@ -71,10 +71,10 @@ def _hold(place: WorkerPlace, schedules: list[Schedule]) -> list[HeldState]:
 
     torch.set_num_threads(1)
     with process_group(place.rank, place.world, place.rendezvous_file):
-        return [_one(schedule, place.rank) for schedule in schedules]
+        return [_run_on(schedule, place.rank) for schedule in schedules]
 
 
-def _one(schedule: Schedule, rank: int) -> HeldState:
+def _run_on(schedule: Schedule, rank: int) -> HeldState:
     communicator = CountingCommunicator()
     before, wanted = starts(schedule)[rank], dict(enumerate(goals(schedule))).get(rank, {})
     given = _tensor(before)

@@ -30,9 +30,8 @@ from shardwise.training.checkpointing import CheckpointManager, Position, State,
 from shardwise.training.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.profiler import NvtxSteps, Profiler
 
-COLLECTED_STEPS = (
-    200  # between two garbage collections, at the same step on all ranks, so that no rank waits for another's
-)
+# Between two garbage collections, at the same step on all ranks, so that no rank waits for another's.
+COLLECTED_STEPS = 200
 COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is allocated yet
 
 

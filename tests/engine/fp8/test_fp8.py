@@ -25,8 +25,7 @@ from engine.fp8.cases import (
 )
 from engine.workers import on_ranks
 from shardwise.engine.fp8.apply import apply_fp8
-from shardwise.engine.fp8.linear import ScaledProducts
-from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, fp8_product
+from shardwise.engine.fp8.linear import ScaledProducts, fp8_cast, fp8_largest, fp8_product
 from shardwise.engine.fp8.scaling import E4M3, E5M2, LARGEST, Form, cast, format_of
 from shardwise.measure.verify import FP8_BOUNDS
 from shardwise.spec.errors import SpecError

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.engine.fp8.operators import fp8_cast, fp8_largest, fp8_product
+from shardwise.engine.fp8.linear import fp8_cast, fp8_largest, fp8_product
 from shardwise.engine.torch_private import new_graph_pool
 from shardwise.measure.calibrate.steps import CASES, CaseSample, Compiling, measured_cases
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
