@@ -15,7 +15,7 @@ import pytest
 
 from cli.running import run as shardwise
 from cli.running import run_json
-from shardwise.launch.torchrun import torchrun_commands
+from shardwise.launch.run import torchrun_commands
 from shardwise.run.attempt import WorldPlace
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec import SpecError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.api.quantities import path_text, require_writable, texts, whole_number, write_text
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
-from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.console import picked
+from shardwise.report.measured import calibration_page, recut_page
 from shardwise.report.page import Page
 from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cluster_from, cpu_hosts

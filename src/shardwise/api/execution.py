@@ -17,12 +17,11 @@ from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder
 from shardwise.launch.elastic import FindsRecuts
-from shardwise.launch.job_file import on_nodes
 from shardwise.launch.local import DEBUG
 from shardwise.launch.observe.prometheus import MetricsServer
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resume import finished_at, folder_for, require_same_run
+from shardwise.launch.resume import finished_at, folder_for, on_nodes, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import TargetRequest, started_on
 from shardwise.planner.automatic import decided
@@ -284,7 +283,7 @@ def trained_as_rank(
     """
     if debug:
         os.environ.update(DEBUG)
-    from shardwise.launch.as_rank import Prepared, follow, lead
+    from shardwise.launch.run import Prepared, follow, lead
 
     def prepared(hosts: Sequence[str]) -> Prepared:
         prepared_run = ready(hosts)

@@ -24,8 +24,7 @@ from shardwise.planner.candidate import candidate
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.job import MOST_PASSES
-from shardwise.report.charts.plan import same_strategy
-from shardwise.report.charts.run import measured_words
+from shardwise.report.charts.plan import measured_words, same_strategy
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
 from shardwise.report.console import picked
 from shardwise.report.html import report_html

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, Self, TypedDict
 
-from shardwise.launch.targets.options import text_of
-from shardwise.launch.targets.registry import LaunchTarget, target_named
+from shardwise.launch.targets.registry import LaunchTarget, target_named, text_of
 from shardwise.run.environment import Started
 from shardwise.spec.bare import Size
 from shardwise.spec.errors import SpecError

@@ -12,8 +12,8 @@ from shardwise.api.inputs import job_from
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
 from shardwise.planner.automatic import decided
+from shardwise.report.measured import verification_page
 from shardwise.report.page import Page
-from shardwise.report.verify import verification_page
 from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
@@ -95,7 +95,7 @@ def verify(
     require_packages("verify", "torch")
 
     from shardwise.measure import verify as measured
-    from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+    from shardwise.measure.reference import on_fewer_ranks, with_small_model
 
     here = started()
     run = on_fewer_ranks(asked, max_processes if here is None else here.world)

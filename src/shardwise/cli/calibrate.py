@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
-from shardwise.cli.arguments import add_field_argument, keywords
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.arguments import add_field_argument, keywords, require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
     RUN_DEVICE_HELP,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.cli.inputs import place_from, require_torch, whole_number
+from shardwise.cli.arguments import place_from, require_torch, whole_number
 from shardwise.cli.output import add_output_arguments, show, show_line
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned

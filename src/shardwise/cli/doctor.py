@@ -17,8 +17,7 @@ from rich.text import Text
 from shardwise.api.calibration import started_cluster
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import require_writable
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.arguments import add_job_arguments, job_arguments, job_from, require_torch
 from shardwise.cli.on_target import (
     RUN_DEVICE_HELP,
     RUN_DEVICES,

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.api.quantities import amount, exclusive
 from shardwise.api.sources import DEFAULT_LATENCY, bare_cluster
-from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from, model_from, whole_number
+from shardwise.cli.arguments import (
+    add_field_argument,
+    add_job_arguments,
+    job_arguments,
+    job_from,
+    model_from,
+    whole_number,
+)
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.report.formats import versioned

@@ -7,11 +7,10 @@ import sys
 from argparse import SUPPRESS, Namespace
 
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
-from shardwise.cli.arguments import add_field_argument, keywords
-from shardwise.cli.inputs import path_from, print_notes, require_torch
+from shardwise.cli.arguments import add_field_argument, keywords, path_from, print_notes, require_torch
 from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES, add_old_arguments, with_old_arguments
 from shardwise.cli.parser import Parser
-from shardwise.report.generation import figures, shown_text
+from shardwise.report.measured import figures, shown_text
 from shardwise.report.progress import counted_progress
 from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError, shown

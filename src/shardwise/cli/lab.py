@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from shardwise.api.quantities import require_writable, write_text
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.arguments import require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.labs.registry import LABS, Lab, LabReport, lab_data, lab_named, lab_page, labs_data, labs_page, own_setup

@@ -8,15 +8,21 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
-from shardwise.api.renamed import flags_now
-from shardwise.cli.inputs import print_notes
+from shardwise.api.quantities import flags_now
+from shardwise.cli.arguments import print_notes
 from shardwise.cli.parser import Parser
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED, printed_as_it_grows
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.targets.options import text_of
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, command_status, started_on, target_named
+from shardwise.launch.targets.registry import (
+    LaunchTarget,
+    TargetRequest,
+    command_status,
+    started_on,
+    target_named,
+    text_of,
+)
 from shardwise.run.attempt import rank_file
 from shardwise.run.environment import Started
 from shardwise.spec.clusters import cpu_hosts

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from shardwise.api.renamed import flags_now
+from shardwise.api.quantities import flags_now
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 FIRST = "used most"

@@ -21,14 +21,12 @@ from shardwise.api.execution import (
     trained_as_rank,
 )
 from shardwise.api.run_options import RunOptions, RunPlace, require_compatible
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import print_notes, whole_number
+from shardwise.cli.arguments import add_job_arguments, job_arguments, print_notes, whole_number
 from shardwise.cli.on_target import add_old_arguments, with_old_arguments
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.launch.as_rank import FollowsRankZero
 from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
-from shardwise.launch.run import Launch
+from shardwise.launch.run import FollowsRankZero, Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, submitted, written_for
 from shardwise.report.formats import versioned
 from shardwise.report.status import points_page
@@ -162,7 +160,7 @@ def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRu
 
 
 def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
-    from shardwise.launch.torchrun import torchrun_commands
+    from shardwise.launch.run import torchrun_commands
 
     with ready.folder.checkpoints.locked():
         step = ready.finished_step()

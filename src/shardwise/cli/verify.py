@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
-from shardwise.cli.arguments import add_job_arguments, keywords
-from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.arguments import add_job_arguments, job_from, keywords, require_torch
 from shardwise.cli.on_target import (
     RUN_DEVICE_HELP,
     RUN_DEVICES,
@@ -15,7 +14,7 @@ from shardwise.cli.on_target import (
 )
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.report.verify import verification_progress
+from shardwise.report.measured import verification_progress
 from shardwise.run.environment import started
 
 _EXAMPLE = """

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.integrations.layout import FrameworkRun, PricedRun, WatchOptions, priced_or_why_not
 from shardwise.integrations.module import language_model
-from shardwise.launch.job_file import write_job
+from shardwise.launch.resume import write_job
 from shardwise.report.console import table
 from shardwise.report.page import Page
 from shardwise.report.verdict import verdict_of

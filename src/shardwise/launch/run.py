@@ -1,29 +1,37 @@
-"""A run on this machine: prepares its folder and supervises its processes."""
+"""A run: its folder prepared, its processes supervised on this machine, or trained as a rank of another launcher."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.elastic import FindsRecuts, HereTarget, RecutTarget
 from shardwise.launch.emulate.network import Network, Reach, wired
-from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import keepers
 from shardwise.launch.local import supervise
 from shardwise.launch.observe.prometheus import MetricsServer
-from shardwise.launch.outcome import DONE, FAILED, Commit, Event, Failure, Outcome
+from shardwise.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, Attempt, Commit, Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight
-from shardwise.launch.resume import record_data
+from shardwise.launch.resume import record_data, write_job
 from shardwise.launch.targets.registry import StartsRanks
-from shardwise.launch.torchrun import WORKER
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder, companions_at
+from shardwise.run.environment import PORT, Started, host_name
 from shardwise.run.metrics.recorder import EventLog, ends_recorded, require_writable
-from shardwise.run.storage.place import place_of
+from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+
+if TYPE_CHECKING:
+    from shardwise.engine.torch_private import Store
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:
@@ -121,3 +129,152 @@ class Launch:
             copied = self.folder.copied
             commits.append(Commit(copied.stat().st_mtime_ns, int(copied.read_text(encoding="utf-8"))))
         return max(commits, default=Commit())
+
+
+# -- the commands of torchrun that start a job on several hosts --------------------------------------
+
+
+WORKER = "shardwise.training.worker"
+
+
+def torchrun_commands(
+    job: Job,
+    job_path: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    hosts: Sequence[str] = (),
+    port: int = PORT,
+) -> list[str]:
+    """One command per host; the first host serves the rendezvous. ``arguments`` go to the worker after the job file.
+
+    Without ``hosts`` there are placeholders host-0, host-1, ...; a single one is this machine. torchrun numbers hosts
+    in the text order of their addresses, which should match how the cluster is wired.
+    """
+    world = job.strategy.world
+    per_host = min(job.cluster.node_devices, world)
+    count = world // per_host
+    if world % per_host:
+        raise SpecError("strategy", f"{world} ranks are not a whole number of hosts of {per_host} devices")
+    digits = len(str(count - 1))
+    placeholders = ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
+    names = list(hosts) or placeholders
+    if len(names) != count:
+        raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")
+    if not 0 < port < 65536:
+        raise SpecError("port", f"{port}", "use 1 to 65535")
+    run = Path(job_path).stem
+    return [
+        shlex.join([
+            "torchrun", f"--nnodes={count}", f"--nproc-per-node={per_host}", f"--max-restarts={job.run.restarts.most}",
+            f"--rdzv-id={run}", "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{port}", f"--local-addr={name}",
+            "--module", WORKER, str(job_path), *arguments,
+        ])
+        for name in names
+    ]  # fmt: skip
+
+
+# -- ranks that another launcher has started: rank 0 prepares the folder, then all train -------------
+
+
+_KEY, _READ, _HOST = "prepared", "read by", "host of"
+_READ_SECONDS = 30.0
+_WAIT = timedelta(minutes=30)  # for rank 0, which may try microbatches
+
+
+class FollowsRankZero(SpecError):
+    """Raised on the other ranks when rank 0 has refused the job (and printed why)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose folder is ready, as rank 0 announces it to all ranks."""
+
+    folder: str
+    job_text: str = ""
+    finished_step: int | None = None  # set if nothing is left to do
+    store: Any = None  # kept alive: rank 0 serves it
+
+    def train(self, here: Started) -> Outcome:
+        """Trains as this rank until the run is done or stopped; the worker logs to standard error."""
+        import logging
+
+        from shardwise.run.attempt import WorldPlace
+        from shardwise.training.agreement import StopSignal
+        from shardwise.training.worker import recorded_part, take_part, train
+
+        logging.basicConfig(format="%(message)s")
+        stop, folder, began = StopSignal(), RunFolder(Path(self.folder)), time.monotonic()
+        stop.listen()
+        place = WorldPlace.of(here)
+        # Ranks that our own launcher started on a node rely on that launcher's lock instead.
+        with folder.checkpoints.locked() if here.rank == 0 and place.folder is not None else nullcontext():
+            status = (take_part if here.rank else recorded_part)(folder, train, place, stop)
+        failure = None
+        if status not in (DONE, STOPPED):
+            failure = Failure(here.rank, "raised", "failed, as printed above", mistake=status == MISTAKE)
+        return Outcome(status, status == STOPPED, (Attempt(folder.path, time.monotonic() - began, failure),))
+
+
+def lead(here: Started, prepare: Callable[[Sequence[str]], Prepared]) -> Prepared:
+    """As rank 0: prepares the run, given the hosts of all ranks, and announces the result or the refusal."""
+    store = _store(here)
+    try:
+        prepared = prepare(_hosts(store, here))
+    except SpecError as error:
+        _announce(store, here, {"status": error.status})
+        raise
+    _announce(store, here, asdict(prepared))
+    return replace(prepared, store=store)
+
+
+def follow(here: Started) -> Prepared:
+    """As any other rank: waits for what rank 0 announces."""
+    store = _store(here)
+    try:
+        store.set(f"{_HOST} {here.rank}", host_name())
+        store.wait([_KEY], _WAIT)
+        announced = json.loads(store.get(_KEY))
+        store.add(_READ, 1)
+    except RuntimeError:  # rank 0 ended, and with it the store
+        raise FollowsRankZero("", "rank 0 ended", "see what it printed") from None
+    if "status" in announced:
+        refused = FollowsRankZero("", "rank 0 refused the job", "see what it printed")
+        refused.status = announced["status"]
+        raise refused
+    _require_job(RunFolder(Path(announced["folder"])), announced["job_text"])
+    return Prepared(announced["folder"], announced["job_text"], announced["finished_step"], store)
+
+
+def _require_job(folder: RunFolder, text: str) -> None:
+    """Writes the job file on a node that does not share the folder, as is allowed with checkpoints in a store."""
+    if folder.job.exists():
+        return
+    kept = Job.from_yaml(text).run.checkpoints.folder
+    if kept is not None and isinstance(place_of(kept), RemotePlace):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        temporary = folder.job.with_suffix(f".{os.getpid()}.part")  # the ranks of a node each write it
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder.job)
+
+
+def _hosts(store: Store, here: Started) -> list[str]:
+    """The host of every node, in the order of their ranks."""
+    ranks = range(here.ranks_per_host, here.world, here.ranks_per_host)
+    names = [f"{_HOST} {rank}" for rank in ranks]
+    if names:
+        store.wait(names, _WAIT)
+    return [host_name(), *(store.get(name).decode() for name in names)]
+
+
+def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
+    """Publishes ``what`` and waits until all ranks have read it: the store ends with rank 0."""
+    store.set(_KEY, json.dumps(what))
+    deadline = time.monotonic() + _READ_SECONDS
+    while store.add(_READ, 0) < here.world - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _store(here: Started) -> Store:
+    from shardwise.training.agreement import store_of
+
+    return store_of(here)

@@ -21,7 +21,7 @@ from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import candidate
 from shardwise.planner.search.stages import Piece, Pieces, divisions, fits, pieces_of, room_for_pieces
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.profile import path_of
+from shardwise.run.records import path_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts

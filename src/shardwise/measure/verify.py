@@ -26,6 +26,7 @@ from shardwise.measure.reference import (
     TOLERANCE,
     Deviation,
     Reference,
+    cluster_of,
     deviation,
     gradient_scales,
     hold_routes,
@@ -38,7 +39,6 @@ from shardwise.measure.reference import (
     share,
     weight_scales,
 )
-from shardwise.measure.smaller import cluster_of
 from shardwise.models.initialise import is_stack_of_experts
 from shardwise.run.environment import Started
 from shardwise.spec.errors import SpecError

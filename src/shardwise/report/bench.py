@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import picked, spoken, table, table_of
+from shardwise.report.memory_timeline import LINE, PAPER, SOFT, document, text
 from shardwise.report.page import Line, Page, Piece, paged
-from shardwise.report.svg import LINE, PAPER, SOFT, document, text
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,

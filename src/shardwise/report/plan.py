@@ -23,13 +23,11 @@ from shardwise.planner.candidate import (
 from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
-from shardwise.report.analysis import collective_lines
-from shardwise.report.campaign import campaign_pieces
+from shardwise.report.analysis import campaign_pieces, collective_lines
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece, paged
-from shardwise.report.part_names import PLAN_WORDS
 from shardwise.report.tables import FittedTable
-from shardwise.report.verdict import sending_less_words
+from shardwise.report.verdict import PLAN_WORDS, sending_less_words
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.support import verdict

@@ -1,16 +1,18 @@
-"""A plan as plain data."""
+"""A plan, and a job exported to another framework, as plain data."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import Exported
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import NotRun, PlanExplanation
+from shardwise.planner.advice.exported import PricedExport
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
 from shardwise.planner.candidate import Candidate, strategy_words
 from shardwise.planner.plan import Plan, RankingRow, StrategyFamily
-from shardwise.report.campaign import campaign_data
+from shardwise.report.analysis import campaign_data
 from shardwise.report.console import all_fields, picked
 from shardwise.uncertainty.residuals import error_bar
 
@@ -147,3 +149,20 @@ def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
         {**picked(size, "devices", "device_seconds_per_token"), "best": candidate_data(size.best)}
         for size in answer.sizes
     ]
+
+
+# -- an export: its files, what it cannot express, both prices ---------------------------------------
+
+
+def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
+    """Everything `export` says; times in seconds, memory in bytes."""
+    return {
+        **picked(exported, "target", "version", "files", "lost", "notes"),
+        "priced": {"job": _figures(priced.here), "exported": _figures(priced.there), "differs": list(priced.differs)},
+    }
+
+
+def _figures(candidate: Candidate | None) -> dict[str, float] | None:
+    if candidate is None:
+        return None
+    return picked(candidate, predicted_seconds="step_seconds", memory_bytes="memory.total")

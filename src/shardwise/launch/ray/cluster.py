@@ -1,6 +1,6 @@
 """The Ray cluster (an existing one, or one of this machine alone), its nodes, and the place for a gang on them.
 
-A gang is placed in bundles of ranks, none of which is split over nodes (`elastic/splits.py` knows their sizes); Ray
+A gang is placed in bundles of ranks, none of which is split over nodes (`launch/elastic.py` knows their sizes); Ray
 spreads the bundles over its nodes.
 """
 

@@ -22,8 +22,7 @@ from shardwise.launch.targets.manifest import (
     one_of,
     written_manifest,
 )
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.launch.targets.registry import TargetOption, TargetRequest, Written
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
 

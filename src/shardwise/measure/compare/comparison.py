@@ -27,7 +27,7 @@ from shardwise.measure.compare.step_parts import (
 )
 from shardwise.run.checkpoint.folder import RunFolder, run_folder
 from shardwise.run.metrics.lines import read_lines, summarise
-from shardwise.run.profile import HOST, STREAMS, NamedRange, RankRecord, read_records
+from shardwise.run.records import HOST, STREAMS, NamedRange, RankRecord, read_records
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job

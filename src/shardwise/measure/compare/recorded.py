@@ -15,7 +15,7 @@ from shardwise.layout.groups import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor
-from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
+from shardwise.run.records import HOST, STREAMS, Flight, NamedRange, RankRecord
 from shardwise.spec.job import Job
 
 # -- a rank's time: a moment belongs to the innermost range that names a part ------------------------

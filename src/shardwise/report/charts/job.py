@@ -13,7 +13,7 @@ from shardwise.cost.step.scaling import PricedTopology, ScalingRow
 from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS, step_timeline
 from shardwise.cost.step.stage_time import operator_points
 from shardwise.pipeline import ActionKind, Timeline
-from shardwise.report.campaign import SHARES
+from shardwise.report.analysis import SHARES
 from shardwise.report.charts.chart import (
     TONES,
     BarChart,
@@ -27,7 +27,7 @@ from shardwise.report.charts.chart import (
     chart_table,
     stacked_bars,
 )
-from shardwise.report.part_names import DIMENSIONS, STEP_WORDS
+from shardwise.report.verdict import DIMENSIONS, STEP_WORDS
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,

@@ -23,13 +23,15 @@ from shardwise.report.charts.job import (
     timeline_chart,
     topologies_chart,
 )
-from shardwise.report.charts.plan import memory_of_layouts_chart, pareto_chart, ranking_chart
-from shardwise.report.charts.run import (
+from shardwise.report.charts.plan import (
     Records,
     comparison_chart,
     loss_chart,
     memory_comparison_chart,
+    memory_of_layouts_chart,
     memory_prediction_chart,
+    pareto_chart,
+    ranking_chart,
     step_prediction_chart,
     throughput_chart,
 )
