@@ -203,7 +203,7 @@ def _verified() -> None:
 
 
 def _trained() -> None:
-    from shardwise.launch.rehearsal import RehearsalCheck
+    from shardwise.launch.run import RehearsalCheck
     from shardwise.report.status import points_page, summary_pieces
     from shardwise.run.metrics.lines import RunSummary
 

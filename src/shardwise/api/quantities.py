@@ -20,7 +20,7 @@ def whole_number(value: Any, field: str, most: int = 10**9) -> int:
 
 
 def exclusive(field: str, value: Any, other: str) -> SpecError:
-    """The error for two settings that exclude each other."""
+    """The error for two mutually exclusive settings."""
     return SpecError(field, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.api import inputs
 from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import JobArguments, arguments_of
-from shardwise.api.quantities import exclusive, whole_number
+from shardwise.api.inputs import decided_job
+from shardwise.api.quantities import exclusive
 from shardwise.cli.parser import PRICE_BARE_NUMBERS, Parser
-from shardwise.interop.jobs import model_from
-from shardwise.planner.automatic import decided
 from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
@@ -82,7 +80,6 @@ def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags overr
 
 
 def job_arguments(parsed: argparse.Namespace) -> JobArguments:
-    """The job that the flags describe."""
     values: dict[str, Any] = {}
     for path, record in job_fields().items():
         if record.flag and (value := getattr(parsed, path, None)) is not None:
@@ -111,7 +108,6 @@ def _set_fields(settings: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for days, money and failures."""
     group = parser.add_argument_group("the whole run")
     for name, (example, help_text) in EXAMPLES.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=example, help=help_text)
@@ -130,17 +126,14 @@ def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[st
 # -- from flags to a `Job`; notes on assumptions go to standard error --------------------------------
 
 
-__all__ = [
-    "job_from", "model_from", "path_from", "place_from", "port_number", "print_notes", "require_torch", "whole_number",
-]  # fmt: skip
 MOST_PORT = 65535
 
 
 def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
     """The job that a file and flags describe, with what it leaves open chosen."""
-    job, notes = inputs.job_from(job_arguments(parsed), runs_here=runs_here)
+    job, notes = decided_job(job_arguments(parsed), runs_here=runs_here)
     print_notes(notes)
-    return decided(job)
+    return job
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -11,34 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
-from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.arguments import (
-    add_field_argument,
-    add_job_arguments,
-    job_from,
-    model_from,
-    require_torch,
-    whole_number,
-)
+from shardwise.api.quantities import amount, require_writable, whole_number, write_text
+from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_from, require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
-    RUN_DEVICE_HELP,
-    RUN_DEVICES,
     WIRING_HELP,
     a_rank_for_each_device,
+    add_run_device_argument,
     add_target_argument,
     run_on_target,
     target_of_verb,
-    without_option,
 )
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.collectives.schedule import CollectiveKind
 from shardwise.engine.refuse import require_devices
+from shardwise.interop.jobs import model_from
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import LaunchTarget
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.progress import status
 from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cpu_hosts
@@ -86,8 +78,7 @@ def run(arguments: list[str]) -> int:
     if here is not None:
         measured, between = _measured_as_rank(parsed, here, wanted)
         return _report(parsed, measured, between) if here.rank == 0 else 0
-    again = "run it again; a process that the system killed needs more memory"
-    with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
+    with told_in_one_line(), status("starting", quiet=parsed.json) as update:
         measured, between = _measured_here(parsed, cluster, wanted, update)
     return _report(parsed, measured, between)
 
@@ -144,7 +135,7 @@ def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) ->
     if parsed.emulate is not None:
         raise SpecError("--emulate", "cannot be combined with --on", "leave one of the two out")
     job = a_rank_for_each_device(target, parsed.cluster, parsed.run_device)
-    return run_on_target(target, job, ["bench", *without_option(arguments, "--on")])
+    return run_on_target(target, job, "bench", arguments)
 
 
 def _parser() -> Parser:
@@ -170,8 +161,7 @@ def _parser() -> Parser:
     where = parser.add_argument_group("where it runs")
     where.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default 2)")
     where.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
-    device = f"{RUN_DEVICE_HELP}; under a launcher or with --on (default cpu)"
-    where.add_argument("--run-device", choices=RUN_DEVICES, default="cpu", help=device)
+    add_run_device_argument(where, "; under a launcher or with --on (default cpu)", "cpu")
     add_target_argument(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--out", metavar="FILE", help="file or folder to write; a CSV of every figure, in SI units")
@@ -182,10 +172,7 @@ def _parser() -> Parser:
 
 
 def _check(parsed: Namespace, here: Started | None) -> None:
-    """Raises SpecError for flags that are invalid, or impossible on this machine."""
-    for name in ("repeats", "warmup"):
-        if getattr(parsed, name) < 1:
-            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    _require_one_or_more(parsed, "repeats", "warmup")
     parsed.time_limit = amount(parsed.time_limit, "seconds", "--time-limit", "3s")
     for flag, path in (("--out", parsed.out), ("--picture", parsed.picture), ("--wiring", parsed.wiring)):
         if path is not None and (here is None or here.rank == 0):
@@ -200,6 +187,12 @@ def _check(parsed: Namespace, here: Started | None) -> None:
         raise SpecError("--run-device", "cuda is for ranks that a launcher starts", remedy)
     if parsed.emulate is None:
         require_cores("--processes", parsed.processes, "give fewer, or start it on several hosts")
+
+
+def _require_one_or_more(parsed: Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(parsed, name) < 1:
+            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
 
 
 def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
@@ -342,9 +335,7 @@ def _run_step(arguments: list[str]) -> int:
     add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
-    for name in ("steps", "warmup"):
-        if getattr(parsed, name) < 1:
-            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    _require_one_or_more(parsed, "steps", "warmup")
     require_torch("bench")
     from shardwise.engine.refuse import require_nvtx
     from shardwise.measure.step import measure_step, require_measurable
@@ -357,7 +348,7 @@ def _run_step(arguments: list[str]) -> int:
     _complete(parsed, here)
     job = job_from(parsed, runs_here=True)
     if target is not None:
-        return run_on_target(target, job, ["bench", "step", *without_option(arguments, "--on")])
+        return run_on_target(target, job, "bench step", arguments)
     if parsed.nvtx:
         require_nvtx(job, "--nvtx")
     require_measurable(job, here)
@@ -434,8 +425,7 @@ def _compare(parsed: Namespace, workers: int, servers: int) -> int:
         _job(parsed, workers), servers, _staleness(parsed.staleness), whole_number(parsed.steps, "--steps"), slow
     )  # fmt: skip
     request.plan  # noqa: B018  # refused before a process starts
-    again = "run it again; a process that the system killed needs more memory"
-    with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
+    with told_in_one_line(), status("starting", quiet=parsed.json) as update:
         comparison = compare_servers(request, update)
     if parsed.picture is not None:
         write_text(parsed.picture, losses_picture(comparison), "--picture")

@@ -11,7 +11,7 @@ from shardwise.cli.parser import Parser
 from shardwise.interop.frameworks import TARGETS, Exported, target
 from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.plan_data import export_data
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import readable_bytes, readable_seconds

@@ -249,7 +249,7 @@ class RunWatch:
         else:
             result = self.priced.result
             record["predicted"] = {
-                **verdict_of(result.assessment).to_dict(),
+                **vars(verdict_of(result.assessment)),
                 "tokens_per_second": result.tokens_per_second,
                 "tensor_bytes": self._predicted.get("predicted_memory_bytes"),
                 "tokens_per_step": self.priced.job.tokens_per_step,

@@ -101,7 +101,6 @@ def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProc
 
 
 def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
-    """How long a rank may stay in its phase."""
     usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
     if progress is None:
         return timeouts.start

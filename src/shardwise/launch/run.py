@@ -1,13 +1,15 @@
-"""A run: its folder prepared, its processes supervised on this machine, or trained as a rank of another launcher."""
+"""A run: its folder prepared, its processes supervised, a few steps rehearsed, or trained under another launcher."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -23,12 +25,17 @@ from shardwise.launch.outcome import DONE, FAILED, MISTAKE, STOPPED, Attempt, Co
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data, write_job
 from shardwise.launch.targets.registry import StartsRanks
+from shardwise.layout.groups import coordinate
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder, companions_at
 from shardwise.run.environment import PORT, Started, host_name
+from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.run.metrics.recorder import EventLog, ends_recorded, require_writable
 from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
+from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
@@ -137,18 +144,10 @@ class Launch:
 WORKER = "shardwise.training.worker"
 
 
-def torchrun_commands(
-    job: Job,
-    job_path: Path | str,
-    arguments: Sequence[str] = (),
-    *,
-    hosts: Sequence[str] = (),
-    port: int = PORT,
-) -> list[str]:
-    """One command per host; the first host serves the rendezvous. ``arguments`` go to the worker after the job file.
+def torchrun_commands(job: Job, job_path: Path | str) -> list[str]:
+    """One command per host, named host-0, host-1, ...; the first serves the rendezvous. A single host is this machine.
 
-    Without ``hosts`` there are placeholders host-0, host-1, ...; a single one is this machine. torchrun numbers hosts
-    in the text order of their addresses, which should match how the cluster is wired.
+    torchrun numbers hosts in the text order of their addresses, which should match how the cluster is wired.
     """
     world = job.strategy.world
     per_host = min(job.cluster.node_devices, world)
@@ -156,18 +155,13 @@ def torchrun_commands(
     if world % per_host:
         raise SpecError("strategy", f"{world} ranks are not a whole number of hosts of {per_host} devices")
     digits = len(str(count - 1))
-    placeholders = ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
-    names = list(hosts) or placeholders
-    if len(names) != count:
-        raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")
-    if not 0 < port < 65536:
-        raise SpecError("port", f"{port}", "use 1 to 65535")
+    names = ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
     run = Path(job_path).stem
     return [
         shlex.join([
             "torchrun", f"--nnodes={count}", f"--nproc-per-node={per_host}", f"--max-restarts={job.run.restarts.most}",
-            f"--rdzv-id={run}", "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{port}", f"--local-addr={name}",
-            "--module", WORKER, str(job_path), *arguments,
+            f"--rdzv-id={run}", "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{PORT}", f"--local-addr={name}",
+            "--module", WORKER, str(job_path),
         ])
         for name in names
     ]  # fmt: skip
@@ -278,3 +272,109 @@ def _store(here: Started) -> Store:
     from shardwise.training.agreement import store_of
 
     return store_of(here)
+
+
+# -- a few steps of the real job before the long run, and checks of what they show -------------------
+
+
+LEAST_STEPS = 12
+SETTLED_STEP = 5  # from here on memory must not grow
+MOST_GROWTH, MOST_SPREAD, MOST_WAIT = 0.01, 0.03, 0.02
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RehearsalCheck:
+    name: str
+    figure: str
+    passed: bool
+
+
+def rehearse(
+    job: Job,
+    folder: RunFolder,
+    checked: Preflight,
+    steps: int,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    debug: bool = False,
+) -> tuple[Outcome, list[RehearsalCheck]]:
+    """Runs ``steps`` steps of the job in a separate folder, stops, restores the checkpoint and runs one more.
+
+    Returns no checks if the run itself failed.
+    """
+    if not LEAST_STEPS <= steps < job.run.steps:
+        problem = f"{steps} steps of a run of {job.run.steps:,}"
+        raise SpecError("⟨rehearse⟩", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
+    elsewhere = job.run.checkpoints.folder
+    checkpoints = replace(job.run.checkpoints, folder=None if elsewhere is None else f"{elsewhere}/rehearsal")
+    here = RunFolder(folder.path / "rehearsal", replace(job.run, checkpoints=checkpoints))
+    shutil.rmtree(here.path, ignore_errors=True)
+    here.checkpoints.remove_all()
+    logging = replace(job.run.logging, interval=1, memory=max(1, (steps - 3) // 3))
+    with here.checkpoints.locked():
+        for stop_at in (steps, steps + 1):
+            run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging, checkpoints=checkpoints)
+            shorter = replace(job, run=run)
+            prepare(shorter, here, checked)
+            outcome = Launch(shorter, here, debug=debug).supervised(on_event)
+            if outcome.status or outcome.stopped:
+                return outcome, []
+    records = list(read_lines(here.metrics))
+    return outcome, list(
+        points(job, [record for record in records if record["step"] <= steps], records[-1]["step"] - steps)
+    )
+
+
+def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[RehearsalCheck]:
+    summary, bar = summarise(records), error_bar(job)
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
+    third = max(1, len(losses) // 3)
+    first, last = (sum(some) / len(some) for some in (losses[:third], losses[-third:]))
+    yield RehearsalCheck("the loss falls", f"{first:.3f} → {last:.3f}", last < first)
+    yield _growth(records)
+    yield from _spread(job.strategy, records)
+    yield from _beside_the_plan(summary, bar)
+    figure = f"{steps_after_restoring} step after it"
+    yield RehearsalCheck("a checkpoint is saved and restored", figure, steps_after_restoring == 1)
+    waited = summary.data_wait_share or 0.0
+    figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
+    yield RehearsalCheck("data arrives in time", figure, waited <= MOST_WAIT)
+
+
+def _growth(records: Sequence[Record]) -> RehearsalCheck:
+    name = f"memory does not grow after step {SETTLED_STEP}"
+    later = [record["memory_bytes"] for record in records if record["step"] > SETTLED_STEP and "memory_bytes" in record]
+    if len(later) < 2:
+        return RehearsalCheck(name, "not measured often enough", False)
+    growth = later[-1] / later[0] - 1
+    return RehearsalCheck(name, f"{readable_change(growth, 2)} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
+
+
+def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[RehearsalCheck]:
+    measured = [record["memory_bytes_of_ranks"] for record in records if "memory_bytes_of_ranks" in record]
+    stages: dict[int, list[int]] = {}
+    for rank, peak in enumerate(measured[-1] if measured else ()):
+        stages.setdefault(coordinate(strategy, "pp", rank), []).append(peak)
+    widest = max((max(peaks) / min(peaks) - 1 for peaks in stages.values()), default=math.inf)
+    figure = f"{readable_share(widest, 2)} apart (at most {MOST_SPREAD:.0%})"
+    yield RehearsalCheck("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
+
+
+def _beside_the_plan(summary: RunSummary, bar: ErrorBar) -> Iterator[RehearsalCheck]:
+    time = ("step time as planned", summary.predicted_seconds, summary.step_seconds, bar.time_low, bar.time_high)
+    memory = (
+        "memory as planned",
+        summary.predicted_memory_bytes,
+        summary.memory_bytes,
+        bar.memory_low,
+        bar.memory_high,
+    )
+    for (name, predicted, measured, low, high), show in ((time, readable_seconds), (memory, readable_bytes)):
+        if not predicted or measured is None:
+            yield RehearsalCheck(name, "not measured", False)
+            continue
+        off = measured / predicted - 1
+        allowed = f"between {low:+.0%} and {high:+.0%}"
+        figure = f"{show(measured)}, planned {show(predicted)}: {readable_change(off, 0)} ({allowed})"
+        yield RehearsalCheck(name, figure, low <= off <= high)

@@ -131,7 +131,6 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
 
 
 def _forward_share(recorded: Measured) -> float:
-    """The forward passes' share of all passes."""
     stages = [seconds for steps in recorded.steps for seconds in _stage_seconds(steps).values()]
     return sum(forward for forward, _ in stages) / sum(all_passes for _, all_passes in stages)
 

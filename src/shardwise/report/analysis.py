@@ -374,7 +374,6 @@ def _dimension_row(topology: PricedTopology, own: DimensionOnNetwork) -> tuple[s
 
 
 def topology_rows(topologies: Sequence[PricedTopology]) -> list[dict[str, Any]]:
-    """A row for each dimension on each network, flat."""
     return [
         {
             "topology": topology.topology,

@@ -318,7 +318,6 @@ _ERRORS: dict[str, tuple[str, dict[str, Callable[[Any], str]]]] = {
 
 
 def errors_page(kind: str, rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> Page:
-    """Every row of a table of this ``kind``, then the absolute errors of each group and overall."""
     title, columns = _ERRORS[kind]
     shares = [(name, str(errors.rows), f"{errors.mean:.2%}", f"{errors.worst:.2%}") for name, errors in summary.items()]
     absolute = table("Absolute error", ("group", "rows", "mean", "worst"), shares)

@@ -64,7 +64,6 @@ _CALLS: dict[str, Callable[[Calls], str]] = {
 
 @paged
 def dry_run_page(trace: DryRun) -> Iterator[Piece | str]:
-    """Memory and its largest tensors, collectives, every figure beside the plan, and the verdict."""
     strategy = trace.job.strategy
     place = " ".join(f"{name} {trace.coordinates[name]}" for name in strategy.order if strategy.degree(name) > 1)
     where = f"rank {trace.rank} of {strategy.world:,}" + (f" ({place})" if place else "")

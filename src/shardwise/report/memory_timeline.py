@@ -66,13 +66,11 @@ def sampled(rank: RankMemory, step_seconds: float, columns: int) -> list[MemoryS
 
 
 def held_by(memory: DeviceMemory) -> str:
-    """The largest parts, largest first."""
     parts = sorted(((getattr(memory, part), part) for part in memory.PARTS), reverse=True)[:_NAMED_PARTS]
     return ", ".join(f"{MEMORY_PARTS[part]} {held / memory.total:.0%}" for held, part in parts if held)
 
 
 def memory_over_time_data(memory: MemoryOverTime) -> dict[str, Any]:
-    """The peak of every rank, and its total over time."""
     return {
         "step_seconds": memory.step_seconds,
         "ranks": [
@@ -110,7 +108,6 @@ _COLUMNS = 320  # samples across a panel
 
 
 def memory_picture(memory: MemoryOverTime) -> str:
-    """The picture as the text of an SVG file."""
     ranks = _shown(memory)
     across = min(2, len(ranks))
     width = (_WIDTH - _LEFT - 24 - (across - 1) * _GAP) / across

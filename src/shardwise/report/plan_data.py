@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import Exported
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.explanation import NotRun, PlanExplanation
+from shardwise.planner.advice.explanation import PlanExplanation
 from shardwise.planner.advice.exported import PricedExport
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
@@ -56,7 +56,11 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
         "explanation": _explanation(answer.explanation),
         "textbook": _candidate_or_none(answer.textbook),
         "frameworks": [runner_data(runner, plan.best) for runner in answer.runners],
-        "not_run": None if answer.not_run is None else _not_run(answer.not_run),
+        "not_run": answer.not_run
+        and {
+            "lacks": [list(finding.techniques) for finding in answer.not_run.findings],
+            "best": candidate_data(answer.not_run.best),
+        },
         "why_not": [
             {**picked(question, "wanted", "verdict", "reason", "loss"), "best": _candidate_or_none(question.best)}
             for question in answer.why_not
@@ -127,10 +131,6 @@ def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
         "layouts_within_noise": explanation.within,
         "turnings": [picked(turning, "what", "factor") for turning in explanation.turnings or ()],
     }
-
-
-def _not_run(not_run: NotRun) -> dict[str, Any]:
-    return {"lacks": [list(finding.techniques) for finding in not_run.findings], "best": candidate_data(not_run.best)}
 
 
 def _what_if(what_if: WhatIf) -> dict[str, Any]:

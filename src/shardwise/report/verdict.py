@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.memory.room import Fit, margin_words, probability_words
@@ -35,9 +34,6 @@ class JobVerdict:
     usable_bytes: float
     fit: Fit
     fit_probability: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def verdict_of(assessment: Assessment) -> JobVerdict:
@@ -108,14 +104,12 @@ def verdict_rows(assessment: Assessment) -> Iterator[tuple[str, str]]:
 
 
 def advice_row(assessment: Assessment) -> tuple[str, str]:
-    """What to change to shorten the step, or to make it fit."""
     if assessment.analysis.fits:
         return "What helps most", _change_words(assessment)
     return "What would fit", f"{assessment.what_would_fit}"
 
 
 def prediction_table(assessment: Assessment) -> FittedTable:
-    """A prediction alone: step, throughput, memory, floor."""
     rows = (("Memory", memory_words(assessment.analysis)), *_step_rows(assessment), floor_row(assessment.analysis))
     return table("", ("", ""), rows, numbers_from=2)
 
@@ -133,7 +127,6 @@ def floor_row(analysis: Analysis) -> tuple[str, str]:
 
 
 def memory_words(analysis: Analysis) -> str:
-    """Whether the fullest device fits, and by how much."""
     memory, room = analysis.memory, analysis.room
     free = room.usable_bytes - memory.total
     needed = f"{readable_bytes(memory.total)} of {readable_bytes(room.usable_bytes)}"
@@ -147,7 +140,6 @@ def memory_words(analysis: Analysis) -> str:
 
 
 def bottleneck_sentence(analysis: Analysis, bottleneck: Bottleneck) -> str:
-    """One sentence that names what bounds the job."""
     return f"{'Bound by ' if bottleneck.kind == 'time' else 'Does not fit: '}{_bound_words(analysis, bottleneck)}."
 
 

@@ -100,8 +100,6 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class OutOfStep:
-    """Which ranks are out of step, and how."""
-
     ranks: tuple[int, ...]  # those to blame
     text: str  # a sentence without its full stop
 

@@ -19,8 +19,7 @@ from shardwise.planner.candidate import PARTS, Candidate, candidate, strategy_wo
 from shardwise.report.charts.chart import BarChart
 from shardwise.report.charts.devices import memory_chart
 from shardwise.report.charts.job import communication_chart, levels_chart, step_chart, timeline_chart
-from shardwise.report.console import picked
-from shardwise.report.formats import versioned
+from shardwise.report.console import picked, versioned
 from shardwise.report.plan_data import export_data
 from shardwise.report.verdict import (
     PLAN_WORDS,
@@ -79,7 +78,7 @@ def verdict_data(assessment: Assessment) -> Data:
     """The verdict, with the subject and the end of its sentence also apart, and its figures."""
     analysis = assessment.analysis
     ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(assessment)}
-    return {**verdict_of(assessment).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
+    return {**vars(verdict_of(assessment)), **ends, **picked(analysis, "tokens_per_second", "mfu")}
 
 
 def timeline(given: Mapping[str, Any]) -> Data:
@@ -213,7 +212,6 @@ def _side(assessment: Assessment) -> dict[str, Any]:
 
 
 def _room(assessments: Sequence[Assessment]) -> str:
-    """Which of the two does not fit."""
     large = [letter for letter, assessment in zip("AB", assessments) if not assessment.analysis.fits]
     return f"{' and '.join(large)} {'does' if len(large) == 1 else 'do'} not fit." if large else ""
 

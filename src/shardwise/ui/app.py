@@ -86,7 +86,6 @@ ANSWERS: dict[str, Answer] = {
 
 
 def page_app() -> App:
-    """The application, for a server on loopback."""
     routes = [
         Route("/", _page),
         Route("/assets/{name}", _file),

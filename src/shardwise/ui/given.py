@@ -12,12 +12,11 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from shardwise.api.given import JobArguments, job_arguments
-from shardwise.api.inputs import job_from
+from shardwise.api.inputs import decided_job, job_from
 from shardwise.interop.frameworks import TARGETS, Configuration
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.jobs import job_fields_in, kind_of
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
-from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
@@ -54,9 +53,8 @@ def arguments_from(given: Mapping[str, Any]) -> JobArguments:
 
 
 def job_of(given: Mapping[str, Any]) -> tuple[Job, list[str]]:
-    """The job, and notes on what was assumed."""
-    job, notes = job_from(arguments_from(given))
-    return decided(job), [*notes, *left_out(given.get("model"))]
+    job, notes = decided_job(arguments_from(given))
+    return job, [*notes, *left_out(given.get("model"))]
 
 
 def check_references(value: Any, path: str = "") -> None:
@@ -217,8 +215,7 @@ def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     check_references(fields)
     place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
     model = {} if fields.get("model") is not None else _named(beside, "model")
-    job, notes = job_from(replace(arguments_from({**place, **model}), fields=fields))
-    job = decided(job)
+    job, notes = decided_job(replace(arguments_from({**place, **model}), fields=fields))
     if job.run != Run(memory_risk=job.run.memory_risk):
         notes.append("run is not used: this page runs nothing")
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))

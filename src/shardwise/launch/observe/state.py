@@ -37,8 +37,6 @@ _PROGRESS = re.compile(r"rank-(\d+)\.progress")
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is in its run."""
-
     rank: int
     phase: str
     step: int
@@ -57,8 +55,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class RunState:
-    """What `status` and Prometheus report of a run."""
-
     folder: str
     state: Word
     why: str  # the newest failure, or what is known of it

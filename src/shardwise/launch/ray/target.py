@@ -186,7 +186,6 @@ class RayTarget:
         return any(split.strategy.world - now <= free for split in larger)
 
     def close(self) -> None:
-        """Removes everything of this run from the cluster."""
         agents, self.connected = self.connected, []
         for agent in agents:
             agent.close()

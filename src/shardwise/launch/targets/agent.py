@@ -47,7 +47,9 @@ def main() -> int:
     heard = said = time.monotonic()
     try:
         while True:
-            message = _next(inbox)
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = inbox.get(timeout=_POLL_SECONDS)
             now = time.monotonic()
             if message is not None:
                 heard = now
@@ -81,17 +83,12 @@ def _listen(inbox: queue.Queue[dict[str, Any] | None]) -> None:
     inbox.put({"lost": True})
 
 
-def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
-    try:
-        return inbox.get(timeout=_POLL_SECONDS)
-    except queue.Empty:
-        return None
-
-
 def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
     if "check" in message:
         folder, job = (message["check"][name] for name in ("working_folder", "job_file"))
-        say(installed=installed(Path(folder), None if job is None else Path(job)), port=_free_port())
+        with socket.create_server(("", 0)) as server:
+            port = int(server.getsockname()[1])  # free just now
+        say(installed=installed(Path(folder), None if job is None else Path(job)), port=port)
     elif "start" in message:
         return _started(message["start"])
     elif agent is not None and "signal" in message:
@@ -134,11 +131,6 @@ def own_address() -> str | None:
     """The address by which the launcher reached this host; sshd sets "CLIENT PORT SERVER PORT"."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
@@ -231,7 +223,6 @@ def installed(working_folder: Path, job_file: Path | None = None) -> dict[str, s
 
 
 def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, folder: Path | None = None) -> None:
-    """Raises SpecError for the first difference between this host and another."""
     for name, value in here.items():
         other = there.get(name, "missing")
         if other == value:

@@ -190,7 +190,6 @@ def ssh_command(host: str, module: str = AGENT) -> list[str]:
 class RemoteProcess:
     """A rank's process on another host, as its agent reports it."""
 
-    agent: Agent | None
     returncode: int | None = None
     pid: int = 0
 
@@ -213,10 +212,12 @@ class HostRanks:
         self.folder, self._agents = folder, list(agents)
         self.news: list[str] = []
         self._lost: set[Agent] = set()
-        self._files = {rank: _progress_file(folder, rank) for agent in agents for rank in agent.ranks}
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        paths = {rank: rank_file(folder, rank, "progress") for agent in agents for rank in agent.ranks}
+        self._files = {rank: os.open(path, flags, 0o644) for rank, path in paths.items()}
         self._counts = dict.fromkeys(self._files, 0)
         now = time.monotonic()
-        self.all = [RankProcess(rank, RemoteProcess(agent), folder, now) for agent in agents for rank in agent.ranks]
+        self.all = [RankProcess(rank, RemoteProcess(), folder, now) for agent in agents for rank in agent.ranks]
         self._by_number = {rank.number: rank for rank in self.all}
         for rank in self.all:
             rank_file(folder, rank.number, "log").touch()
@@ -228,7 +229,8 @@ class HostRanks:
             "address": first.get("address") or agents[0].host.address, "port": first["port"],
             "working_folder": str(Path.cwd()),
         }  # fmt: skip
-        given = {**passed_environment(), **environment}
+        inherited = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED)}
+        given = {name: value for name, value in inherited.items() if not name.startswith(_OWN)} | dict(environment)
         for agent in agents:
             own = {**given, HOST: agent.host.address}
             agent.say(start={**start, "ranks": [agent.ranks.start, agent.ranks.stop], "environment": own})
@@ -246,7 +248,7 @@ class HostRanks:
         """An attempt that was stopped before any of its ranks was started."""
         attempt = cls([], [], folder, {})
         attempt.all = [
-            RankProcess(rank, RemoteProcess(None), folder, time.monotonic()) for _, ranks in places for rank in ranks
+            RankProcess(rank, RemoteProcess(), folder, time.monotonic()) for _, ranks in places for rank in ranks
         ]
         attempt._by_number = {rank.number: rank for rank in attempt.all}
         for rank in attempt.all:
@@ -347,14 +349,6 @@ class HostRanks:
         record = FailureRecord(rank.number, time.monotonic(), phase or "start", step or 0, "host lost", why, "", False)
         write_failure(self.folder, record)
         rank.process.returncode = 1
-
-
-def _progress_file(folder: Path, rank: int) -> int:
-    return os.open(rank_file(folder, rank, "progress"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def passed_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED) and not name.startswith(_OWN)}
 
 
 # -- host files as DeepSpeed, Open MPI and MPICH write them, and the ranks of each host --------------

@@ -65,7 +65,6 @@ OPTIONS = {
 
 
 def write_for(request: TargetRequest, *, run_name: str, grace_seconds: float = 30) -> Written:
-    """The file for the run ``run_name``."""
     run = manifest_job(request, run_name, grace_seconds)
     return written_manifest(dump_documents(documents(run)), request, run_name, ("kubectl", "apply", "-f"))
 

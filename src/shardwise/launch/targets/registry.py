@@ -40,7 +40,6 @@ class LaunchTarget:
 
     @property
     def options(self) -> Mapping[str, TargetOption]:
-        """All that it has."""
         options: Mapping[str, TargetOption] = importlib.import_module(self.module).OPTIONS
         return options
 
@@ -81,16 +80,12 @@ _DEVICES = ("cpu", "cuda")  # the meaning of `--on` in earlier versions
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """A job whose ranks are to be started on a target."""
-
     target: LaunchTarget
     job: Job
     folder: Path | None = None  # of a run; None for other commands
 
 
 class SubmittedJob(Protocol):
-    """A job in a queue."""
-
     number: str
 
     def wait(self) -> int:
@@ -127,15 +122,11 @@ def target_named(text: str) -> LaunchTarget:
         raise _unknown(name)
     if not words:
         return target
-    return replace(target, given=checked_options(name, words, target.options, _target_with))
+    return replace(target, given=checked_options(name, words, target.options))
 
 
 def _is_file(text: str) -> bool:
     return "\0" not in text and Path(text).is_file()
-
-
-def _target_with(option: str) -> str:
-    return next((name for name, target in TARGETS.items() if option in target.options), "")
 
 
 def _unknown(name: str) -> SpecError:
@@ -223,13 +214,10 @@ def text_of(words: Sequence[str]) -> str:
     return ",".join(re.sub(r"([\\,'\"])", r"\\\1", word) for word in words)
 
 
-def checked_options(
-    target: str, words: Sequence[str], table: Mapping[str, TargetOption], others: Callable[[str], str]
-) -> OptionValues:
+def checked_options(target: str, words: Sequence[str], table: Mapping[str, TargetOption]) -> OptionValues:
     """Raises SpecError for the first option that is unknown, malformed or given twice.
 
-    Dashes before a name are optional, but let the table's option "--" pass on names that it does not know. ``others``
-    says which other target has an option of that name.
+    Dashes before a name are optional, but let the table's option "--" pass on names that it does not know.
     """
     known = {name: option for key, option in table.items() for name in option.names or (key,)}
     values: dict[str, tuple[str, ...]] = {}
@@ -238,7 +226,7 @@ def checked_options(
         name = dashed.removeprefix("--")
         option = known.get(name) or (known.get("--") if dashed != name else None)
         if option is None:
-            raise SpecError("⟨on⟩", f"{shown(dashed)} is not an option of {target}", _remedy(name, known, others(name)))
+            raise SpecError("⟨on⟩", f"{shown(dashed)} is not an option of {target}", _remedy(name, known))
         if option.accepts is None:
             raise SpecError("⟨on⟩", f"{name} follows from the job", "leave it out")
         if not (option.accepts(value) if equals else option.alone):
@@ -250,7 +238,7 @@ def checked_options(
     return values
 
 
-def _remedy(name: str, known: Mapping[str, TargetOption], elsewhere: str) -> str:
-    if elsewhere:
+def _remedy(name: str, known: Mapping[str, TargetOption]) -> str:
+    if elsewhere := next((other for other, target in TARGETS.items() if name in target.options), ""):
         return f"it is for ⟨on={elsewhere}⟩"
     return nearest_name(name, known) or "`shardwise list targets` has them" if known else "leave it out"

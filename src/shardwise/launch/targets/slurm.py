@@ -63,7 +63,6 @@ _RUNNING = (
 
 
 def write_for(request: TargetRequest, *, grace_seconds: float = 30, debug: bool = False) -> Written:
-    """The script in the run's folder."""
     assert request.folder is not None
     folder = request.folder.resolve()
     path = folder / SCRIPT
@@ -97,7 +96,6 @@ def script(
 
 
 def _sbatch(request: TargetRequest) -> dict[str, str]:
-    """The user's options of sbatch."""
     return {name: values[-1] for name, values in request.target.given.items() if name != SUBMIT}
 
 
@@ -118,7 +116,6 @@ def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str]:
 
 
 def _resources(job: Job) -> dict[str, str]:
-    """The options that give every rank a task."""
     world = job.strategy.world
     here = min(job.cluster.node_devices, world)
     if world % here:

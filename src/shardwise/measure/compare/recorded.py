@@ -55,7 +55,6 @@ class Step:
         return sum(segment.seconds for segment in self.segments)
 
     def segments_in(self, within: NamedRange) -> Sequence[Segment]:
-        """The segments that overlap a range."""
         first = bisect_right(self.segments, within.start, key=lambda segment: segment.end)
         return self.segments[first : bisect_left(self.segments, within.end, key=lambda segment: segment.start)]
 
@@ -394,8 +393,6 @@ _DIMENSION = (
 
 @dataclass(frozen=True)
 class SentBytes:
-    """What one rank sends in a step."""
-
     dimensions: tuple[str, ...]  # several if they have the same ranks
     collectives: float
     planned: float

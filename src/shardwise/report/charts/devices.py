@@ -85,7 +85,6 @@ def memory_chart(analysis: Analysis) -> BarChart:
 
 
 def rank_words(analysis: Analysis, held: DeviceMemory) -> str:
-    """The pipeline rank of a bar; the fullest is named."""
     if analysis.job.strategy.pp == 1:
         return "every device"
     return f"rank {held.pipeline_rank}" + (" (fullest)" if held is analysis.memory else "")

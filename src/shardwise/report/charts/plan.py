@@ -87,7 +87,6 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[Value, ...]:
 
 
 def ranking_chart(plan: Plan, top: int = 8) -> BarChart:
-    """Where the step of the best layouts goes; a bar for each."""
     best = [row.best for row in plan.rows[:top]]
     parts = [part for part in PARTS if any(candidate.parts[part] > 0 for candidate in best)]
     return stacked_bars(
@@ -106,7 +105,6 @@ def ranking_chart(plan: Plan, top: int = 8) -> BarChart:
 
 
 def memory_of_layouts_chart(plan: Plan, top: int = 8) -> BarChart:
-    """Memory of the fullest device under each of the best layouts."""
     best, room = [row.best for row in plan.rows[:top]], plan.request.room
     return stacked_bars(
         "layout",
@@ -181,7 +179,6 @@ def throughput_chart(records: Records, job: Job | None) -> LineChart | None:
 
 
 def measured_words(summary: RunSummary) -> str:
-    """What a run took, in a line."""
     said = [counted(summary.steps, "step")]
     if summary.step_seconds is not None:
         said.append(f"{readable_seconds(summary.step_seconds)} a step (median)")
@@ -207,7 +204,6 @@ def _thinned(points: Sequence[tuple[float, float]], most: int) -> Iterable[tuple
 
 
 def _samples(curves: Mapping[str, Sequence[tuple[float, float]]], unit: ChartUnit) -> Any:
-    """Some steps of each curve, evenly chosen."""
     columns: dict[str, ChartUnit] = {"curve": "words", "step": "number", "value": unit}
     rows: list[tuple[Value, ...]] = [
         (name, step, value) for name, points in curves.items() for step, value in _thinned(points, _MOST_ROWS)
@@ -236,7 +232,6 @@ def memory_prediction_chart(summary: RunSummary) -> BarChart | None:
 
 
 def comparison_chart(comparison: Comparison) -> BarChart:
-    """Every part of a profiled step beside its prediction."""
     first, last = comparison.measured.numbers[0], comparison.measured.numbers[-1]
     parts = {
         MEASURED_WORDS.get(part.name, part.name): (part.predicted, part.measured)
@@ -263,7 +258,6 @@ def memory_comparison_chart(comparison: Comparison) -> BarChart | None:
 
 
 def _both(name: str, title: str, caption: str, unit: ChartUnit, parts: Mapping[str, tuple[float, float]]) -> BarChart:
-    """Predicted and measured, side by side."""
     predicted, measured = (tuple(both[which] for both in parts.values()) for which in (0, 1))
     rows: list[tuple[Value, ...]] = [
         (part, *both, both[1] / both[0] if both[0] else None) for part, both in parts.items()
