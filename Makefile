@@ -66,7 +66,7 @@ golden: $(READY)
 	$(BIN)/python tests/cli/golden.py
 
 image: $(READY)
-	docker build --tag "$$($(BIN)/python -c 'from shardwise.launch.targets.image import IMAGE; print(IMAGE)')" .
+	docker build --tag "$$($(BIN)/python -c 'from shardwise.launch.targets.manifest import IMAGE; print(IMAGE)')" .
 
 bench: $(READY)
 	$(BIN)/python bench/startup.py

@@ -22,7 +22,7 @@ from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.interop.frameworks import TARGETS, read
 from shardwise.interop.frameworks.documents import flatten
-from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+from shardwise.measure.reference import on_fewer_ranks, with_small_model
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy

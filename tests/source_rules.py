@@ -138,7 +138,7 @@ FOREIGN_TEXT = {
     "report/tables.py": "text that is folded to a width",
     "report/page.py": "text that is cut into lines",
     "report/bench.py": "a figure without its zeros",
-    "report/validation.py": "a figure and its unit",
+    "report/compare.py": "a figure and its unit",
 }
 
 

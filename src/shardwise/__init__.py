@@ -73,10 +73,9 @@ __all__ = [
 if TYPE_CHECKING:
     from shardwise.api.analysis import analyze, predict
     from shardwise.api.calibration import calibrate
-    from shardwise.api.comparison import compare
     from shardwise.api.execution import train
     from shardwise.api.generation import generate
-    from shardwise.api.observation import status
+    from shardwise.api.observation import compare, status
     from shardwise.api.planning import plan, plan_mixed
     from shardwise.api.reporting import write_report
     from shardwise.api.validation import validate

@@ -21,7 +21,7 @@ from typing import Any
 from cli.running import run
 from shardwise.interop.fabric import read_switches
 from shardwise.interop.frameworks import TARGETS, export
-from shardwise.launch.targets.host_file import read_hosts
+from shardwise.launch.targets.hosts import read_hosts
 from shardwise.planner.advice import assessment
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_text
@@ -114,7 +114,7 @@ def imported(name: str) -> Callable[[Path], None]:
 
     def call(folder: Path) -> None:
         from shardwise.ui.given import document, error_data
-        from shardwise.ui.imports import imported as answer
+        from shardwise.ui.given import imported as answer
 
         job = {"model": "gpt2", "cluster": "dgx-h100:1", "global_batch": 16}
         text = (folder / name).read_bytes().decode("utf-8", "replace")

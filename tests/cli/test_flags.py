@@ -15,7 +15,7 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise import api
-from shardwise.api.renamed import OLD_WORDS, renamed
+from shardwise.api.quantities import OLD_WORDS, renamed
 from shardwise.cli.explain import TOPICS
 from shardwise.cli.main import MODULES, VERBS
 from shardwise.cli.parser import DESCRIBE, FIRST, GROUPS, Described, Parser

@@ -14,8 +14,7 @@ import shardwise
 from cli.running import error_line, run, run_json, strict_json
 from interop.frameworks.random_jobs import drawn
 from interop.published_configs import CATALOGUE
-from shardwise.cli.arguments import add_job_arguments
-from shardwise.cli.inputs import job_from
+from shardwise.cli.arguments import add_job_arguments, job_from
 from shardwise.cli.parser import Parser
 from shardwise.interop.frameworks import TARGETS
 from shardwise.interop.frameworks.job_fields import effective_fields

@@ -50,7 +50,7 @@ def test_what_cannot_be_run_is_said_in_one_line(arguments: str, message: str) ->
 def test_progress_is_shown_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.report.verify import verification_progress
+    from shardwise.report.measured import verification_progress
 
     done = iter((0, 2, 2, 2, 2, 2, 2, 2))
     for shown, terminal in ((True, False), (False, True), (True, True)):

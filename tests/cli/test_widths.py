@@ -124,7 +124,7 @@ def _compared() -> None:
 
 
 def _calibrated() -> None:
-    from shardwise.report.calibration import calibration_page
+    from shardwise.report.measured import calibration_page
 
     cluster = cluster_from("dgx-h100:4")
     residual = SimpleNamespace(what="products of every size", figures=123, median_error=0.0123, worst_error=0.345)
@@ -133,7 +133,7 @@ def _calibrated() -> None:
 
 
 def _recut() -> None:
-    from shardwise.report.calibration import recut_page
+    from shardwise.report.measured import recut_page
 
     strategy = SimpleNamespace(strategy=SimpleNamespace(order=("tp", "cp", "dp", "pp")))
     found: Any = SimpleNamespace(layers=((16, 16, 16), (18, 14, 16)), slowness=(1.0, 1.34, 1.0), job=strategy,
@@ -168,7 +168,7 @@ def _inspected() -> None:
 
 
 def _traced() -> None:
-    from shardwise.report.dryrun import dry_run_page
+    from shardwise.report.measured import dry_run_page
 
     parts = ("weights", "gradients", "optimizer", "activations", "recomputed", "gathered", "communication", "temporary")
     sizes = dict.fromkeys(parts, 123_456_789)
@@ -188,7 +188,7 @@ def _traced() -> None:
 
 
 def _verified() -> None:
-    from shardwise.report.verify import verification_page
+    from shardwise.report.measured import verification_page
 
     job = SimpleNamespace(
         strategy=Strategy(tp=2, dp=4, zero=3),
@@ -203,7 +203,7 @@ def _verified() -> None:
 
 
 def _trained() -> None:
-    from shardwise.launch.rehearsal import RehearsalCheck
+    from shardwise.launch.run import RehearsalCheck
     from shardwise.report.status import points_page, summary_pieces
     from shardwise.run.metrics.lines import RunSummary
 

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.measure.smaller import cluster_of
+from shardwise.measure.reference import cluster_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

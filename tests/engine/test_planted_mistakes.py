@@ -35,8 +35,9 @@ class Mistaken:
     function: str
     instead: Callable[..., Any]
 
-    def run(self, function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-        return pool().run(run_mistaken, world, self.function, self.instead, function, arguments)
+    def run(self, function: Callable[..., Any], world: int, *arguments: Any, timeout_seconds: float) -> list[Any]:
+        given = (self.function, self.instead, function, arguments)
+        return pool().run(run_mistaken, world, *given, timeout_seconds=timeout_seconds)
 
 
 def run_mistaken(

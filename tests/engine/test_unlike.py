@@ -12,7 +12,7 @@ from engine.layouts import SEQ, job_of, model_named
 from engine.parity import check
 from shardwise.layout.groups import coordinate, first_rank, rank_at
 from shardwise.layout.views import pieces_received, pieces_sent
-from shardwise.measure.smaller import cluster_of
+from shardwise.measure.reference import cluster_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

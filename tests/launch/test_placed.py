@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from required import require
 from shardwise.launch.emulate import namespace
 from shardwise.launch.emulate.network import why_not, wired
-from shardwise.launch.job_file import on_nodes
 from shardwise.launch.ray.cluster import ranks_of_bundles, wanted_order
+from shardwise.launch.resume import on_nodes
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.job import Job

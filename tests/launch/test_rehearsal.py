@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.rehearsal import points
+from shardwise.launch.run import points
 from shardwise.spec import Job
 from training.runs import job_of, write_shards
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+from shardwise.measure.reference import on_fewer_ranks, with_small_model
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy

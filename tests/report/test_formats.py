@@ -8,7 +8,7 @@ import pytest
 
 from cli.running import run_json
 from shardwise.api import VERBS
-from shardwise.report.formats import CHANGES, formats_table
+from shardwise.report.console import CHANGES, formats_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 JOB = [

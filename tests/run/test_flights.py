@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.run.flight import (
+from shardwise.run.records import (
     LEAST_COLLECTIVES,
     STALE_SECONDS,
     Collective,

@@ -18,7 +18,7 @@ from shardwise.run.attempt import (
     write_failure,
     write_progress,
 )
-from shardwise.run.profile import path_of, read_records
+from shardwise.run.records import path_of, read_records
 from shardwise.spec.errors import SpecError
 
 

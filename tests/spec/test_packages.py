@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.arguments import require_torch
 from shardwise.spec import installation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import TESTED_TORCH, torch_notes

@@ -20,8 +20,7 @@ from shardwise.interop.jobs import kind_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
 from shardwise.ui.choices import catalogue
-from shardwise.ui.given import MOST_BYTES, job_of
-from shardwise.ui.imports import imported
+from shardwise.ui.given import MOST_BYTES, imported, job_of
 from tables import table
 from ui.dropped import CONFIG, FILES
 from ui.serving import JOB, Served, serving

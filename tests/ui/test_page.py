@@ -16,8 +16,7 @@ from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.ui.answer import answer, published
 from shardwise.ui.choices import FIRST, catalogue
-from shardwise.ui.given import job_of
-from shardwise.ui.imports import imported
+from shardwise.ui.given import imported, job_of
 from ui.dropped import CONFIG, FILES
 from ui.serving import Served, serving
 

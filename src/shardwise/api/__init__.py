@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shardwise.api.renamed import keywords_now
+from shardwise.api.quantities import keywords_now
 from shardwise.spec.errors import SpecError
 
 VERBS = {
@@ -23,7 +23,7 @@ VERBS = {
     "verify": "verification",
     "train": "execution",
     "status": "observation",
-    "compare": "comparison",
+    "compare": "observation",
     "write_report": "reporting",
     "calibrate": "calibration",
     "validate": "validation",

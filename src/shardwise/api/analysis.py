@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of
 from shardwise.api.given import JobKeywords, JobSource, job_arguments
-from shardwise.api.inputs import job_from
+from shardwise.api.inputs import decided_job
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import DeviceMemory
@@ -17,7 +17,6 @@ from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.planner.automatic import decided
 from shardwise.report.analysis import analysis_data, analysis_page, analysis_screen, dimension_data, topology_rows
 from shardwise.report.page import Page
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
@@ -183,5 +182,4 @@ def require_few_passes(job: Job, field: str, most: int = _MOST_PASSES) -> None:
 def _job(job: JobSource | None, keywords: JobKeywords) -> tuple[Job, list[str]]:
     if isinstance(job, Job) and not keywords:
         return job, []
-    described, notes = job_from(job_arguments(job, keywords))
-    return decided(described), notes
+    return decided_job(job_arguments(job, keywords))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.api.quantities import path_text, require_writable, texts, whole_number, write_text
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
-from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.console import picked
+from shardwise.report.measured import calibration_page, recut_page
 from shardwise.report.page import Page
 from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cluster_from, cpu_hosts
@@ -124,7 +124,7 @@ def calibrate(
     threads = max(1, (os.cpu_count() or 1) // (known.devices if here is None else here.ranks_per_host))
     folder = path.resolve().parent
     request = measured.CalibrationRequest(known, kind, threads, folder, emulation, _parts(only), here)
-    with told_in_one_line("run it again; a process that the system killed needs more memory"):
+    with told_in_one_line():
         calibration = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
         write_text(path, dump_yaml(_rounded(calibration.cluster.to_dict())), "⟨out⟩")

@@ -170,7 +170,6 @@ def _amount(name: str, text: Any, dimension: str, zero: bool = False) -> float:
 
 
 def _price(text: Any) -> tuple[float, str]:
-    """Money per device-hour, and its currency."""
     match = _PRICE.fullmatch(str(text))
     if match is None:
         raise SpecError("⟨price⟩", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")

@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
-from shardwise.api.inputs import job_from
+from shardwise.api.inputs import decided_job
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with_address, require_compatible
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder
 from shardwise.launch.elastic import FindsRecuts
-from shardwise.launch.job_file import on_nodes
 from shardwise.launch.local import DEBUG
 from shardwise.launch.observe.prometheus import MetricsServer
-from shardwise.launch.outcome import Event, Failure, Outcome
+from shardwise.launch.outcome import Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resume import finished_at, folder_for, require_same_run
+from shardwise.launch.resume import finished_at, folder_for, on_nodes, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.launch.targets.registry import TargetRequest, started_on
-from shardwise.planner.automatic import decided
 from shardwise.report.page import Page
 from shardwise.report.progress import LONG_SECONDS
 from shardwise.report.status import training_data, training_page
@@ -130,13 +128,7 @@ def train(
     if here is not None:
         return trained_as_rank(here, ready, debug=options.debug)
 
-    def report_event(event: Event) -> None:
-        report(f"{event.kind}: {event.text}")
-
-    def supervised(launch: Launch) -> Outcome:
-        return launch.supervised(report_event)
-
-    return trained(ready(place.host_names()), supervised)
+    return trained(ready(place.host_names()), lambda launch: launch.supervised(lambda event: report(str(event))))
 
 
 @dataclass(frozen=True)
@@ -232,9 +224,7 @@ def ready_run(
 
 
 def job_with(given: JobArguments, options: RunOptions, place: RunPlace) -> tuple[Job, list[str]]:
-    """The job with the fields that the options set, and notes."""
-    described, notes = job_from(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
-    job = decided(described)
+    job, notes = decided_job(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
     restarts = job.run.restarts
     if restarts.shrink and restarts.least_devices > job.strategy.world:
         problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
@@ -263,7 +253,6 @@ def job_for_manifest(given: JobArguments, options: RunOptions, place: RunPlace, 
 
 
 def _how_long(job: Job, step_seconds: float) -> list[str]:
-    """A note on the predicted duration of a long run."""
     steps = job.run.last_step
     if steps * step_seconds < LONG_SECONDS:
         return []
@@ -284,7 +273,7 @@ def trained_as_rank(
     """
     if debug:
         os.environ.update(DEBUG)
-    from shardwise.launch.as_rank import Prepared, follow, lead
+    from shardwise.launch.run import Prepared, follow, lead
 
     def prepared(hosts: Sequence[str]) -> Prepared:
         prepared_run = ready(hosts)

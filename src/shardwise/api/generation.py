@@ -19,7 +19,7 @@ from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import target_named
 from shardwise.report.console import picked
-from shardwise.report.generation import generation_page
+from shardwise.report.measured import generation_page
 from shardwise.report.page import Page
 from shardwise.run.environment import Started, started
 from shardwise.spec.bare import Size

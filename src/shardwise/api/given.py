@@ -164,7 +164,6 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _path(name: str) -> str:
-    """The path of the field that a keyword of a job sets."""
     known = keyword_paths()
     if name not in known:
         raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *parts()]))

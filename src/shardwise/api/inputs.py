@@ -10,6 +10,7 @@ from shardwise.api import sources
 from shardwise.api.given import JobArguments
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes
+from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
 from shardwise.spec.clusters import cluster_from
@@ -37,7 +38,7 @@ Noun = TypeVar("Noun", bound=Spec)
 
 
 def job_from(arguments: JobArguments, *, trains: bool = False, runs_here: bool = False) -> tuple[Job, list[str]]:
-    """The job that a file and flags describe; flags override the file. `decided` then chooses what it leaves open.
+    """The job that a file and flags describe; flags override the file.
 
     The file may be another framework's configuration: notes say what is not used of it and what had to be assumed. It
     is priced as that framework runs it, unless our engine examines it (``runs_here``) or ``trains`` it.
@@ -54,6 +55,12 @@ def job_from(arguments: JobArguments, *, trains: bool = False, runs_here: bool =
     if trains or not runs_here:  # not for verbs that examine or compare the job here instead of running it
         notes += precision_notes(job, given=names_precision(fields))
     return job, [*notes, *(_assumptions(fields, job) if framework is not None else [])]
+
+
+def decided_job(arguments: JobArguments, *, trains: bool = False, runs_here: bool = False) -> tuple[Job, list[str]]:
+    """As `job_from`, with what the job leaves open chosen."""
+    job, notes = job_from(arguments, trains=trains, runs_here=runs_here)
+    return decided(job), notes
 
 
 def planning_job(

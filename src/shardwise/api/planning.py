@@ -175,7 +175,6 @@ def plan(
 
 
 def _searched(request: Request, framework: str | None, on_progress: OnProgress | None) -> Plan:
-    """The plan for a request; raises DoesNotFit if nothing fits."""
     if framework is not None:
         return planner.required(*searched_for(request, framework))
 

@@ -1,8 +1,10 @@
-"""What callers give: whole numbers, positive amounts with a unit, texts, paths, files to write."""
+"""What callers give: whole numbers, amounts with a unit, texts, paths, files to write; and words that were renamed."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ def whole_number(value: Any, field: str, most: int = 10**9) -> int:
 
 
 def exclusive(field: str, value: Any, other: str) -> SpecError:
-    """The error for two settings that exclude each other."""
+    """The error for two mutually exclusive settings."""
     return SpecError(field, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 
@@ -68,3 +70,54 @@ def write_text(path: str | Path, text: str, field: str) -> None:
 def not_written(path: str | Path, error: Exception, field: str) -> SpecError:
     reason = getattr(error, "strerror", None) or "not a path"
     return SpecError(field, f"{shown(str(path), 300)} cannot be written ({reason})", "give another name")
+
+
+# -- words that flags and keywords had before: they work until 1.0, with a hint ----------------------
+
+
+# By verb ("" is every verb, "explain scaling" one topic): the old word of a flag, and the word that it has now.
+OLD_WORDS: Mapping[str, Mapping[str, str]] = {
+    "": {"batch": "global-batch"},
+    "plan": {"output": "out"},
+    "report": {"output": "out"},
+    "bench": {"warm-up": "warmup", "plot": "picture", "seconds": "time-limit"},
+    "data": {"workers": "processes"},
+    "doctor": {"folder": "run-folder"},
+    "explain": {"n": "gpus"},
+    "explain scaling": {"n": "factor"},
+    "generate": {
+        "batch": "batch-size",
+        "data": "prompt-file",
+        "device": "run-device",
+        "tokens": "prompt-tokens",
+        "workers": "replicas",
+    },
+}
+
+
+def renamed(verb: str) -> dict[str, str]:
+    """The words of a verb that changed, as old → new."""
+    first, _, _ = verb.partition(" ")
+    return {**OLD_WORDS[""], **OLD_WORDS.get(first, {}), **OLD_WORDS.get(verb, {})}
+
+
+def flags_now(verb: str, arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """The arguments of a command in the words of today, each with the hint that it needs."""
+    words = {f"--{old}": f"--{new}" for old, new in renamed(verb).items()}
+    for number, argument in enumerate(arguments):
+        if argument == "--":
+            yield from ((rest, None) for rest in arguments[number:])
+            return
+        flag, equals, value = argument.partition("=")
+        new = words.get(flag)
+        yield (argument, None) if new is None else (f"{new}{equals}{value}", f"{flag} is now {new}")
+
+
+def keywords_now(verb: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call in the words of today; an old one gives a DeprecationWarning."""
+    words = {old.replace("-", "_"): new.replace("-", "_") for old, new in renamed(verb).items()}
+    for old in words.keys() & keywords.keys():
+        if words[old] in keywords:
+            raise SpecError(old, f"is now {words[old]}, and both are given", "leave it out")
+        warnings.warn(f"{old}= is now {words[old]}=", DeprecationWarning, stacklevel=3)
+    return {words.get(name, name): value for name, value in keywords.items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
-from shardwise.api.inputs import job_from
+from shardwise.api.inputs import decided_job
 from shardwise.api.planning import plan
 from shardwise.api.quantities import amount, exclusive, path_text, require_writable, write_text
 from shardwise.api.results import Result
@@ -19,13 +19,11 @@ from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.launch.observe.state import RunObserver, RunState, as_data
 from shardwise.layout.views import is_unlike
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.planner.automatic import decided
 from shardwise.planner.candidate import candidate
 from shardwise.report.analysis import headline
 from shardwise.report.charts.chart import Chart
 from shardwise.report.charts.job import MOST_PASSES
-from shardwise.report.charts.plan import same_strategy
-from shardwise.report.charts.run import measured_words
+from shardwise.report.charts.plan import measured_words, same_strategy
 from shardwise.report.charts.sections import ChartSection, PlanPictures, RunPictures, job_sections, run_sections
 from shardwise.report.console import picked
 from shardwise.report.html import report_html
@@ -130,8 +128,7 @@ def write_report(
     tell = on_progress or (lambda text: None)
     asked = job_arguments(job, keywords)
     folder = _run_of(asked)
-    described, notes = job_from(asked if folder is None else replace(asked, job=str(folder.job)))
-    made = decided(described)
+    made, notes = decided_job(asked if folder is None else replace(asked, job=str(folder.job)))
     tell("pricing")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
@@ -163,7 +160,6 @@ def write_report(
 
 
 def _end_words(state: RunState) -> str:
-    """How the run ended, or goes on, and why."""
     restarts = f", {counted(state.restarts, 'restart')}" if state.restarts else ""
     return f"{state_words(state)}{restarts}{f': {state.why}' if state.why else ''}"
 
@@ -199,7 +195,6 @@ def _searched(job: Job, time_limit: Size | None, tell: OnProgress) -> PlanPictur
 
 
 def _comparison(folder: RunFolder) -> tuple[Comparison | None, str]:
-    """The profiled steps of a run beside their prediction, or why there is nothing to compare."""
     if not folder.profile.is_dir():
         return None, "the parts of a step: no step was profiled (`shardwise train --profile steps=10:12`)"
     if not is_installed("torch"):

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError, nearest_name
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, Self, TypedDict
 
-from shardwise.launch.targets.options import text_of
-from shardwise.launch.targets.registry import LaunchTarget, target_named
+from shardwise.launch.targets.registry import LaunchTarget, target_named, text_of
 from shardwise.run.environment import Started
 from shardwise.spec.bare import Size
 from shardwise.spec.errors import SpecError
@@ -131,7 +130,6 @@ class RunPlace:
         return cls(started_as, None if on is None else target_named(on), printed)
 
     def host_names(self) -> list[str] | None:
-        """The hosts, if they are chosen already."""
         return None if self.target is None else self.target.host_names()
 
     @property
@@ -188,7 +186,7 @@ EXCLUDED = (
 
 
 def require_compatible(given: Collection[str], place: RunPlace) -> None:
-    """Raises SpecError for the first two of the ``given`` options and the place's facts that exclude each other."""
+    """Raises SpecError for the first of the ``given`` options that the place, or another option, rules out."""
     true = {*given, *place.facts}
     words = {
         "launcher": "" if place.started_as is None else place.started_as.launcher,

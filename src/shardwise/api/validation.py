@@ -21,9 +21,9 @@ from shardwise.api.results import Result, Rows
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.interop.jobs import read_job
+from shardwise.report.compare import errors_page, runs_data, runs_page
 from shardwise.report.console import all_fields, picked
 from shardwise.report.page import Page
-from shardwise.report.validation import errors_page, runs_data, runs_page
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.metrics.lines import read_lines, summarise
 from shardwise.spec.errors import SpecError

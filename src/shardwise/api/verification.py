@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from shardwise.api.given import JobKeywords, JobSource, job_arguments
-from shardwise.api.inputs import job_from
+from shardwise.api.inputs import decided_job
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.pool import told_in_one_line
-from shardwise.planner.automatic import decided
+from shardwise.report.measured import verification_page
 from shardwise.report.page import Page
-from shardwise.report.verify import verification_page
 from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
@@ -91,11 +90,11 @@ def verify(
     if isinstance(job, Job) and not keywords:
         asked = job
     else:
-        asked = decided(job_from(job_arguments(job, keywords), runs_here=True)[0])
+        asked, _ = decided_job(job_arguments(job, keywords), runs_here=True)
     require_packages("verify", "torch")
 
     from shardwise.measure import verify as measured
-    from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+    from shardwise.measure.reference import on_fewer_ranks, with_small_model
 
     here = started()
     run = on_fewer_ranks(asked, max_processes if here is None else here.world)
@@ -105,6 +104,6 @@ def verify(
         as_rank = measured.verify_as_rank(run, here, steps=steps, seed=seed, tolerance=tolerance, device=run_device)
         return VerificationResult(asked, as_rank)
     quiet = watch or (lambda phase, done: None)
-    with told_in_one_line("run it again; a process that the system killed needs more memory"):
+    with told_in_one_line():
         verification = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=run_device, watch=quiet)
     return VerificationResult(asked, verification)

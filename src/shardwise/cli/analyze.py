@@ -8,8 +8,7 @@ import sys
 
 from shardwise.api.analysis import analyze, require_few_passes
 from shardwise.api.quantities import write_text
-from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, keywords
-from shardwise.cli.inputs import job_from
+from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_from, keywords
 from shardwise.cli.output import add_details_argument, add_output_arguments, add_plot_argument, form_of, page_of, show
 from shardwise.cli.parser import Parser
 from shardwise.spec.job import Job

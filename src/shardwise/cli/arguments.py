@@ -1,19 +1,26 @@
-"""The flags that describe a job, shared by the verbs."""
+"""The flags that describe a job, shared by the verbs; the `Job` made of them, and checks before a verb starts."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import JobArguments, arguments_of
+from shardwise.api.inputs import decided_job
 from shardwise.api.quantities import exclusive
 from shardwise.cli.parser import PRICE_BARE_NUMBERS, Parser
+from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.fields import FieldRecord, job_fields
+from shardwise.spec.installation import require_packages, torch_notes
+from shardwise.spec.job import Job
 
 _NOT_PRICED = (
     f"bare numbers are priced, not run: they are for {', '.join(PRICE_BARE_NUMBERS[:-1])} and {PRICE_BARE_NUMBERS[-1]}",
@@ -73,7 +80,6 @@ def add_job_arguments(parser: Parser, first: str = "job file (YAML); flags overr
 
 
 def job_arguments(parsed: argparse.Namespace) -> JobArguments:
-    """The job that the flags describe."""
     values: dict[str, Any] = {}
     for path, record in job_fields().items():
         if record.flag and (value := getattr(parsed, path, None)) is not None:
@@ -102,7 +108,6 @@ def _set_fields(settings: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for days, money and failures."""
     group = parser.add_argument_group("the whole run")
     for name, (example, help_text) in EXAMPLES.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=example, help=help_text)
@@ -116,3 +121,52 @@ def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[st
         if parameter.kind is parameter.KEYWORD_ONLY
     )
     return {name: value for name in taken if (value := getattr(arguments, name, None)) is not None}
+
+
+# -- from flags to a `Job`; notes on assumptions go to standard error --------------------------------
+
+
+MOST_PORT = 65535
+
+
+def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
+    """The job that a file and flags describe, with what it leaves open chosen."""
+    job, notes = decided_job(job_arguments(parsed), runs_here=runs_here)
+    print_notes(notes)
+    return job
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def path_from(text: str) -> Path:
+    """A path that need not exist; raises SpecError for text that cannot be one."""
+    place = place_from(text)
+    if isinstance(place, Path):
+        return place
+    raise SpecError("", f"{shown(text)} is not a path of this machine", "copy it here, or `checkpoint reshard` it")
+
+
+def place_from(text: str) -> Place:
+    """A path, or the URI of a place in a store; it need not exist."""
+    place = place_of(text)
+    try:
+        if isinstance(place, Path):
+            place.exists()
+    except (OSError, ValueError) as error:
+        raise SpecError("", f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})", "check it") from None
+    return place
+
+
+def port_number(text: str, flag: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > MOST_PORT:
+        raise SpecError(flag, f"{shown(text)} is not a port", "use 0 (any that is free) to 65535")
+    return int(text)
+
+
+def require_torch(verb: str, *also: str) -> None:
+    """Raises SpecError unless PyTorch and the packages of ``also`` are installed; notes an untested PyTorch."""
+    require_packages(verb, "torch", *also)
+    print_notes(torch_notes())

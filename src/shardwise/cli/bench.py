@@ -1,8 +1,9 @@
-"""`shardwise bench collectives`: every collective and algorithm, timed; the other benches are beside it."""
+"""`shardwise bench`: collectives and their algorithms, one training step, or parameter servers, timed."""
 
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -10,27 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
-from shardwise.api.quantities import amount, require_writable, write_text
-from shardwise.cli.arguments import add_field_argument
-from shardwise.cli.inputs import require_torch
+from shardwise.api.quantities import amount, require_writable, whole_number, write_text
+from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_from, require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
-    RUN_DEVICE_HELP,
-    RUN_DEVICES,
     WIRING_HELP,
     a_rank_for_each_device,
+    add_run_device_argument,
     add_target_argument,
     run_on_target,
     target_of_verb,
-    without_option,
 )
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.collectives.schedule import CollectiveKind
 from shardwise.engine.refuse import require_devices
+from shardwise.interop.jobs import model_from
 from shardwise.launch.pool import told_in_one_line
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.targets.registry import LaunchTarget
+from shardwise.report.console import versioned
 from shardwise.report.progress import status
 from shardwise.run.environment import Started, started
 from shardwise.spec.clusters import cpu_hosts
@@ -38,12 +38,14 @@ from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 from shardwise.spec.wiring import Wiring
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool
     from shardwise.measure.collectives.request import CollectiveRequest, MeasuredCollective, MeasuredLevel
+
 
 _EXAMPLE = """
 shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
@@ -58,13 +60,9 @@ COPIES = 12  # of the largest size that a rank may hold: input, output, staging,
 
 def run(arguments: list[str]) -> int:
     if arguments[:1] == ["step"]:
-        from shardwise.cli import bench_step
-
-        return bench_step.run(arguments[1:])
+        return _run_step(arguments[1:])
     if arguments[:1] == ["parameter-server"]:
-        from shardwise.cli import bench_parameter_server
-
-        return bench_parameter_server.run(arguments[1:])
+        return _run_servers(arguments[1:])
     parser = _parser()
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
@@ -80,8 +78,7 @@ def run(arguments: list[str]) -> int:
     if here is not None:
         measured, between = _measured_as_rank(parsed, here, wanted)
         return _report(parsed, measured, between) if here.rank == 0 else 0
-    again = "run it again; a process that the system killed needs more memory"
-    with told_in_one_line(again), status("starting", quiet=parsed.json) as update:
+    with told_in_one_line(), status("starting", quiet=parsed.json) as update:
         measured, between = _measured_here(parsed, cluster, wanted, update)
     return _report(parsed, measured, between)
 
@@ -138,7 +135,7 @@ def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) ->
     if parsed.emulate is not None:
         raise SpecError("--emulate", "cannot be combined with --on", "leave one of the two out")
     job = a_rank_for_each_device(target, parsed.cluster, parsed.run_device)
-    return run_on_target(target, job, ["bench", *without_option(arguments, "--on")])
+    return run_on_target(target, job, "bench", arguments)
 
 
 def _parser() -> Parser:
@@ -164,8 +161,7 @@ def _parser() -> Parser:
     where = parser.add_argument_group("where it runs")
     where.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default 2)")
     where.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
-    device = f"{RUN_DEVICE_HELP}; under a launcher or with --on (default cpu)"
-    where.add_argument("--run-device", choices=RUN_DEVICES, default="cpu", help=device)
+    add_run_device_argument(where, "; under a launcher or with --on (default cpu)", "cpu")
     add_target_argument(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--out", metavar="FILE", help="file or folder to write; a CSV of every figure, in SI units")
@@ -176,10 +172,7 @@ def _parser() -> Parser:
 
 
 def _check(parsed: Namespace, here: Started | None) -> None:
-    """Raises SpecError for flags that are invalid, or impossible on this machine."""
-    for name in ("repeats", "warmup"):
-        if getattr(parsed, name) < 1:
-            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    _require_one_or_more(parsed, "repeats", "warmup")
     parsed.time_limit = amount(parsed.time_limit, "seconds", "--time-limit", "3s")
     for flag, path in (("--out", parsed.out), ("--picture", parsed.picture), ("--wiring", parsed.wiring)):
         if path is not None and (here is None or here.rank == 0):
@@ -194,6 +187,12 @@ def _check(parsed: Namespace, here: Started | None) -> None:
         raise SpecError("--run-device", "cuda is for ranks that a launcher starts", remedy)
     if parsed.emulate is None:
         require_cores("--processes", parsed.processes, "give fewer, or start it on several hosts")
+
+
+def _require_one_or_more(parsed: Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(parsed, name) < 1:
+            raise SpecError(f"--{name}", f"{getattr(parsed, name)} is too few", "give 1 or more")
 
 
 def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
@@ -301,3 +300,169 @@ def _report(parsed: Namespace, measured: Sequence[MeasuredCollective], between: 
         write_text(parsed.wiring, dump_yaml(between.to_dict()), "--wiring")
     show(parsed, lambda: measured_page(measured, between), lambda: measured_data(measured))
     return 0 if all(row.right for row in measured) else 1
+
+
+# -- `bench step`: one training step on this machine's device, beside its prediction -----------------
+
+
+STEPS, WARMUP = 10, 5
+_STEP_EXAMPLE = """
+shardwise bench step --model tiny --global-batch 4 --microbatch 4 --seq 128 --precision fp32 --steps 5
+shardwise bench step --model gpt2 --global-batch 8 --microbatch 8 --seq 1024 --compile --json
+torchrun --nproc-per-node 8 -m shardwise bench step --model llama3-8b --cluster dgx-h100:1 --zero 3 --global-batch 8
+"""
+_STEP_FIRST = "--model --cluster --global-batch --microbatch --seq --precision --compile --steps --warmup --on"
+_STEP = """Trains a model for a few steps on random tokens, as `train` would, and prints the time of a step, tokens/s,
+MFU and memory beside what the planner predicts. Without --cluster the device is this machine's GPU, or its CPU."""
+
+
+def _run_step(arguments: list[str]) -> int:
+    parser = Parser("bench step", _STEP, _STEP_EXAMPLE, _STEP_FIRST)
+    add_job_arguments(parser)
+    parser.add_argument("--compile", action="store_true", help="compile every layer (training.compile)")
+    parser.add_argument("--graphs", choices=("auto", "true", "false"), help="one CUDA graph per step (training.graphs)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"steps to train; all are timed (default {STEPS})"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP, metavar="N", help=f"untimed runs before; of the step (default {WARMUP})"
+    )
+    nvtx = "mark steps, their phases and layers as NVTX ranges for nsys; the timed ones"
+    parser.add_argument("--nvtx", action="store_true", help=nvtx)
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of what is random; weights and tokens (default 0)"
+    )
+    add_target_argument(parser)
+    add_output_arguments(parser)
+    parsed = parser.parse(arguments)
+    _require_one_or_more(parsed, "steps", "warmup")
+    require_torch("bench")
+    from shardwise.engine.refuse import require_nvtx
+    from shardwise.measure.step import measure_step, require_measurable
+    from shardwise.report.bench import step_data, step_page
+
+    here = started()
+    target = target_of_verb(parsed.on, here)
+    if target is not None and parsed.job is None and parsed.cluster is None:
+        raise SpecError("--cluster", "is missing: it says how many ranks", "such as dgx-h100:2")
+    _complete(parsed, here)
+    job = job_from(parsed, runs_here=True)
+    if target is not None:
+        return run_on_target(target, job, "bench step", arguments)
+    if parsed.nvtx:
+        require_nvtx(job, "--nvtx")
+    require_measurable(job, here)
+    quiet = parsed.json or (here is not None and here.rank > 0)
+    with status("starting", quiet=quiet) as update:
+        measured = measure_step(
+            job, here, steps=parsed.steps, warmup=parsed.warmup, seed=parsed.seed, nvtx=parsed.nvtx, on_progress=update
+        )  # fmt: skip
+    if here is None or here.rank == 0:
+        show(parsed, lambda: step_page(measured), lambda: versioned("bench step", step_data(measured)))
+    return 0
+
+
+def _complete(parsed: Namespace, here: Started | None) -> None:
+    """Adds this machine's devices if no cluster is given, and the flags that set fields of the job's training."""
+    from shardwise.measure.step import cluster_name_here, device_type_here
+
+    parsed.set += ["training.compile=true"] if parsed.compile else []
+    parsed.set += [f"training.graphs={parsed.graphs}"] if parsed.graphs else []
+    if parsed.job is None and parsed.cluster is None:
+        parsed.cluster = cluster_name_here(device_type_here())
+        parsed.gpus = parsed.gpus or (1 if here is None else here.world)
+
+
+# -- `bench parameter-server`: parameter servers beside an all-reduce, on local processes ------------
+
+
+_SERVERS_EXAMPLE = """
+shardwise bench parameter-server --workers 2 --steps 8
+shardwise bench parameter-server --workers 4 --servers 2 --staleness 2 --slow 50ms --picture losses.svg
+"""
+_WAYS = """Trains one model in three ways on processes of this machine: by an all-reduce, as `train` does; by parameter
+servers that wait for all workers; and by servers that do not, with workers at most --staleness steps apart. Prints the
+losses, the time of a step, how equal the weights are, and the bytes at the servers beside the plan's. The exit status
+is 1 if synchronous servers end in other weights, or bytes or steps differ from the plan."""
+RATES = {"sgd": 0.5, "adamw": 1e-3}
+_MOST_STALENESS = 10**6
+
+
+def _run_servers(arguments: list[str]) -> int:
+    parser = Parser("bench parameter-server", _WAYS, _SERVERS_EXAMPLE)
+    parser.add_argument("--workers", default="2", metavar="N", help="processes that compute gradients (default 2)")
+    parser.add_argument("--servers", default="1", metavar="N", help="servers that share the weights (default 1)")
+    ahead = "steps that an asynchronous worker may be ahead of the slowest (default 2)"
+    parser.add_argument("--staleness", default="2", metavar="N", help=ahead)
+    parser.add_argument("--steps", default="20", metavar="N", help="steps to train; with each method (default 20)")
+    add_field_argument(parser, "--model", "; a dense one", "tiny")
+    add_field_argument(parser, "--global-batch", default="8")
+    add_field_argument(parser, "--seq", default="64")
+    add_field_argument(parser, "--optimizer", "; sgd or adamw here", "sgd")
+    rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
+    parser.add_argument("--learning-rate", metavar="RATE", help=f"default {rates}")
+    parser.add_argument("--slow", metavar="TIME", help="extra time per step for the last worker")
+    add_field_argument(parser, "--cluster", "; whose network is priced", "laptop")
+    parser.add_argument("--picture", metavar="FILE", help="SVG file to write; the loss of each way, step by step")
+    add_output_arguments(parser)
+    parsed = parser.parse(arguments)
+    require_torch("bench")
+    if (here := started()) is not None:
+        raise SpecError("bench", f"{here.launcher} has started this as a rank", "start it alone: its ranks are local")
+    workers, servers = (whole_number(getattr(parsed, name), f"--{name}") for name in ("workers", "servers"))
+    require_cores("--workers", workers + servers, "use fewer workers or servers")
+    if parsed.picture is not None:
+        require_writable(Path(parsed.picture), "--picture")
+    return _compare(parsed, workers, servers)
+
+
+def _compare(parsed: Namespace, workers: int, servers: int) -> int:
+    from shardwise.measure.parameter_server import ServerRequest, compare_servers
+    from shardwise.report.bench import losses_picture, servers_data, servers_page
+
+    slow = 0.0 if parsed.slow is None else amount(parsed.slow, "seconds", "--slow", "50ms")
+    request = ServerRequest(
+        _job(parsed, workers), servers, _staleness(parsed.staleness), whole_number(parsed.steps, "--steps"), slow
+    )  # fmt: skip
+    request.plan  # noqa: B018  # refused before a process starts
+    with told_in_one_line(), status("starting", quiet=parsed.json) as update:
+        comparison = compare_servers(request, update)
+    if parsed.picture is not None:
+        write_text(parsed.picture, losses_picture(comparison), "--picture")
+    data = versioned("bench parameter-server", servers_data(comparison))
+    show(parsed, lambda: servers_page(comparison), lambda: data)
+    for fault in comparison.faults:
+        print(f"shardwise: {fault}", file=sys.stderr)
+    return 1 if comparison.faults else 0
+
+
+def _staleness(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > _MOST_STALENESS:
+        raise SpecError("--staleness", f"{shown(text)} is not a number of steps", "write 0 or more, such as 2")
+    return int(text)
+
+
+def _job(parsed: Namespace, workers: int) -> Job:
+    if parsed.optimizer not in RATES:
+        raise SpecError("--optimizer", f"{shown(parsed.optimizer)} is not compared here", f"use {' or '.join(RATES)}")
+    rate = RATES[parsed.optimizer]
+    if parsed.learning_rate is not None:
+        rate = amount(parsed.learning_rate, "count", "--learning-rate", "0.1")
+    optimization = {"learning_rate": rate, "clip_norm": None, "decay": 0.0, "epsilon": 1e-5}
+    batch, seq = whole_number(parsed.global_batch, "--global-batch"), whole_number(parsed.seq, "--seq")
+    if batch % workers:
+        raise SpecError("--global-batch", f"{batch} sequences do not divide over {workers} workers", "use a multiple")
+    return Job.from_dict(
+        {
+            "model": model_from(parsed.model),
+            "cluster": named_cluster(parsed.cluster).with_devices(workers),
+            "strategy": {"dp": workers, "zero": 0, "microbatch": batch // workers},
+            "training": {
+                "global_batch": batch,
+                "seq": seq,
+                "precision": "fp32",
+                "optimizer": parsed.optimizer,
+                "optimization": optimization,
+            },
+        }
+    )

@@ -5,17 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
-from shardwise.cli.arguments import add_field_argument, keywords
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.arguments import add_field_argument, keywords, require_torch
 from shardwise.cli.on_target import (
     EMULATE_HELP,
-    RUN_DEVICE_HELP,
-    RUN_DEVICES,
     a_rank_for_each_device,
+    add_run_device_argument,
     add_target_argument,
     run_on_target,
     target_of_verb,
-    without_option,
 )
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
@@ -43,8 +40,7 @@ def run(arguments: list[str]) -> int:
     add_field_argument(parser, "--cluster", "; what this hardware is (default: by its GPUs, or laptop)")
     parser.add_argument("--processes", metavar="N", help="processes on this machine (default: one per core)")
     parser.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
-    device = f"{RUN_DEVICE_HELP}; the device to measure (default: GPUs if any; with --on cpu)"
-    parser.add_argument("--run-device", choices=("auto", *RUN_DEVICES), help=device)
+    add_run_device_argument(parser, "; the device to measure (default: GPUs if any; with --on cpu)", also=("auto",))
     parser.add_argument("--only", metavar="PARTS", help="only some of device,host,links,storage; the rest is unchanged")
     add_target_argument(parser)
     add_output_arguments(parser)
@@ -74,5 +70,4 @@ def _on_target(target: LaunchTarget, parsed: Namespace, arguments: list[str]) ->
             raise SpecError(f"--{name}", "cannot be combined with --on", "leave one of the two out")
     device = "cuda" if parsed.run_device == "cuda" else "cpu"
     job = a_rank_for_each_device(target, parsed.cluster, device)
-    given = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device", device]
-    return run_on_target(target, job, ["calibrate", *given])
+    return run_on_target(target, job, "calibrate", arguments, device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.cli.inputs import place_from, require_torch, whole_number
+from shardwise.api.quantities import whole_number
+from shardwise.cli.arguments import place_from, require_torch
 from shardwise.cli.output import add_output_arguments, show, show_line
 from shardwise.cli.parser import Parser
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.run.storage.place import Place, RemotePlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.api.comparison import TRACE, compare
-from shardwise.cli.inputs import require_torch
+from shardwise.api.observation import TRACE, compare
+from shardwise.cli.arguments import require_torch
 from shardwise.cli.output import add_output_arguments, add_plot_argument, show
 from shardwise.cli.parser import Parser
 

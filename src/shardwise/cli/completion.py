@@ -24,8 +24,6 @@ shardwise completion fish > ~/.config/fish/completions/shardwise.fish
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a verb, as a shell completes it."""
-
     name: str
     help: str
     takes_value: bool
@@ -34,8 +32,6 @@ class Flag:
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow a verb."""
-
     verb: str
     first: tuple[str, ...]
     flags: tuple[Flag, ...]
@@ -51,7 +47,6 @@ def run(arguments: list[str]) -> int:
 
 
 def words_of(verb: str) -> Words:
-    """What may follow ``verb``: its parser knows."""
     module = importlib.import_module(f"shardwise.cli.{MODULES.get(verb, verb)}")
     first = tuple(getattr(module, "WHAT", ()))
     flags: dict[str, Flag] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.cli.arguments import add_field_argument
-from shardwise.cli.inputs import path_from, require_torch
+from shardwise.cli.arguments import add_field_argument, path_from, require_torch
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.api.quantities import amount
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.units import counted

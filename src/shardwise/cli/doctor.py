@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -17,17 +16,14 @@ from rich.text import Text
 from shardwise.api.calibration import started_cluster
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import require_writable
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from, require_torch
+from shardwise.cli.arguments import add_job_arguments, job_arguments, job_from, require_torch
 from shardwise.cli.on_target import (
-    RUN_DEVICE_HELP,
-    RUN_DEVICES,
     WIRING_HELP,
     a_rank_for_each_device,
+    add_run_device_argument,
     add_target_argument,
     run_on_target,
     target_of_verb,
-    without_option,
 )
 from shardwise.cli.parser import Parser
 from shardwise.cli.streams import ReaderGone
@@ -36,15 +32,10 @@ from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.interop.fabric import read_switches
 from shardwise.launch.targets.registry import LaunchTarget
 from shardwise.measure.doctor.host import Checked, Examination, examine
-from shardwise.report.console import console
-from shardwise.report.formats import versioned
+from shardwise.report.console import console, versioned
 from shardwise.report.tables import wrapped
 from shardwise.run.environment import Started, started
 from shardwise.spec.errors import SpecError, shown
-
-if TYPE_CHECKING:
-    from shardwise.measure.doctor.host import Checked
-
 
 PROCESSES = 2  # without a job and without GPUs
 _EXAMPLE = """
@@ -84,8 +75,8 @@ def _parser() -> Parser:
     parser = Parser("doctor", _DOES, _EXAMPLE, _FIRST)
     add_job_arguments(parser)
     parser.add_argument("--run-folder", metavar="DIR", help="folder of the run (default: the job's, or this one)")
-    device = f"{RUN_DEVICE_HELP} (default: the job's, or GPUs if there are any)"
-    parser.add_argument_group("where it runs").add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    where = parser.add_argument_group("where it runs")
+    add_run_device_argument(where, " (default: the job's, or GPUs if there are any)")
     add_target_argument(parser)
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
     parser.add_argument("--wiring", metavar="FILE", help=WIRING_HELP)
@@ -102,8 +93,7 @@ def _on_target(target: LaunchTarget, parsed: argparse.Namespace, arguments: list
     else:
         job = job_from(parsed, runs_here=True)
     _switches(parsed)
-    others = [*without_option(without_option(arguments, "--on"), "--run-device"), "--run-device"]
-    return run_on_target(target, job, ["doctor", *others, parsed.run_device or job.run_device])
+    return run_on_target(target, job, "doctor", arguments, parsed.run_device or job.run_device)
 
 
 def _findings(request: Examination, here: Started | None) -> Iterator[Checked]:

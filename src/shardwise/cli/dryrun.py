@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from shardwise.cli.arguments import add_job_arguments
-from shardwise.cli.inputs import job_from, whole_number
+from shardwise.api.quantities import whole_number
+from shardwise.cli.arguments import add_job_arguments, job_from
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.dryrun.result import check_rank, fullest_rank, require_equal_stages, resized
-from shardwise.report.dryrun import dry_run_data, dry_run_page
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
+from shardwise.report.measured import dry_run_data, dry_run_page
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages
 from shardwise.spec.units import parse

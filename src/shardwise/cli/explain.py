@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.api.quantities import amount, exclusive
+from shardwise.api.quantities import amount, exclusive, whole_number
 from shardwise.api.sources import DEFAULT_LATENCY, bare_cluster
-from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from, model_from, whole_number
+from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments, job_from
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.report.formats import versioned
+from shardwise.interop.jobs import model_from
+from shardwise.report.console import versioned
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -31,8 +31,6 @@ _Flag = tuple[str, str | None, str]
 
 @dataclass(frozen=True)
 class Topic:
-    """Something to explain."""
-
     line: str
     """In the overview."""
     does: str

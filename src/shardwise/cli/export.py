@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-from shardwise.cli.arguments import add_job_arguments
-from shardwise.cli.inputs import job_from
+from shardwise.cli.arguments import add_job_arguments, job_from
 from shardwise.cli.parser import Parser
 from shardwise.interop.frameworks import TARGETS, Exported, target
 from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate
-from shardwise.report.export import export_data
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
+from shardwise.report.plan_data import export_data
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import readable_bytes, readable_seconds
 

@@ -7,11 +7,10 @@ import sys
 from argparse import SUPPRESS, Namespace
 
 from shardwise.api.generation import BATCH, NEW_TOKENS, WAIT_SECONDS, generate
-from shardwise.cli.arguments import add_field_argument, keywords
-from shardwise.cli.inputs import path_from, print_notes, require_torch
-from shardwise.cli.on_target import RUN_DEVICE_HELP, RUN_DEVICES, add_old_arguments, with_old_arguments
+from shardwise.cli.arguments import add_field_argument, keywords, path_from, print_notes, require_torch
+from shardwise.cli.on_target import add_old_arguments, add_run_device_argument, with_old_arguments
 from shardwise.cli.parser import Parser
-from shardwise.report.generation import figures, shown_text
+from shardwise.report.measured import figures, shown_text
 from shardwise.report.progress import counted_progress
 from shardwise.run.environment import started
 from shardwise.spec.errors import SpecError, shown
@@ -100,7 +99,7 @@ def _parser() -> Parser:
     add("--replicas", metavar="N", help="with --on ray: models that generate (default: one per GPU; one on CPUs)")
     wait = f"how long to wait for missing devices; with --on ray (default {WAIT_SECONDS:g}s)"
     add("--wait-for-resources", metavar="TIME", help=wait)
-    add("--run-device", choices=RUN_DEVICES, default="cpu", help=f"{RUN_DEVICE_HELP} (default cpu)")
+    add_run_device_argument(parser, " (default cpu)", "cpu")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="data type of the weights (default: as stored)")
     add_field_argument(parser, "--model", "; where the source does not include it")
     add(

@@ -7,12 +7,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from shardwise.api.quantities import require_writable, write_text
-from shardwise.cli.inputs import require_torch
+from shardwise.cli.arguments import require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.labs.registry import LABS, Lab, LabReport, lab_data, lab_named, lab_page, labs_data, labs_page, own_setup
 from shardwise.launch.pool import told_in_one_line
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
@@ -71,7 +71,6 @@ def _require_folder(folder: Path) -> None:
 
 
 def report_on(parsed: Namespace, lab: Lab, report: LabReport) -> int:
-    """Prints the report and writes its files; returns the exit status."""
     show(parsed, lambda: lab_page(lab, report), lambda: versioned("lab", lab_data(lab, report)))
     if parsed.out is not None:
         for name, text in report.files.items():

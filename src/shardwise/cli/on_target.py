@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
-from shardwise.api.renamed import flags_now
-from shardwise.cli.inputs import print_notes
+from shardwise.api.quantities import flags_now
+from shardwise.cli.arguments import print_notes
 from shardwise.cli.parser import Parser
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED, printed_as_it_grows
 from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.targets.options import text_of
-from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, command_status, started_on, target_named
+from shardwise.launch.targets.registry import (
+    LaunchTarget,
+    TargetRequest,
+    command_status,
+    started_on,
+    target_named,
+    text_of,
+)
 from shardwise.run.attempt import rank_file
 from shardwise.run.environment import Started
 from shardwise.spec.clusters import cpu_hosts
@@ -24,8 +30,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
-RUN_DEVICES = ("cpu", "cuda")
-RUN_DEVICE_HELP = "what to run on, cpu or cuda"
+_DEVICES = ("cpu", "cuda")
 EMULATE_HELP = "run on virtual nodes of this machine; 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
 WIRING_HELP = "on several nodes: file to write of what was measured between them, for cluster.wiring of a job"
 # Flags of earlier versions that are options of a target now: the option that each became, and of which targets.
@@ -44,6 +49,14 @@ def add_target_argument(parser: Parser) -> None:
         "(options: `shardwise list targets`)"
     )
     parser.add_argument_group("where it runs").add_argument("--on", metavar="TARGET[,OPTION=...]", help=on)
+
+
+def add_run_device_argument(
+    group: ArgumentParser | _ArgumentGroup, about: str, default: str | None = None, also: Sequence[str] = ()
+) -> None:
+    """``about`` follows its help; ``also`` are choices beside the devices."""
+    text = f"what to run on, cpu or cuda{about}"
+    group.add_argument("--run-device", choices=(*also, *_DEVICES), default=default, help=text)
 
 
 def add_old_arguments(parser: Parser, *names: str) -> None:
@@ -69,10 +82,15 @@ def with_old_arguments(parsed: Namespace, *names: str) -> str | None:
     return on
 
 
-def run_on_target(target: LaunchTarget, job: Job, arguments: Sequence[str]) -> int:
-    """Runs `shardwise ARGUMENTS` as the job's ranks; returns the exit status."""
-    today = (argument for argument, _ in flags_now(arguments[0], list(arguments)))  # the hint was given here
-    command = [sys.executable, "-m", "shardwise", *today]
+def run_on_target(
+    target: LaunchTarget, job: Job, verb: str, arguments: Sequence[str], device: str | None = None
+) -> int:
+    """Runs the verb as the job's ranks, with the arguments that it was given here, on ``device`` if that is said."""
+    given = without_option(arguments, "--on")
+    if device is not None:
+        given = [*without_option(given, "--run-device"), "--run-device", device]
+    today = (argument for argument, _ in flags_now(verb.split()[0], given))  # the hint was given here
+    command = [sys.executable, "-m", "shardwise", *verb.split(), *today]
     if target.kind != "starts":
         return command_status(TargetRequest(target, job), command)
     with started_on(TargetRequest(target, job)) as started_target, OwnedFolder("target") as folder:
@@ -126,7 +144,6 @@ def _failed(event: Event) -> None:
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """The arguments without an option and its value."""
     kept, skip = [], False
     for argument in arguments:
         if skip or argument == option or argument.startswith(f"{option}="):

@@ -14,7 +14,6 @@ from shardwise.report.page import Page
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """--json, --markdown and --csv, which are mutually exclusive; returns their group."""
     group = parser.add_argument_group("output").add_mutually_exclusive_group()
     group.add_argument("--json", action="store_true", help="JSON output")
     group.add_argument("--markdown", action="store_true", help="Markdown output, tables included")
@@ -23,12 +22,10 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
 
 
 def add_plot_argument(group: argparse._MutuallyExclusiveGroup) -> None:
-    """--plot, for verbs that have pictures."""
     group.add_argument("--plot", action="store_true", help="pictures in place of tables")
 
 
 def add_details_argument(parser: argparse.ArgumentParser) -> None:
-    """--details, for verbs whose page is longer than a screen."""
     details = "show everything, not just one screen; --json, --markdown and --csv always do"
     parser.add_argument_group("output").add_argument("--details", action="store_true", help=details)
 
@@ -43,7 +40,6 @@ def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
 
 
 def show_line(parsed: argparse.Namespace, line: str, data: Any) -> None:
-    """Prints a line, or the data as JSON on one line."""
     with suppress(ReaderGone):
         print(json.dumps(data) if parsed.json else line)
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from shardwise.api.renamed import flags_now
+from shardwise.api.quantities import flags_now
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 FIRST = "used most"
@@ -34,8 +34,6 @@ DESCRIBE = "--describe-flags"  # in place of arguments: asks a verb for its pars
 
 
 class Described(Exception):
-    """The answer to `DESCRIBE`."""
-
     def __init__(self, parser: Parser) -> None:
         super().__init__(parser.prog)
         self.parser = parser
@@ -107,7 +105,6 @@ class Parser(argparse.ArgumentParser):
         return f"usage: {' '.join([self.prog, *words, '[options]'])}\n"
 
     def format_help(self) -> str:
-        """The flags used most, then the others by group."""
         formatter = self._get_formatter()
         formatter.add_text(self.description)
         first = [self._option_string_actions[flag] for flag in self.first]
@@ -123,7 +120,6 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _usage_words(action: argparse.Action) -> str:
-        """An argument in the line of usage."""
         choices = None if action.choices is None else f"{{{','.join(map(str, action.choices))}}}"
         name = str(action.metavar or choices or action.dest)
         if action.option_strings:

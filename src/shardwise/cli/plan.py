@@ -23,17 +23,7 @@ shardwise plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --tp 
 """
 _FIRST = "--model --cluster --gpus --global-batch --seq --tp --pp --zero --why-not --details"
 _HEADER = "# Written by `shardwise plan`; run it again to replace this file.\n"
-_NOT_MIXED = {
-    "--why-not": "why_not",
-    "--what-if": "what_if",
-    "--for": "framework",
-    "--pareto": "pareto",
-    "--plot": "plot",
-    "--offload": "offload",
-    "--tokens": "tokens",
-    "--gpus": "gpus",
-    "--gpus-per-node": "gpus_per_node",
-}
+_NOT_MIXED = ("why_not", "what_if", "framework", "pareto", "plot", "offload", "tokens", "gpus", "gpus_per_node")
 
 
 def run(arguments: list[str]) -> int:
@@ -51,9 +41,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _plan_mixed(parsed: argparse.Namespace) -> int:
-    """The plan for several kinds of nodes."""
-    for flag, name in _NOT_MIXED.items():
+    for name in _NOT_MIXED:
         if getattr(parsed, name):
+            flag = "--for" if name == "framework" else f"--{name.replace('_', '-')}"
             raise SpecError(flag, "is not supported for several kinds of nodes", "leave it out, or plan for one kind")
     output = _output(parsed.out)
     with status("searching", quiet=parsed.json):

@@ -10,7 +10,7 @@ import threading
 
 from shardwise.api.observation import observed_folder, status, statuses
 from shardwise.api.quantities import amount
-from shardwise.cli.inputs import port_number
+from shardwise.cli.arguments import port_number
 from shardwise.cli.output import add_output_arguments, form_of, show
 from shardwise.cli.parser import Parser
 from shardwise.report.console import console

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.api.execution import (
@@ -20,17 +21,16 @@ from shardwise.api.execution import (
     trained,
     trained_as_rank,
 )
+from shardwise.api.quantities import whole_number
 from shardwise.api.run_options import RunOptions, RunPlace, require_compatible
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import print_notes, whole_number
+from shardwise.cli.arguments import add_job_arguments, job_arguments, print_notes
 from shardwise.cli.on_target import add_old_arguments, with_old_arguments
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.launch.as_rank import FollowsRankZero
-from shardwise.launch.outcome import DONE, STOPPED, Attempt, Event, Failure, Outcome
-from shardwise.launch.run import Launch
+from shardwise.launch.outcome import DONE, STOPPED, Attempt, Failure, Outcome
+from shardwise.launch.run import FollowsRankZero, Launch
 from shardwise.launch.targets.registry import LaunchTarget, TargetRequest, Written, submitted, written_for
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.status import points_page
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.run.environment import Started, started
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 
     def supervised(launch: Launch) -> Outcome:
         with _progress(launch.folder, launch.job, quiet=parsed.json) as progress:
-            return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
+            return launch.supervised(lambda event: progress.print(str(event)))
 
     return _show(trained(ready, supervised), parsed)
 
@@ -162,7 +162,7 @@ def _as_rank(here: Started, made_ready: Callable[[Sequence[str] | None], ReadyRu
 
 
 def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
-    from shardwise.launch.torchrun import torchrun_commands
+    from shardwise.launch.run import torchrun_commands
 
     with ready.folder.checkpoints.locked():
         step = ready.finished_step()
@@ -180,12 +180,10 @@ def _progress(folder: RunFolder, job: Job, *, quiet: bool) -> TrainingProgress:
 
 def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
     """Rehearses the run and prints its checks; returns 1 if one failed."""
-    from shardwise.launch.rehearsal import rehearse
+    from shardwise.launch.run import rehearse
 
-    def print_event(event: Event) -> None:
-        print(f"{event.kind}: {event.text}", file=sys.stderr)
-
-    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, print_event, debug=parsed.debug)
+    tell = partial(print, file=sys.stderr)
+    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, tell, debug=parsed.debug)
     if not points:
         if outcome.failure is not None:
             print(f"shardwise: error: {outcome.failure.reason}", file=sys.stderr)
@@ -195,7 +193,6 @@ def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
 
 
 def _show(result: TrainingResult, parsed: argparse.Namespace) -> int:
-    """Prints the summary of a run; returns the exit status."""
     failure = result.failure
     if failure is not None:
         log = f"; its log: {failure.log}" if failure.log else ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import webbrowser
 
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.inputs import job_from, port_number
+from shardwise.cli.arguments import add_job_arguments, job_arguments, job_from, port_number
 from shardwise.cli.parser import Parser
 from shardwise.launch.loopback import LOOPBACK, bound
 from shardwise.spec.installation import require_packages

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
-from shardwise.cli.arguments import add_job_arguments, keywords
-from shardwise.cli.inputs import job_from, require_torch
-from shardwise.cli.on_target import (
-    RUN_DEVICE_HELP,
-    RUN_DEVICES,
-    add_target_argument,
-    run_on_target,
-    target_of_verb,
-    without_option,
-)
+from shardwise.cli.arguments import add_job_arguments, job_from, keywords, require_torch
+from shardwise.cli.on_target import add_run_device_argument, add_target_argument, run_on_target, target_of_verb
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
-from shardwise.report.verify import verification_progress
+from shardwise.report.measured import verification_progress
 from shardwise.run.environment import started
 
 _EXAMPLE = """
@@ -36,8 +28,7 @@ def run(arguments: list[str]) -> int:
     fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
     parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)
     parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
-    device = f"{RUN_DEVICE_HELP} (default cpu; with --on the job's)"
-    parser.add_argument_group("where it runs").add_argument("--run-device", choices=RUN_DEVICES, help=device)
+    add_run_device_argument(parser.add_argument_group("where it runs"), " (default cpu; with --on the job's)")
     add_target_argument(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of what is random; weights and tokens (default 0)")
     add_output_arguments(parser)
@@ -47,8 +38,7 @@ def run(arguments: list[str]) -> int:
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
     if target is not None:
-        given = [*without_option(arguments, "--on"), "--run-device", parsed.run_device or job.run_device]
-        return run_on_target(target, job, ["verify", *given])
+        return run_on_target(target, job, "verify", arguments, parsed.run_device or job.run_device)
     with verification_progress(parsed.steps, shown=not parsed.json and here is None) as watch:
         result = verify(job, **keywords(verify, parsed), watch=watch)
     if here is not None and here.rank:

@@ -25,7 +25,7 @@ from shardwise.generation.ray_driver import REMEDY, StageFailed, run_driver
 from shardwise.generation.request import Generated, GenerationRequest, GenerationTimes
 from shardwise.generation.served import RankGone, ServedModel
 from shardwise.launch.ray.cluster import ADDRESS, ray_cluster
-from shardwise.launch.targets.installed import installed, require_same
+from shardwise.launch.targets.agent import installed, require_same
 from shardwise.run.data.token_files import tokenizer_from
 from shardwise.spec.errors import DoesNotFit, SpecError, shown
 from shardwise.spec.installation import require_packages

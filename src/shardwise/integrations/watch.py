@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.integrations.layout import FrameworkRun, OnMisfit, PricedRun, WatchOptions, priced_or_why_not
 from shardwise.integrations.module import language_model
-from shardwise.launch.job_file import write_job
+from shardwise.launch.resume import write_job
 from shardwise.report.console import table
 from shardwise.report.page import Page
 from shardwise.report.verdict import verdict_of
@@ -249,7 +249,7 @@ class RunWatch:
         else:
             result = self.priced.result
             record["predicted"] = {
-                **verdict_of(result.assessment).to_dict(),
+                **vars(verdict_of(result.assessment)),
                 "tokens_per_second": result.tokens_per_second,
                 "tensor_bytes": self._predicted.get("predicted_memory_bytes"),
                 "tokens_per_step": self.priced.job.tokens_per_step,

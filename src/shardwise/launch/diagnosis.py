@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Cause, Failure
 from shardwise.launch.ranks import RankProcess
 from shardwise.run.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, rank_file, read_failure
-from shardwise.run.flight import names, out_of_step, read_flight
+from shardwise.run.records import names, out_of_step, read_flight
 from shardwise.spec.errors import shown
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
@@ -101,7 +101,6 @@ def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProc
 
 
 def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
-    """How long a rank may stay in its phase."""
     usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
     if progress is None:
         return timeouts.start

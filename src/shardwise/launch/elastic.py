@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.launch.emulate.network import Network, Reach
-from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import Keepers, place_here
 from shardwise.launch.outcome import Failure
 from shardwise.launch.ranks import Gang, NodeSeats, RankGroup, RankProcesses
-from shardwise.launch.targets.host_file import Host
-from shardwise.launch.targets.hosts import HostRanks
+from shardwise.launch.resume import write_job
+from shardwise.launch.targets.hosts import Host, HostRanks
 from shardwise.launch.targets.registry import StartsRanks
 from shardwise.layout.groups import along, division, node_of
 from shardwise.planner.plan import Plan, plan

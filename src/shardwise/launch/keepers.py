@@ -34,8 +34,6 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class KeeperPlace:
-    """A node on which a keeper can run."""
-
     name: str
     address: str  # that the keeper listens at
     start: Callable[[], AgentProcess] = field(compare=False)  # starts `keeper.py` there
@@ -43,8 +41,6 @@ class KeeperPlace:
 
 @dataclass(frozen=True)
 class RunningKeeper:
-    """A keeper process, and the port that it listens at."""
-
     place: KeeperPlace
     process: AgentProcess
     port: int

@@ -6,10 +6,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
-from shardwise.launch.outcome import Event
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang
 from shardwise.run.attempt import rank_file
@@ -25,33 +25,23 @@ UNWATCHED = Timeouts(start=_DAYS, step=_DAYS, checkpoint=_DAYS)  # for commands 
 
 def run_on_node(node: StartedNode, arguments: Sequence[str]) -> int:
     """Runs `shardwise ARGUMENTS` as this node's ranks; returns its exit status. Restarts are the cluster manager's."""
-    here = node.ranks_here or _devices()
+    # A rank for every GPU, or one.
+    here = node.ranks_here or max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
     gang = Gang(here * node.nodes, range(here * node.node, here * (node.node + 1)), node.address, node.port)
-    with OwnedFolder("node") as folder:
-
-        def report(event: Event) -> None:
-            print(f"{event.kind}: {event.text}", file=sys.stderr)
-
-        with printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, gang.ranks[0], "log")):
-            outcome = supervise(
-                [sys.executable, "-m", "shardwise", *arguments], gang.world, folder, gang=gang, timeouts=UNWATCHED,
-                restarts=0, grace_seconds=_grace_seconds(arguments), on_event=report,
-            )  # fmt: skip
+    with OwnedFolder("node") as folder, printed_as_it_grows(rank_file(folder / FIRST_ATTEMPT, gang.ranks[0], "log")):
+        outcome = supervise(
+            [sys.executable, "-m", "shardwise", *arguments], gang.world, folder, gang=gang, timeouts=UNWATCHED,
+            restarts=0, grace_seconds=_grace_seconds(arguments), on_event=partial(print, file=sys.stderr),
+        )  # fmt: skip
     return outcome.status
 
 
 def _grace_seconds(arguments: Sequence[str]) -> float:
-    """The value of `--grace` in the command."""
     after = dict(zip(arguments, [*arguments[1:], ""]))
     given = next(
         (argument.partition("=")[2] for argument in arguments if argument.startswith("--grace=")), after.get("--grace")
     )
     return _GRACE_SECONDS if given is None else float(parse(given, "seconds", "⟨grace⟩"))
-
-
-def _devices() -> int:
-    """A rank for every GPU, or one."""
-    return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
 # -- A file that grows, copied to standard output as it does ---------------------------------------

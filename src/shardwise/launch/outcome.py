@@ -50,8 +50,6 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
-
     status: int  # for the shell: 0 done, 1 failed, 2 a mistake, 75 or 76 stopped (`STOPS`)
     stopped: bool  # before its last step, by a signal to the launcher or to a rank
     attempts: tuple[Attempt, ...]
@@ -63,9 +61,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """Something to report to the user."""
-
     kind: EventKind
     attempt: int
     text: str  # one line
     folder: Path | None = None  # of a start: where its ranks report
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"

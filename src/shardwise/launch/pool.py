@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.engine.torch_private import Store
 
 MOST_CALLS = 12  # per worker: PyTorch's caches keep some groups of earlier worlds, whose threads wake up
+_AGAIN = "run it again; a process that the system killed needs more memory"
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
 
 
@@ -44,13 +45,11 @@ class WorkerError(Exception):
 
 
 class RankLost(SpecError):
-    """A process ended before its work was done."""
-
     status = 1
 
 
 @contextmanager
-def told_in_one_line(again: str = "") -> Iterator[None]:
+def told_in_one_line(again: str = _AGAIN) -> Iterator[None]:
     """Turns the WorkerError of a worker that failed or was lost into a RankLost with the remedy ``again``."""
     try:
         yield

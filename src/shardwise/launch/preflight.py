@@ -38,8 +38,6 @@ _OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "allocate memory", "MemoryErro
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the checks found."""
-
     price: Candidate  # the predicted cost of the job
     notes: tuple[str, ...]  # for the user
 

@@ -41,8 +41,6 @@ _LIMIT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """What is trained, by which workers and servers."""
-
     job: Job  # with a rank for every worker
     servers: int
     staleness: int

@@ -21,7 +21,7 @@ from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import candidate
 from shardwise.planner.search.stages import Piece, Pieces, divisions, fits, pieces_of, room_for_pieces
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.profile import path_of
+from shardwise.run.records import path_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
@@ -131,7 +131,6 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
 
 
 def _forward_share(recorded: Measured) -> float:
-    """The forward passes' share of all passes."""
     stages = [seconds for steps in recorded.steps for seconds in _stage_seconds(steps).values()]
     return sum(forward for forward, _ in stages) / sum(all_passes for _, all_passes in stages)
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +19,13 @@ from shardwise.engine.mesh import process_group
 from shardwise.engine.parameters import HeldParameter, divided_as, local
 from shardwise.engine.refuse import require_devices, require_folder, require_runs
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.measure.calibrate.ranks import Rank, StartedRanks, started_ranks
+from shardwise.launch.pool import Pool
+from shardwise.measure.calibrate.ranks import PoolRanks, Rank, Ranks, StartedRanks, started_ranks
 from shardwise.measure.reference import (
     TOLERANCE,
     Deviation,
     Reference,
+    cluster_of,
     deviation,
     gradient_scales,
     hold_routes,
@@ -38,7 +38,6 @@ from shardwise.measure.reference import (
     share,
     weight_scales,
 )
-from shardwise.measure.smaller import cluster_of
 from shardwise.models.decoder import is_stack_of_experts
 from shardwise.run.environment import Started
 from shardwise.spec.errors import SpecError
@@ -89,17 +88,20 @@ def _run_narrow(job: Job, steps: int, seed: int, reference: Reference, device: s
     return narrow
 
 
-def write_narrow(
-    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+def _write_narrow(
+    rank: Rank, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
 ) -> None:
+    """The run of a single process: that of the first rank of every host."""
+    if not rank.first_of_host:
+        return
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))
     with process_group(0, 1, f"{narrow_path}.meeting", device=device):
         torch.save(asdict(_run_narrow(job, steps, seed, reference, device, tick)), narrow_path)
 
 
-def compare_narrow(
-    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
+def _compare_narrow(
+    rank: Rank, job: Job, steps: int, seed: int, path: str, narrow_path: str, device: str, tick: Tick
 ) -> dict[str, Deviation]:
     """How far training in FP8 is from the reference; gradients of each parameter, or of each expert, by their norm.
 
@@ -108,8 +110,8 @@ def compare_narrow(
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))
     alone = _Narrow(**torch.load(narrow_path, weights_only=False))
-    with process_group(place.rank, place.world, place.rendezvous_file, device=device):
-        mine = _run_narrow(job, steps, seed, reference, device, tick if place.rank == 0 else lambda: None)
+    with process_group(rank.number, rank.world, rank.store, device=device):
+        mine = _run_narrow(job, steps, seed, reference, device, tick if rank.number == 0 else lambda: None)
     deviations: dict[str, list[Deviation]] = {kind: [] for kind in FP8_BOUNDS}
     for step, expected in enumerate(reference.gradients):
         at = f"step {step + 1}"
@@ -176,8 +178,6 @@ def _norms(name: str, tensor: Tensor) -> Tensor:
 
 # -- in fp32 -----------------------------------------------------------------------------------------
 
-Result = TypeVar("Result")
-
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
 # Of AdamW. With the usual 1e-8 an element whose gradient is only rounding moves by a full step, up or down: errors of
@@ -227,8 +227,8 @@ def verify(
     own_pool = pool or Pool(PRELOAD)
     try:
         with OwnedFolder("verify") as folder:
-            processes = PoolProcesses(own_pool, job.strategy.world)
-            return comparison.by(processes, Path(folder), Path(references or folder), watch)
+            ranks = PoolRanks(own_pool, job.strategy.world)
+            return comparison.by(ranks, Path(folder), Path(references or folder), watch)
     finally:
         if pool is None:
             own_pool.close()
@@ -249,37 +249,7 @@ def verify_as_rank(
     with started_ranks(here) as ranks, OwnedFolder("verify") as own:
         folders = ranks.run(lambda rank: str(own))
         folder = Path(folders[here.rank - here.local_rank])
-        return comparison.by(StartedProcesses(ranks), folder, folder)
-
-
-@dataclass(frozen=True)
-class PoolProcesses:
-    """Local processes: ``alone`` runs a function on one of them, ``together`` on ``world``."""
-
-    pool: Pool
-    world: int
-
-    def alone(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self.pool.run(function, 1, *arguments)
-
-    def together(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self.pool.run(function, self.world, *arguments)
-
-
-@dataclass(frozen=True)
-class StartedProcesses:
-    """Ranks that a launcher has started: ``alone`` runs a function on one rank of every host."""
-
-    ranks: StartedRanks
-
-    def alone(self, function: Callable[..., Result], *arguments: Any) -> list[Result | None]:
-        def on_first(rank: Rank) -> Result | None:
-            return function(WorkerPlace(0, 1, ""), *arguments) if rank.first_of_host else None
-
-        return self.ranks.run(on_first)
-
-    def together(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-        return self.ranks.run(lambda rank: function(WorkerPlace(rank.number, rank.world, rank.store), *arguments))
+        return comparison.by(ranks, folder, folder)
 
 
 def _in_fp32(job: Job) -> Job:
@@ -295,8 +265,6 @@ def _in_fp32(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison: the job as asked for and as compared, and the settings."""
-
     asked: Job
     job: Job
     steps: int
@@ -306,32 +274,32 @@ class _Comparison:
 
     def by(
         self,
-        processes: PoolProcesses | StartedProcesses,
+        ranks: Ranks,
         folder: Path,
         references: Path,
         watch: Watch = lambda phase, done: None,
     ) -> Verification:
-        """Runs the comparison on ``processes``; ``folder`` and ``references`` are local to each host."""
+        """Runs the comparison on ``ranks``; ``folder`` and ``references`` are local to each host."""
         job, asked, given = self.job, self.asked.training, (self.steps, self.seed)
         require_folder(job)
         require_memory(job, self.steps, available_bytes())
         path = str(references / f"{reference_key(job, *given)}.pt")
         phases = ("alone", "together", "narrow_alone", "narrow")
         alone, together, alone_again, again = (Ticks(f"{folder}/{name}") for name in phases)
-        if isinstance(processes, StartedProcesses) or not Path(path).exists():
+        if isinstance(ranks, StartedRanks) or not Path(path).exists():
             watch("one process", alone.count)
-            processes.alone(_write_reference, job, *given, path, alone)
+            ranks.run(_write_reference, job, *given, path, alone)
         watch(f"{job.strategy.world} processes", together.count)
-        of_ranks = processes.together(_compare, job, *given, path, self.device, together)
+        of_ranks = ranks.run(_compare, job, *given, path, self.device, together)
         narrow: list[dict[str, Deviation]] = []
         if asked.recipe.scaling:
             narrowed = replace(job, training=replace(job.training, precision=asked.precision))
             narrow_path = str(folder / "narrow.pt")
             watch(f"one process in {asked.precision}", alone_again.count)
             both = (*given, path, narrow_path, self.device)
-            processes.alone(write_narrow, on_one_process(narrowed), *both, alone_again.tick)
+            ranks.run(_write_narrow, on_one_process(narrowed), *both, alone_again.tick)
             watch(f"the same in {asked.precision}", again.count)
-            narrow = processes.together(compare_narrow, narrowed, *both, again.tick)
+            narrow = ranks.run(_compare_narrow, narrowed, *both, again.tick)
         worst = {kind: Deviation.worst(own[kind] for own in of_ranks) for kind in KINDS}
         in_fp8 = {kind: Deviation.worst(own[kind] for own in narrow) for kind in FP8_BOUNDS} if narrow else {}
         return Verification(job, self.steps, self.tolerance, worst, in_fp8)
@@ -372,21 +340,21 @@ class Ticks:
         return Path(self.path).stat().st_size if Path(self.path).exists() else 0
 
 
-def _write_reference(place: WorkerPlace, job: Job, steps: int, seed: int, path: str, ticks: Ticks) -> None:
+def _write_reference(rank: Rank, job: Job, steps: int, seed: int, path: str, ticks: Ticks) -> None:
+    """By the first rank of every host."""
+    if not rank.first_of_host:
+        return
     torch.set_num_threads(1)
     unfinished = f"{path}.{os.getpid()}"
     torch.save(asdict(run_reference(job, steps, seed, ticks.tick)), unfinished)
     Path(unfinished).replace(path)  # a file that exists is complete
 
 
-def _compare(
-    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
-) -> dict[str, Deviation]:
-    """The deviations of one rank."""
+def _compare(rank: Rank, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks) -> dict[str, Deviation]:
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     deviations: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
-    with process_group(place.rank, place.world, place.rendezvous_file, device=device):
+    with process_group(rank.number, rank.world, rank.store, device=device):
         engine = sample_engine(job, seed, device)
         for step in range(steps):
             at = f"step {step + 1}"
@@ -398,7 +366,7 @@ def _compare(
             )
             norm = float(engine.update())
             deviations["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
-            if place.rank == 0:
+            if rank.number == 0:
                 ticks.tick()
         scales = weight_scales(reference.weights, reference.gradients, job.training.optimization)
         deviations["weight"] += _deviations(engine, engine.weight, reference.weights, scales)

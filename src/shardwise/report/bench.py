@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import picked, spoken, table, table_of
+from shardwise.report.memory_timeline import LINE, PAPER, SOFT, document, text
 from shardwise.report.page import Line, Page, Piece, paged
-from shardwise.report.svg import LINE, PAPER, SOFT, document, text
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,
@@ -53,7 +53,6 @@ _PAIRS: dict[str, Callable[[PairLink], str]] = {
 
 
 def measured_page(measured: Sequence[MeasuredCollective], between: Wiring | None = None) -> Page:
-    """A table per collective and network level, and one of all pairs of nodes, if these were measured."""
     tables = []
     for title, some in _groups(measured):
         rows = sorted(some, key=lambda row: (row.size_bytes, row.median_seconds))
@@ -65,13 +64,11 @@ def measured_page(measured: Sequence[MeasuredCollective], between: Wiring | None
 
 
 def _groups(measured: Sequence[MeasuredCollective]) -> Iterator[tuple[str, list[MeasuredCollective]]]:
-    """Measurements by collective and network level, each group with its title."""
     for (level, kind, ranks), some in groupby(measured, key=lambda row: (row.level, row.kind, row.ranks)):
         yield f"{kind.replace('_', '-')} over {level}: {ranks} ranks", list(some)
 
 
 def measured_data(measured: Sequence[MeasuredCollective]) -> list[dict[str, Any]]:
-    """One entry for every collective, algorithm and size."""
     return [{name: getattr(row, "kind" if name == "collective" else name) for name in COLUMNS} for row in measured]
 
 
@@ -183,7 +180,6 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 @paged
 def step_page(measured: MeasuredStep) -> Iterator[Piece | str]:
-    """Measured, predicted, and the error of the prediction."""
     predicted, reserved = measured.analysis, measured.reserved_bytes
     rows = [
         ("step, median", readable_seconds(measured.median_seconds), readable_seconds(predicted.predicted_seconds),
@@ -314,7 +310,6 @@ def servers_data(comparison: ServerComparison) -> dict[str, Any]:
 
 
 def losses_picture(comparison: ServerComparison) -> str:
-    """The loss of each way against the step."""
     every = [loss for way in comparison.ways for loss in way.losses]
     low, high = min(every), max(every)
     spread, steps = max(high - low, 1e-9), max(1, comparison.request.steps - 1)

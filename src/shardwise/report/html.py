@@ -41,7 +41,7 @@ def report_html(
             f'<a href="#section-{number}">{escape(section.title)}</a>' for number, section in enumerate(sections)
         ),
         sections="\n".join(_section(number, section) for number, section in enumerate(sections)),
-        data=_script_data({"verdict": verdict.to_dict(), "charts": charts}),
+        data=_script_data({"verdict": vars(verdict), "charts": charts}),
         library=_script(asset("chart.umd.min.js")),
         scripts=_script(asset("charts.js") + asset("report.js")),
     )
@@ -92,7 +92,6 @@ def _table(title: str, table: ChartTable) -> str:
 
 
 def _formulas(chart: BarChart) -> str:
-    """The formula of each bar, folded until it is opened."""
     items = [
         f"<dt>{escape(category)}, {escape(series.name)}</dt><dd>{'<br>'.join(map(escape, series.details[number]))}</dd>"
         for number, category in enumerate(chart.categories)

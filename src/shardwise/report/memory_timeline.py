@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.report.console import picked, table_of
-from shardwise.report.part_names import MEMORY_PARTS
-from shardwise.report.svg import INK, LINE, PAPER, SOFT, document, text
 from shardwise.report.tables import FittedTable
+from shardwise.report.verdict import MEMORY_PARTS
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime, MemorySpan, RankMemory
+
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 36  # of a curve in the table
@@ -65,13 +66,11 @@ def sampled(rank: RankMemory, step_seconds: float, columns: int) -> list[MemoryS
 
 
 def held_by(memory: DeviceMemory) -> str:
-    """The largest parts, largest first."""
     parts = sorted(((getattr(memory, part), part) for part in memory.PARTS), reverse=True)[:_NAMED_PARTS]
     return ", ".join(f"{MEMORY_PARTS[part]} {held / memory.total:.0%}" for held, part in parts if held)
 
 
 def memory_over_time_data(memory: MemoryOverTime) -> dict[str, Any]:
-    """The peak of every rank, and its total over time."""
     return {
         "step_seconds": memory.step_seconds,
         "ranks": [
@@ -109,7 +108,6 @@ _COLUMNS = 320  # samples across a panel
 
 
 def memory_picture(memory: MemoryOverTime) -> str:
-    """The picture as the text of an SVG file."""
     ranks = _shown(memory)
     across = min(2, len(ranks))
     width = (_WIDTH - _LEFT - 24 - (across - 1) * _GAP) / across
@@ -234,3 +232,24 @@ def _ticks(top: float, wanted: int) -> list[float]:
 
 def _amount(held: DeviceMemory, parts: tuple[str, ...]) -> float:
     return float(sum(getattr(held, part) for part in parts))
+
+
+# -- SVG on paper of its own, also for the pictures of `bench` ---------------------------------------
+
+
+INK, SOFT, LINE, PAPER = "#1f2430", "#5b6472", "#dde1e7", "#ffffff"
+
+
+def document(title: str, width: int, height: int, parts: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" role="img"><title>{title}</title>'
+        f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>' + "\n".join(parts) + "</svg>\n"
+    )
+
+
+def text(x: float, y: float, what: str, size: int, weight: int = 400, fill: str = INK, anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{escape(what)}</text>'
+    )

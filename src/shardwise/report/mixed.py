@@ -90,7 +90,6 @@ def _alone(plan: MixedPlan) -> Iterator[str | FittedTable]:
 
 
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
-    """Everything `plan` prints for several kinds of nodes."""
     return {
         **picked(plan, "status", "was_stopped", job="best.job", cluster="request.mixed", strategies="tried"),
         "candidates": [_step_data(step) for step in plan.candidates],

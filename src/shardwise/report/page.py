@@ -23,8 +23,6 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Line:
-    """Text of one or more lines."""
-
     text: str
     style: str = ""
     fixed: bool = False  # never folded: a drawing, or text to copy
@@ -50,14 +48,12 @@ class Page:
         return cls(tuple(Line(piece) if isinstance(piece, str) else piece for piece in pieces))
 
     def print(self, form: Form = "text") -> None:
-        """Prints it on standard output, as wide as the console is."""
         if form == "text":
             self._draw(printing.console())
         else:
             print(self.markdown() if form == "markdown" else self.csv(), end="")
 
     def text(self) -> str:
-        """Its text without colour, as wide as the console is."""
         drawn = io.StringIO()
         self._draw(printing.console(drawn))
         return drawn.getvalue().rstrip("\n")

@@ -23,13 +23,11 @@ from shardwise.planner.candidate import (
 from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
-from shardwise.report.analysis import collective_lines
-from shardwise.report.campaign import campaign_pieces
+from shardwise.report.analysis import campaign_pieces, collective_lines
 from shardwise.report.console import bar, table
 from shardwise.report.page import Line, Piece, paged
-from shardwise.report.part_names import PLAN_WORDS
 from shardwise.report.tables import FittedTable
-from shardwise.report.verdict import sending_less_words
+from shardwise.report.verdict import PLAN_WORDS, sending_less_words
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.support import verdict
@@ -232,7 +230,6 @@ def _risk(job: Job) -> str:
 
 
 def _batches(candidates: Sequence[Candidate]) -> FittedTable:
-    """How the global batch is split, and the pipeline bubble that results."""
     rows = [
         (
             str(number),
@@ -314,7 +311,6 @@ def _missing_feature(not_run: NotRun, first: Candidate) -> str:
 
 
 def _room_words(request: Request, more: float) -> str:
-    """How much of a device's memory a plan may fill, and what it keeps free."""
     room = request.room
     usable = readable_bytes(room.usable_bytes)
     if room.is_capped:
@@ -411,7 +407,6 @@ def _what_it_runs(best: Candidate, runner: FrameworkVerdict) -> Iterator[str]:
 
 
 def _lack_words(lost: Lost, job: Job) -> str:
-    """A setting of the plan that the framework lacks, and why."""
     value = "" if isinstance(lost.value, (bool, list, tuple)) else f" {lost.value}"
     usual = f"{lost.short_field.replace('_', ' ')}{value}"
     special = {"strategy.cp": f"{usual} by {job.strategy.context_method}", "strategy.zero": f"ZeRO-{lost.value}"}

@@ -1,16 +1,18 @@
-"""A plan as plain data."""
+"""A plan, and a job exported to another framework, as plain data."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import Exported
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.explanation import NotRun, PlanExplanation
+from shardwise.planner.advice.explanation import PlanExplanation
+from shardwise.planner.advice.exported import PricedExport
 from shardwise.planner.advice.frameworks import FrameworkVerdict
 from shardwise.planner.advice.what_if import WhatIf
 from shardwise.planner.candidate import Candidate, strategy_words
 from shardwise.planner.plan import Plan, RankingRow, StrategyFamily
-from shardwise.report.campaign import campaign_data
+from shardwise.report.analysis import campaign_data
 from shardwise.report.console import all_fields, picked
 from shardwise.uncertainty.residuals import error_bar
 
@@ -54,7 +56,11 @@ def plan_data(answer: PlanAnswer) -> dict[str, Any]:
         "explanation": _explanation(answer.explanation),
         "textbook": _candidate_or_none(answer.textbook),
         "frameworks": [runner_data(runner, plan.best) for runner in answer.runners],
-        "not_run": None if answer.not_run is None else _not_run(answer.not_run),
+        "not_run": answer.not_run
+        and {
+            "lacks": [list(finding.techniques) for finding in answer.not_run.findings],
+            "best": candidate_data(answer.not_run.best),
+        },
         "why_not": [
             {**picked(question, "wanted", "verdict", "reason", "loss"), "best": _candidate_or_none(question.best)}
             for question in answer.why_not
@@ -127,10 +133,6 @@ def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
     }
 
 
-def _not_run(not_run: NotRun) -> dict[str, Any]:
-    return {"lacks": [list(finding.techniques) for finding in not_run.findings], "best": candidate_data(not_run.best)}
-
-
 def _what_if(what_if: WhatIf) -> dict[str, Any]:
     best, fastest = None, None
     if isinstance(what_if.result, Plan):
@@ -147,3 +149,20 @@ def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
         {**picked(size, "devices", "device_seconds_per_token"), "best": candidate_data(size.best)}
         for size in answer.sizes
     ]
+
+
+# -- an export: its files, what it cannot express, both prices ---------------------------------------
+
+
+def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
+    """Everything `export` says; times in seconds, memory in bytes."""
+    return {
+        **picked(exported, "target", "version", "files", "lost", "notes"),
+        "priced": {"job": _figures(priced.here), "exported": _figures(priced.there), "differs": list(priced.differs)},
+    }
+
+
+def _figures(candidate: Candidate | None) -> dict[str, float] | None:
+    if candidate is None:
+        return None
+    return picked(candidate, predicted_seconds="step_seconds", memory_bytes="memory.total")

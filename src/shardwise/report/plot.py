@@ -242,7 +242,7 @@ def _area_lines(chart: LineChart, width: int) -> Iterator[Painted]:
     for limit in limits:
         row = min(_HEIGHT - 1, _HEIGHT - round(y.share(limit.value) * _HEIGHT))
         for column in range(canvas.width):
-            if canvas.is_empty(column, row):
+            if (column, row) not in canvas.marks:
                 canvas.put(column, row, "╌", "red")
     yield from _framed(canvas, x, y, margin, chart)
     yield from legend_lines(
@@ -288,15 +288,12 @@ class _Canvas:
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self._dots = [[0] * width for _ in range(height)]
-        self._marks: dict[tuple[int, int], str] = {}
+        self.marks: dict[tuple[int, int], str] = {}
         self._tones: dict[tuple[int, int], Tone] = {}
 
     def put(self, column: int, row: int, mark: str, tone: Tone) -> None:
-        self._marks[column, row] = mark
+        self.marks[column, row] = mark
         self._tones[column, row] = tone
-
-    def is_empty(self, column: int, row: int) -> bool:
-        return (column, row) not in self._marks
 
     def mark(self, place: tuple[float, float], letter: str, tone: Tone) -> None:
         self.put(round(place[0] * (self.width - 1)), round((1 - place[1]) * (self.height - 1)), letter, tone)
@@ -316,7 +313,7 @@ class _Canvas:
         for row, dots in enumerate(self._dots):
             cells: list[tuple[str, Tone | None]] = []
             for column, dot in enumerate(dots):
-                mark = self._marks.get((column, row), chr(0x2800 + dot) if dot else " ")
+                mark = self.marks.get((column, row), chr(0x2800 + dot) if dot else " ")
                 cells.append((mark, self._tones.get((column, row))))
             yield cells
 
@@ -379,7 +376,6 @@ class Drawing:
         yield Text("")
 
     def table(self) -> FittedTable:
-        """The figures of the chart."""
         columns = tuple(Column(column.name, numeric=column.unit != "words") for column in self.chart.table.columns)
         return FittedTable(self.chart.title, columns, tuple(tuple(row) for row in self.chart.table.texts()))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.launch.observe.state import RunState
 from shardwise.launch.outcome import STOPPED, Outcome
-from shardwise.launch.rehearsal import RehearsalCheck
+from shardwise.launch.run import RehearsalCheck
 from shardwise.report.console import table
 from shardwise.report.page import Line, Page, Piece, paged
 from shardwise.report.progress import figures_in_words

@@ -139,7 +139,6 @@ class FittedTable:
         return text.getvalue()
 
     def html(self) -> str:
-        """A table for a notebook."""
         from html import escape
 
         columns, rows = self._without_bars()

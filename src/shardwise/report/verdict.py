@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.memory.room import Fit, margin_words, probability_words
@@ -13,7 +12,6 @@ from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, SendingLess, 
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import change_words
 from shardwise.report.console import table
-from shardwise.report.part_names import DIMENSIONS
 from shardwise.report.tables import FittedTable
 from shardwise.spec.clusters import device_words
 from shardwise.spec.job import Job
@@ -36,9 +34,6 @@ class JobVerdict:
     usable_bytes: float
     fit: Fit
     fit_probability: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def verdict_of(assessment: Assessment) -> JobVerdict:
@@ -109,14 +104,12 @@ def verdict_rows(assessment: Assessment) -> Iterator[tuple[str, str]]:
 
 
 def advice_row(assessment: Assessment) -> tuple[str, str]:
-    """What to change to shorten the step, or to make it fit."""
     if assessment.analysis.fits:
         return "What helps most", _change_words(assessment)
     return "What would fit", f"{assessment.what_would_fit}"
 
 
 def prediction_table(assessment: Assessment) -> FittedTable:
-    """A prediction alone: step, throughput, memory, floor."""
     rows = (("Memory", memory_words(assessment.analysis)), *_step_rows(assessment), floor_row(assessment.analysis))
     return table("", ("", ""), rows, numbers_from=2)
 
@@ -134,7 +127,6 @@ def floor_row(analysis: Analysis) -> tuple[str, str]:
 
 
 def memory_words(analysis: Analysis) -> str:
-    """Whether the fullest device fits, and by how much."""
     memory, room = analysis.memory, analysis.room
     free = room.usable_bytes - memory.total
     needed = f"{readable_bytes(memory.total)} of {readable_bytes(room.usable_bytes)}"
@@ -150,7 +142,6 @@ def memory_words(analysis: Analysis) -> str:
 
 
 def bottleneck_sentence(analysis: Analysis, bottleneck: Bottleneck) -> str:
-    """One sentence that names what bounds the job."""
     return f"{'Bound by ' if bottleneck.kind == 'time' else 'Does not fit: '}{_bound_words(analysis, bottleneck)}."
 
 
@@ -212,3 +203,54 @@ def _faster_words(job: Job, other: Job, speedup: float) -> str:
         f"compression={strategy.compression.method}" if compressed else f"synchronise={strategy.synchronise.method}"
     )
     return f"{'zero=0 and ' if job.strategy.zero else ''}strategy.{setting}: {speedup:.1f} times faster"
+
+
+# -- how tables name the parallel dimensions, the parts of a step and those of a device's memory -----
+
+
+DIMENSIONS = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline parallel",
+    "dp": "data parallel",
+    "offload": "offload",
+}
+MEMORY_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "recomputed": "recomputed layer",
+    "gathered": "gathered layers",
+    "communication": "communication buffers",
+    "temporary": "logits, temporary",
+    "allowance": "framework (allowance)",
+}
+STEP_WORDS = {
+    "products": "matmuls",
+    "attention": "attention",
+    "memory-bound": "memory-bound operators",
+    "launches": "kernel launches",
+    "recompute": "recomputed operators",
+    **{name: f"exposed {name} communication" for name in COMMUNICATION},
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "overhead": "fixed cost of a step",
+    "stragglers": "waiting for the slowest",
+}
+PLAN_WORDS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    **{name: f"{words}, exposed" for name, words in DIMENSIONS.items()},
+    "bubble": "pipeline bubble and messages",
+    "optimizer": "optimizer and step overhead",
+    "stragglers": "waiting for the slowest",
+}
+MEASURED_WORDS = {
+    "pp": "pp messages",
+    "late ranks": "waits for late ranks",
+    "host": "host, the rest",
+    "checkpoint": "checkpoint stall",
+    "data": "data wait",
+}

@@ -39,8 +39,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers
 from shardwise.run.attempt import STACKS_SIGNAL
-from shardwise.run.flight import Collective, FlightRecord, GroupRecord
-from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
+from shardwise.run.records import HOST, STREAMS, Collective, Flight, FlightRecord, GroupRecord, NamedRange, RankRecord
 from shardwise.spec.run import Profile, StepWindow
 
 # -- PyTorch's flight recorder: which collectives each group has begun and ended ---------------------

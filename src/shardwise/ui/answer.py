@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.accuracy.nearest import NEAR_WORDS, NearRun, nearest_runs
@@ -13,21 +13,30 @@ from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.trace import step_trace
 from shardwise.interop.frameworks import TARGETS, target
 from shardwise.planner.advice.assessment import Assessment, assess, nearest_fit
+from shardwise.planner.advice.explanation import TIE
 from shardwise.planner.advice.exported import priced_export
-from shardwise.planner.candidate import strategy_words
+from shardwise.planner.candidate import PARTS, Candidate, candidate, strategy_words
 from shardwise.report.charts.chart import BarChart
 from shardwise.report.charts.devices import memory_chart
 from shardwise.report.charts.job import communication_chart, levels_chart, step_chart, timeline_chart
-from shardwise.report.console import picked
-from shardwise.report.export import export_data
-from shardwise.report.formats import versioned
-from shardwise.report.verdict import advice_row, fit_words, floor_row, subject_words, verdict_of, verdict_rows
+from shardwise.report.console import picked, versioned
+from shardwise.report.plan_data import export_data
+from shardwise.report.verdict import (
+    PLAN_WORDS,
+    advice_row,
+    fit_words,
+    floor_row,
+    subject_words,
+    verdict_of,
+    verdict_rows,
+)
 from shardwise.spec.clusters import device_words
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes, readable_share
 from shardwise.ui.choices import choices
 from shardwise.ui.given import command, job_of, keywords_of
+from shardwise.uncertainty.residuals import noise_of
 
 Data = dict[str, Any]
 
@@ -69,7 +78,7 @@ def verdict_data(assessment: Assessment) -> Data:
     """The verdict, with the subject and the end of its sentence also apart, and its figures."""
     analysis = assessment.analysis
     ends = {"subject": subject_words(analysis.job), "fit_words": fit_words(assessment)}
-    return {**verdict_of(assessment).to_dict(), **ends, **picked(analysis, "tokens_per_second", "mfu")}
+    return {**vars(verdict_of(assessment)), **ends, **picked(analysis, "tokens_per_second", "mfu")}
 
 
 def timeline(given: Mapping[str, Any]) -> Data:
@@ -163,3 +172,75 @@ def trace(given: Mapping[str, Any]) -> dict[str, Any]:
     job, _ = job_of(given)
     require_few_passes(job, "trace", _MOST_PASSES)
     return step_trace(job)
+
+
+# -- two jobs side by side, A and B: figures, layouts, which parts of the step take longer -----------
+
+
+_MOST_REASONS = 3
+
+
+def compare(given: Mapping[str, Any]) -> dict[str, Any]:
+    """B against A; by time per token, since models and batches may differ."""
+    jobs = [_job(given, name) for name in ("a", "b")]
+    assessments = [assess(analyze_job(job), advice=False) for job in jobs]
+    first, other = (candidate(job) for job in jobs)
+    return {
+        "a": _side(assessments[0]),
+        "b": _side(assessments[1]),
+        "changed": changes_to(*jobs),
+        "loss": other.loss_to(first),
+        "noise": noise_of(other.job).share,
+        "parts": _parts(first, other),
+        "reason": " ".join(filter(None, [_room(assessments), reason(first, other)])),
+    }
+
+
+def _job(given: Mapping[str, Any], name: str) -> Job:
+    own = given.get(name)
+    if not isinstance(own, Mapping):
+        raise SpecError(name, f"{shown(own)} is not a job", "send the keywords of one under a, and of one under b")
+    try:
+        return job_of(own)[0]
+    except SpecError as error:
+        raise error.under(name) from None
+
+
+def _side(assessment: Assessment) -> dict[str, Any]:
+    job = assessment.analysis.job
+    return {**verdict_data(assessment), "layout": strategy_words(job.strategy), "tokens_per_step": job.tokens_per_step}
+
+
+def _room(assessments: Sequence[Assessment]) -> str:
+    large = [letter for letter, assessment in zip("AB", assessments) if not assessment.analysis.fits]
+    return f"{' and '.join(large)} {'does' if len(large) == 1 else 'do'} not fit." if large else ""
+
+
+def _parts(first: Candidate, other: Candidate) -> list[dict[str, Any]]:
+    """Seconds of each part, scaled to the tokens of a step of the first job, the largest difference first."""
+    scale = first.job.tokens_per_step / other.job.tokens_per_step
+    rows = [
+        {"name": name, "words": PLAN_WORDS[name], "a": first.parts[name], "b": other.parts[name] * scale,
+         "share": (other.parts[name] * scale - first.parts[name]) / first.step_seconds}
+        for name in PARTS
+    ]  # fmt: skip
+    rows = [row for row in rows if row["a"] or row["b"]]
+    return sorted(rows, key=lambda row: -abs(row["share"]))
+
+
+def reason(first: Candidate, other: Candidate) -> str:
+    """Why one takes longer than the other, in a sentence."""
+    loss, noise = other.loss_to(first), noise_of(other.job).share
+    causes = [row for row in _parts(first, other) if abs(row["share"]) >= TIE][:_MOST_REASONS]
+    said = ", ".join(f"{row['words']} {_signed(row['share'])}" for row in causes)
+    more = other.memory.total - first.memory.total
+    memory = f"a device holds {readable_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    if abs(loss) < TIE:
+        return f"B takes as long as A; {memory}."
+    pace = f"B takes {readable_share(abs(loss))} {'more' if loss > 0 else 'less'} time a token than A"
+    within = f", within noise ({readable_share(noise)})" if abs(loss) <= noise else ""
+    return f"{pace}{within}: {said or 'no part differs by 0.1%'}; {memory}."
+
+
+def _signed(share: float) -> str:
+    return f"{'+' if share > 0 else '−'}{readable_share(abs(share))}"

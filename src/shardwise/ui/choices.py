@@ -70,8 +70,6 @@ _USUAL = Strategy()
 
 @dataclass(frozen=True)
 class ControlValue:
-    """A value of a control."""
-
     value: Any
     label: str
     changes: Mapping[str, Any]

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.api.planning import plan, plan_mixed
 from shardwise.report.charts.plan import pareto_chart
-from shardwise.report.formats import versioned
+from shardwise.report.console import versioned
 from shardwise.report.plan_data import plan_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError

@@ -24,8 +24,7 @@ from shardwise.launch.elastic import bundle_size, bundle_sizes
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import STOPPED
 from shardwise.launch.ray.cluster import RayNode, missing_words, ranks_of_bundles
-from shardwise.launch.targets.host_file import Host
-from shardwise.launch.targets.hosts import HostRanks
+from shardwise.launch.targets.hosts import Host, HostRanks
 from shardwise.layout.groups import along, division
 from shardwise.spec.strategy import Strategy
 

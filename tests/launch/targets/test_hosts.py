@@ -26,9 +26,9 @@ from shardwise.cli.on_target import without_option
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import STOPPED, Event, Outcome
 from shardwise.launch.targets import hosts as over_ssh
-from shardwise.launch.targets.host_file import Host, placed, read_hosts
+from shardwise.launch.targets.agent import installed, require_same
 from shardwise.launch.targets.host_target import start_on
-from shardwise.launch.targets.installed import installed, require_same
+from shardwise.launch.targets.hosts import Host, placed, read_hosts
 from shardwise.launch.targets.registry import TargetRequest, target_named
 from shardwise.spec import SpecError
 from shardwise.spec.wiring import Wiring

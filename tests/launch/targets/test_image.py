@@ -13,7 +13,7 @@ import pytest
 
 from required import require
 from shardwise import __version__
-from shardwise.launch.targets.image import DATA, IMAGE, RUNS, USER_ID
+from shardwise.launch.targets.manifest import DATA, IMAGE, RUNS, USER_ID
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_a_careless_edit_is_found(rule: str) -> None:
 
 def test_it_is_the_image_of_the_manifests() -> None:
     assert f"shardwise:{__version__}" == IMAGE
-    assert "from shardwise.launch.targets.image import IMAGE" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "from shardwise.launch.targets.manifest import IMAGE" in (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"ARG RUN_AS={USER_ID}\n" in TEXT and f"--uid {USER_ID} " in TEXT
     assert f"mkdir -p {RUNS} {DATA} " in TEXT
 

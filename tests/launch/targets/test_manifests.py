@@ -20,8 +20,7 @@ from launch.targets.test_hosts import refusal
 from launch.targets.test_slurm import SMALL, losses, two_nodes
 from measure.calibrate.test_hosts import free_port
 from required import require
-from shardwise.launch.targets.image import IMAGE
-from shardwise.launch.targets.manifest import is_name, name_from
+from shardwise.launch.targets.manifest import IMAGE, is_name, name_from
 from shardwise.launch.targets.registry import TARGETS
 from shardwise.spec.job import Job
 

@@ -10,8 +10,7 @@ import pytest
 
 from cli.running import run as shardwise
 from launch.targets.test_hosts import refusal
-from shardwise.launch.targets.options import text_of, words_of
-from shardwise.launch.targets.registry import HOSTS, TARGETS, target_named
+from shardwise.launch.targets.registry import HOSTS, TARGETS, target_named, text_of, words_of
 from shardwise.spec.errors import SpecError
 
 SMALL = (

@@ -20,8 +20,7 @@ from cli.running import run as shardwise
 from launch.running import wait_until
 from launch.targets.slurm_cluster import node_names, slurm_cluster
 from launch.targets.test_hosts import refusal
-from shardwise.launch.targets.slurm import script
-from shardwise.launch.targets.slurm_order import in_order
+from shardwise.launch.targets.slurm import in_order, script
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.job import Job

@@ -24,7 +24,7 @@ from shardwise.measure.calibrate.device_samples import (
     StepShape,
     step_job,
 )
-from shardwise.measure.calibrate.fit import Residual, Wire, fit, fitted_device, fitted_level
+from shardwise.measure.calibrate.fit import Residual, Wire, fit, fitted_cpu, fitted_level
 from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
@@ -84,7 +84,7 @@ def _samples(device: Device) -> DeviceSamples:
 def test_a_device_is_found_again(rolloff: float, traffic: float, call: float, score_flops: float) -> None:
     truth = _truth(rolloff, traffic, call, score_flops)
     samples = _samples(truth)
-    found, residuals = fitted_device(BASE, [samples, samples], known_peak=False)
+    found, residuals = fitted_cpu(BASE, [samples, samples])
     assert all(one.worst_error < 1e-6 for one in residuals), residuals
     assert found.peak["fp32"] == pytest.approx(4e10, rel=1e-5)
     assert found.memory_bandwidth == pytest.approx(2e10)
@@ -100,21 +100,13 @@ def test_formats_that_a_processor_has_no_instructions_for_are_priced_as_measured
     """One that converts number by number takes a hundred times as long in bf16: a plan has to know."""
     formats = tuple(MatmulSample(name, 128, 96, 96, seconds) for name, seconds in (("fp32", 1e-4), ("bf16", 1e-2)))
     samples = replace(_samples(_truth(0, 1, 1e-5, 0)), formats=formats)
-    found, _ = fitted_device(BASE, [samples, samples], known_peak=False)
+    found, _ = fitted_cpu(BASE, [samples, samples])
     assert found.peak["bf16"] == pytest.approx(found.peak["fp32"] / 100)
     shape = SHAPES[0]
     slow, quick = (step_job(shape, precision, found) for precision in ("bf16", "fp32"))
     assert (
         stage_seconds(slow, rank_contents(slow, 0)).forward > 10 * stage_seconds(quick, rank_contents(quick, 0)).forward
     )
-
-
-def test_a_data_sheets_peak_stays_and_gets_a_share() -> None:
-    found, _ = fitted_device(BASE, [_samples(_truth(0, 1, 1e-5, 0))], known_peak=True)
-    assert found.peak == BASE.peak
-    assert found.memory_bandwidth == BASE.memory_bandwidth
-    assert found.efficiency.gemm_share("fp32") == pytest.approx(0.04, rel=1e-4)
-    assert found.efficiency.memory == pytest.approx(0.2)
 
 
 @given(st.lists(st.sampled_from((0.0, 0.3, 2.0, 10.0)), min_size=2, max_size=4).filter(any), st.integers(0, 2**32 - 1))

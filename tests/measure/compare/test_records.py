@@ -23,7 +23,7 @@ from shardwise.measure.compare.comparison import (
 from shardwise.measure.compare.recorded import mismatch, sent_bytes, steps_of
 from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.recut import recut
-from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
+from shardwise.run.records import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

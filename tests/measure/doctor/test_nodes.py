@@ -17,7 +17,6 @@ from cli.running import error_line, run
 from launch.targets.ssh_hosts import SshHosts, ssh_hosts
 from shardwise.interop.fabric import InfinibandPort, read_topology
 from shardwise.measure.collectives.pairs import PairFigures, rounds_of_pairs, slow_pairs
-from shardwise.measure.doctor.facts import NodeFacts, compared, gpu_findings
 from shardwise.measure.doctor.ranks import (
     SeenFiles,
     clocks_finding,
@@ -26,6 +25,7 @@ from shardwise.measure.doctor.ranks import (
     ports_finding,
     shared_finding,
 )
+from shardwise.measure.doctor.software import NodeFacts, compared, gpu_findings
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.wiring import wiring_from
 

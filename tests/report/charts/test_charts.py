@@ -31,7 +31,7 @@ from shardwise.report.charts.job import (
     timeline_chart,
 )
 from shardwise.report.charts.plan import pareto_chart, ranking_chart
-from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
+from shardwise.report.verdict import DIMENSIONS, MEMORY_PARTS, STEP_WORDS
 from shardwise.spec.job import Job
 from tables import table
 

@@ -43,12 +43,10 @@ class Network:
         return self._namespaces[node]
 
     def environment_of_rank(self, rank: int) -> dict[str, str]:
-        """The environment variables of a rank on its node."""
         each = self.emulation.ranks_per_node
         return self.environment_on(node_of(rank, each), local_rank(rank, each), each)
 
     def environment_on(self, node: int, local: int, ranks_here: int) -> dict[str, str]:
-        """The environment variables of local rank ``local`` of ``ranks_here`` on a node."""
         # Otherwise NCCL notices that all nodes are one machine, and bypasses the links between them.
         apart = {"NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), namespace.INTERFACE)
@@ -70,11 +68,9 @@ class Network:
         self._request({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
 
     def partition(self, node: int, other: int) -> None:
-        """Cuts the connection between two nodes."""
         self._request({"partition": (node, other)})
 
     def heal(self) -> None:
-        """Ends all partitions."""
         self._request({"heal": True})
 
     def _request(self, request: dict[str, Any]) -> None:

@@ -253,7 +253,6 @@ class KernelSwitch:
         self._shape(emulation)
 
     def change(self, request: dict[str, Any]) -> None:
-        """One of reshape, partition and heal, with its values."""
         if "reshape" in request:
             given = {name: value for name, value in request["reshape"].items() if value is not None}
             if "pair" in given:
@@ -262,14 +261,13 @@ class KernelSwitch:
         if "partition" in request:
             first, other = request["partition"]
             for here, there in ((first, other), (other, first)):
-                _inside(self.namespaces[here], partial(_black_hole, there))
+                _inside(self.namespaces[here], partial(_neighbour, "replace", there, "lladdr", _UNUSED_MAC))
         if "heal" in request:
             for inside in self.namespaces:
                 for node in range(self._emulation.nodes):
-                    _inside(inside, partial(_restore_route, node))
+                    _inside(inside, partial(_neighbour, "flush", node))
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
-        """Waits until ``controlled`` returns False; it is called when ``control`` is readable."""
         while select.select([control], [], []) and controlled(control):
             pass
 
@@ -337,12 +335,9 @@ def _limit(interface: str, rate: float) -> None:
     _tc(interface, "tbf", "rate", f"{rate * 8:.0f}bit", "burst", str(burst), "limit", str(QUEUE_BYTES))
 
 
-def _black_hole(node: int) -> None:
-    _ip("neighbour", "replace", namespace.address(node), "lladdr", _UNUSED_MAC, "dev", INTERFACE, "nud", "permanent")
-
-
-def _restore_route(node: int) -> None:
-    _ip("neighbour", "flush", "to", namespace.address(node), "dev", INTERFACE, "nud", "permanent")
+def _neighbour(change: str, node: int, *how: str) -> None:
+    to = ("to",) if change == "flush" else ()
+    _ip("neighbour", change, *to, namespace.address(node), *how, "dev", INTERFACE, "nud", "permanent")
 
 
 def _tc(interface: str, *arguments: str) -> None:

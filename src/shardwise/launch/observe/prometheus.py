@@ -32,7 +32,6 @@ class Metric:
 
 
 def metrics_of(state: RunState) -> Iterator[Metric]:
-    """The known figures of a run."""
     figures, job = state.figures, state.job
     model = "" if job is None else str(job.model.name)
     yield Metric("run_info", "The run and its model.", (({"run": state.folder, "model": model}, 1.0),))

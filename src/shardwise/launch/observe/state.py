@@ -20,9 +20,9 @@ from shardwise.launch.outcome import STOPPED_WITHOUT_CHECKPOINT, STOPS
 from shardwise.layout.groups import coordinate
 from shardwise.run.attempt import BEAT_SECONDS, RankProgress, rank_file, read_progress
 from shardwise.run.checkpoint.folder import RunFolder
-from shardwise.run.flight import Lateness, OutOfStep, lateness, out_of_step, read_flights
 from shardwise.run.metrics.lines import Follower, RecentSteps
 from shardwise.run.metrics.recorder import ENDED, FAILED, STARTED, RunEvent, read_events, read_prediction
+from shardwise.run.records import Lateness, OutOfStep, lateness, out_of_step, read_flights
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
@@ -37,8 +37,6 @@ _PROGRESS = re.compile(r"rank-(\d+)\.progress")
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is in its run."""
-
     rank: int
     phase: str
     step: int
@@ -57,8 +55,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class RunState:
-    """What `status` and Prometheus report of a run."""
-
     folder: str
     state: Word
     why: str  # the newest failure, or what is known of it

@@ -1,6 +1,6 @@
 """The Ray cluster (an existing one, or one of this machine alone), its nodes, and the place for a gang on them.
 
-A gang is placed in bundles of ranks, none of which is split over nodes (`elastic/splits.py` knows their sizes); Ray
+A gang is placed in bundles of ranks, none of which is split over nodes (`launch/elastic.py` knows their sizes); Ray
 spreads the bundles over its nodes.
 """
 
@@ -70,7 +70,6 @@ def _address_order(address: str) -> tuple[tuple[int, str], ...]:
 
 
 def missing_words(world: int, device: str, sizes: Sequence[int], nodes: Sequence[RayNode], free: float) -> str:
-    """Says what was asked for, and what the nodes have."""
     asked = f"asked for {counted(world, device)}"
     if sizes[-1] > 1:
         asked += f", {sizes[-1]} or more of them on one node (whole tensor-parallel groups)"
@@ -209,8 +208,6 @@ def _silent() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Bundle:
-    """One bundle of a placed gang."""
-
     index: int
     node: RayNode
     ranks: range
@@ -225,7 +222,6 @@ class PlacedGang:
     device: str
 
     def actor(self, bundle: Bundle, module: str, environment: dict[str, str]) -> Any:
-        """An agent in the bundle."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -242,8 +238,6 @@ class PlacedGang:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The cluster that this process has joined."""
-
     def nodes(self, device: str) -> list[RayNode]:
         """The living nodes that have such devices."""
         import ray
@@ -268,7 +262,6 @@ class RayCluster:
         return ray.remote(concurrency_groups=GROUPS)(AgentActor).options(**options).remote(module, environment)
 
     def free(self, job: Job) -> float:
-        """How many devices of the whole cluster are idle."""
         import ray
 
         return float(ray.available_resources().get(_RESOURCES[job.run_device], 0.0))

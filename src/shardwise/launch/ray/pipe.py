@@ -155,7 +155,8 @@ class RayPipe:
                 try:
                     lines, status, errors = ray.get(read.remote())
                 except Exception as error:  # Ray's many kinds of lost actors, nodes and connections
-                    self._end(LOST, _first_line(error))
+                    lines_of = (line.strip() for line in str(error).splitlines())  # a table of ids is below the first
+                    self._end(LOST, next(filter(None, lines_of), type(error).__name__))
                     return
                 to_here.write(b"".join(lines))
                 to_here.flush()
@@ -172,8 +173,3 @@ class RayPipe:
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
     reading, writing = os.pipe()
     return os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
-
-
-def _first_line(error: Exception) -> str:
-    """Ray's messages have a table of ids below their first line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

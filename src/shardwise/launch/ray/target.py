@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.launch.elastic import SmallerSplits
-from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
@@ -29,10 +28,9 @@ from shardwise.launch.ray.cluster import (
     variables,
 )
 from shardwise.launch.ray.pipe import ANSWER_SECONDS, RayPipe, answer
-from shardwise.launch.targets.host_file import Host
-from shardwise.launch.targets.hosts import AGENT, Agent, HostRanks, compared
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest
+from shardwise.launch.resume import write_job
+from shardwise.launch.targets.hosts import AGENT, Agent, Host, HostRanks, compared
+from shardwise.launch.targets.registry import TargetOption, TargetRequest
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.installation import require_packages
@@ -188,7 +186,6 @@ class RayTarget:
         return any(split.strategy.world - now <= free for split in larger)
 
     def close(self) -> None:
-        """Removes everything of this run from the cluster."""
         agents, self.connected = self.connected, []
         for agent in agents:
             agent.close()

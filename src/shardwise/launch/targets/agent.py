@@ -7,8 +7,11 @@ or stays silent for too long, the connection is lost, and it ends all ranks. A g
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import queue
 import signal
 import socket
@@ -20,10 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import shardwise
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.ranks import Gang, RankProcess, RankProcesses
-from shardwise.launch.targets.installed import installed
 from shardwise.run.attempt import RankProgress, rank_file, read_failure
+from shardwise.spec.errors import SpecError
 
 MARK = "shardwise-agent "  # at the start of every line: a login script may print other lines
 BEAT_SECONDS = 0.5
@@ -43,7 +47,9 @@ def main() -> int:
     heard = said = time.monotonic()
     try:
         while True:
-            message = _next(inbox)
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = inbox.get(timeout=_POLL_SECONDS)
             now = time.monotonic()
             if message is not None:
                 heard = now
@@ -77,17 +83,12 @@ def _listen(inbox: queue.Queue[dict[str, Any] | None]) -> None:
     inbox.put({"lost": True})
 
 
-def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
-    try:
-        return inbox.get(timeout=_POLL_SECONDS)
-    except queue.Empty:
-        return None
-
-
 def _obey(message: Mapping[str, Any], agent: _Agent | None) -> _Agent | None:
     if "check" in message:
         folder, job = (message["check"][name] for name in ("working_folder", "job_file"))
-        say(installed=installed(Path(folder), None if job is None else Path(job)), port=_free_port())
+        with socket.create_server(("", 0)) as server:
+            port = int(server.getsockname()[1])  # free just now
+        say(installed=installed(Path(folder), None if job is None else Path(job)), port=port)
     elif "start" in message:
         return _started(message["start"])
     elif agent is not None and "signal" in message:
@@ -130,11 +131,6 @@ def own_address() -> str | None:
     """The address by which the launcher reached this host; sshd sets "CLIENT PORT SERVER PORT"."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
@@ -204,6 +200,59 @@ class _Agent:
         now = time.monotonic()
         ages = {"since": now - progress.since, "beat": now - progress.beat}
         say(rank=rank.number, progress={**asdict(progress), **ages})
+
+
+# -- what must be the same on all hosts of a run -----------------------------------------------------
+
+
+PACKAGES = ("torch", "numpy", "safetensors")
+
+
+def installed(working_folder: Path, job_file: Path | None = None) -> dict[str, str]:
+    """Versions and hashes by name, in the order in which differences are reported; "missing" for what is not there."""
+    versions = {"Python": platform.python_version()}
+    versions |= {name: _version(name) for name in PACKAGES}
+    versions |= {
+        "shardwise": shardwise.__version__,
+        "the code of shardwise": code_hash(Path(shardwise.__file__).parent),
+    }
+    versions["the working folder"] = str(working_folder) if working_folder.is_dir() else "missing"
+    if job_file is not None:
+        versions["the job file"] = _hash(job_file)
+    return versions
+
+
+def require_same(here: Mapping[str, str], there: Mapping[str, str], host: str, folder: Path | None = None) -> None:
+    for name, value in here.items():
+        other = there.get(name, "missing")
+        if other == value:
+            continue
+        if name == "the job file" and other == "missing":
+            remedy = "the run's folder must be on storage that all hosts share (⟨run_folder⟩)"
+            raise SpecError(host, f"does not see {folder}", remedy)
+        raise SpecError(host, f"{name} is {other} there, {value} here", "make it the same on all hosts")
+
+
+def code_hash(folder: Path) -> str:
+    """A hash of all Python files; compiled ones do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()} {_hash(path)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "missing"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 if __name__ == "__main__":

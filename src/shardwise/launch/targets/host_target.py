@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.launch.elastic import SmallerSplits
-from shardwise.launch.job_file import write_job
 from shardwise.launch.keepers import KEEPER, KeeperPlace, Keepers, keepers_elsewhere
 from shardwise.launch.outcome import Failure
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.targets.host_file import Host, placed
-from shardwise.launch.targets.hosts import Agent, HostLost, HostRanks, agent_on, compared, ssh_process
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest
+from shardwise.launch.resume import write_job
+from shardwise.launch.targets.hosts import Agent, Host, HostLost, HostRanks, agent_on, compared, placed, ssh_process
+from shardwise.launch.targets.registry import TargetOption, TargetRequest
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,13 +22,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from shardwise.launch.ranks import FLIGHT_SECONDS, RankProcess, await_flights
-from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK
-from shardwise.launch.targets.host_file import Host
-from shardwise.launch.targets.installed import installed, require_same
+from shardwise.launch.targets.agent import BEAT_SECONDS, LOST_SECONDS, MARK, installed, require_same
 from shardwise.run.attempt import FailureRecord, rank_file, write_beat, write_failure, write_progress
 from shardwise.run.environment import HOST
-from shardwise.run.flight import write_flight
-from shardwise.spec.errors import SpecError
+from shardwise.run.records import write_flight
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import counted
 
 SSH = "SHARDWISE_SSH"  # the program, and options for all hosts, as in GIT_SSH_COMMAND
 CONNECT_SECONDS, ANSWER_SECONDS = 15, 60.0
@@ -190,7 +190,6 @@ def ssh_command(host: str, module: str = AGENT) -> list[str]:
 class RemoteProcess:
     """A rank's process on another host, as its agent reports it."""
 
-    agent: Agent | None
     returncode: int | None = None
     pid: int = 0
 
@@ -213,10 +212,12 @@ class HostRanks:
         self.folder, self._agents = folder, list(agents)
         self.news: list[str] = []
         self._lost: set[Agent] = set()
-        self._files = {rank: _progress_file(folder, rank) for agent in agents for rank in agent.ranks}
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        paths = {rank: rank_file(folder, rank, "progress") for agent in agents for rank in agent.ranks}
+        self._files = {rank: os.open(path, flags, 0o644) for rank, path in paths.items()}
         self._counts = dict.fromkeys(self._files, 0)
         now = time.monotonic()
-        self.all = [RankProcess(rank, RemoteProcess(agent), folder, now) for agent in agents for rank in agent.ranks]
+        self.all = [RankProcess(rank, RemoteProcess(), folder, now) for agent in agents for rank in agent.ranks]
         self._by_number = {rank.number: rank for rank in self.all}
         for rank in self.all:
             rank_file(folder, rank.number, "log").touch()
@@ -228,7 +229,8 @@ class HostRanks:
             "address": first.get("address") or agents[0].host.address, "port": first["port"],
             "working_folder": str(Path.cwd()),
         }  # fmt: skip
-        given = {**passed_environment(), **environment}
+        inherited = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED)}
+        given = {name: value for name, value in inherited.items() if not name.startswith(_OWN)} | dict(environment)
         for agent in agents:
             own = {**given, HOST: agent.host.address}
             agent.say(start={**start, "ranks": [agent.ranks.start, agent.ranks.stop], "environment": own})
@@ -246,7 +248,7 @@ class HostRanks:
         """An attempt that was stopped before any of its ranks was started."""
         attempt = cls([], [], folder, {})
         attempt.all = [
-            RankProcess(rank, RemoteProcess(None), folder, time.monotonic()) for _, ranks in places for rank in ranks
+            RankProcess(rank, RemoteProcess(), folder, time.monotonic()) for _, ranks in places for rank in ranks
         ]
         attempt._by_number = {rank.number: rank for rank in attempt.all}
         for rank in attempt.all:
@@ -349,9 +351,73 @@ class HostRanks:
         rank.process.returncode = 1
 
 
-def _progress_file(folder: Path, rank: int) -> int:
-    return os.open(rank_file(folder, rank, "progress"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+# -- host files as DeepSpeed, Open MPI and MPICH write them, and the ranks of each host --------------
 
 
-def passed_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED) and not name.startswith(_OWN)}
+_LINE = re.compile(r"(?P<name>[^\s:=]+|\[[0-9a-fA-F:]+\])(?::(?P<short>\d+))?(?P<rest>(?:\s.*)?)")
+_SETTING = re.compile(r"([\w-]+)\s*=\s*(\S+)")
+_IGNORED = ("max_slots", "max-slots")  # Open MPI's: how far a host may be oversubscribed, which we never do
+MOST_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a host file."""
+
+    name: str
+    slots: int | None = None  # how many ranks it may have; None: as many as a node of the cluster has devices
+
+    @property
+    def address(self) -> str:
+        """Its name without a user (USER@)."""
+        return self.name.rpartition("@")[2]
+
+
+def read_hosts(text: str, field: str = "--on") -> list[Host]:
+    """The hosts in their order; what follows a # is a comment."""
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        host = _host(line, f"{field}, line {number}")
+        if host.name in hosts:
+            raise SpecError(f"{field}, line {number}", f"{host.name} is there twice", "add its slots up in one line")
+        hosts[host.name] = host
+    if not hosts:
+        raise SpecError(field, "names no host", "write one in a line: `host slots=8`")
+    return list(hosts.values())
+
+
+def _host(line: str, field: str) -> Host:
+    match = _LINE.fullmatch(line)
+    if match is None or match["name"].startswith("-"):  # ssh would take it for an option
+        raise SpecError(field, f"{shown(line)} is not a host", "write it like `host slots=8`")
+    settings = dict(_SETTING.findall(match["rest"]))
+    if " ".join(_SETTING.sub("", match["rest"]).split()):
+        raise SpecError(field, f"{shown(line)} is not a host and its slots", "write it like `host slots=8`")
+    for name in settings:
+        if name != "slots" and name not in _IGNORED:
+            raise SpecError(field, f"{shown(name)} is not a setting of a host", "use slots")
+    slots = settings.get("slots", match["short"])
+    if slots is not None and not (slots.isdecimal() and len(slots) < 10 and 0 < int(slots) <= MOST_SLOTS):
+        raise SpecError(field, f"{shown(slots)} slots", f"use 1 to {MOST_SLOTS:,}")
+    return Host(match["name"], None if slots is None else int(slots))
+
+
+def placed(hosts: Sequence[Host], world: int, node_devices: int) -> list[tuple[Host, range]]:
+    """The ranks of each host that is needed: the first hosts, all with equally many ranks.
+
+    That number is a node's devices, or the smallest number of slots if that is less; it must divide the world.
+    """
+    wanted = min(node_devices, world)
+    room = min((wanted if host.slots is None else host.slots) for host in hosts)
+    here = wanted if room >= wanted else room
+    if world % here:
+        problem = f"{counted(world, 'rank')} on hosts of {here} slots"
+        raise SpecError("⟨on⟩", problem, f"give every host {wanted} slots, or another number that divides {world}")
+    needed = world // here
+    if needed > len(hosts):
+        there = f"{counted(len(hosts), 'host')} with room for {here} ranks each"
+        raise SpecError("⟨on⟩", f"{there}, {counted(world, 'rank')} need {needed}", "name more hosts or slots")
+    return [(host, range(number * here, (number + 1) * here)) for number, host in enumerate(hosts[:needed])]

@@ -13,12 +13,15 @@ import re
 from typing import Any
 
 from shardwise.launch.outcome import STOPS
-from shardwise.launch.targets.image import JOB_FILE, JOB_FOLDER, RUNS, USER_ID
 from shardwise.launch.targets.manifest import (
     COMMON,
     END_SECONDS,
+    JOB_FILE,
+    JOB_FOLDER,
     OBJECT,
     RESOURCE,
+    RUNS,
+    USER_ID,
     ManifestJob,
     is_bytes,
     is_mount,
@@ -26,8 +29,7 @@ from shardwise.launch.targets.manifest import (
     one_of,
     written_manifest,
 )
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.launch.targets.registry import TargetOption, TargetRequest, Written
 from shardwise.run.environment import PORT
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
@@ -63,7 +65,6 @@ OPTIONS = {
 
 
 def write_for(request: TargetRequest, *, run_name: str, grace_seconds: float = 30) -> Written:
-    """The file for the run ``run_name``."""
     run = manifest_job(request, run_name, grace_seconds)
     return written_manifest(dump_documents(documents(run)), request, run_name, ("kubectl", "apply", "-f"))
 

@@ -13,15 +13,20 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from shardwise import __version__
 from shardwise.launch.outcome import MISTAKE
-from shardwise.launch.targets.image import DATA, EXECUTABLE, IMAGE, RUNS
-from shardwise.launch.targets.options import OptionValues, TargetOption
-from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.launch.targets.registry import OptionValues, TargetOption, TargetRequest, Written
 from shardwise.run.storage.place import RemotePlace, place_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.units import parse
 
+# The image that manifests name and `make image` builds.
+IMAGE = f"shardwise:{__version__}"
+USER_ID = 1000  # who runs in it: not root
+RUNS, DATA = "/runs", "/data"  # where volumes are mounted
+JOB_FOLDER, JOB_FILE = "/etc/shardwise", "job.yaml"
+EXECUTABLE = "shardwise"
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # RFC 1035: JobSet creates a Service, whose name Kubernetes restricts so
 MOST_NAME = 40  # JobSet appends "-node-0-" and numbers, and a pod's host name has at most 63 characters
 OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")

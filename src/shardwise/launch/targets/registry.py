@@ -9,16 +9,17 @@ and puts the job file into it. A new target is a row here and a module with its 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.launch.local import Layouts, StartRanks
-from shardwise.launch.targets.host_file import Host, read_hosts
-from shardwise.launch.targets.options import OptionValues, TargetOption, checked_options, words_of
-from shardwise.spec.errors import SpecError, shown
+from shardwise.launch.targets.hosts import Host, read_hosts
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import read_text
 from shardwise.spec.job import Job
 
@@ -39,7 +40,6 @@ class LaunchTarget:
 
     @property
     def options(self) -> Mapping[str, TargetOption]:
-        """All that it has."""
         options: Mapping[str, TargetOption] = importlib.import_module(self.module).OPTIONS
         return options
 
@@ -80,16 +80,12 @@ _DEVICES = ("cpu", "cuda")  # the meaning of `--on` in earlier versions
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """A job whose ranks are to be started on a target."""
-
     target: LaunchTarget
     job: Job
     folder: Path | None = None  # of a run; None for other commands
 
 
 class SubmittedJob(Protocol):
-    """A job in a queue."""
-
     number: str
 
     def wait(self) -> int:
@@ -126,15 +122,11 @@ def target_named(text: str) -> LaunchTarget:
         raise _unknown(name)
     if not words:
         return target
-    return replace(target, given=checked_options(name, words, target.options, _target_with))
+    return replace(target, given=checked_options(name, words, target.options))
 
 
 def _is_file(text: str) -> bool:
     return "\0" not in text and Path(text).is_file()
-
-
-def _target_with(option: str) -> str:
-    return next((name for name, target in TARGETS.items() if option in target.options), "")
 
 
 def _unknown(name: str) -> SpecError:
@@ -180,3 +172,73 @@ def written_for(request: TargetRequest, **more: Any) -> Written:
         raise SpecError("run.recut", f"a script for {name} has no launcher to re-cut the stages", "leave it out")
     written: Written = importlib.import_module(request.target.module).write_for(request, **more)
     return written
+
+
+# -- options of a target, behind its name: `slurm,time=4:00:00,submit` -------------------------------
+# Commas separate them. A comma that belongs to a value is escaped (`comment=a\, b`) or in quotes (`comment="a, b"`).
+
+OptionValues = Mapping[str, tuple[str, ...]]
+"""The values of each option that was given; an option without one has an empty text."""
+
+
+def any_line(text: str) -> bool:
+    return text.strip() != "" and "\n" not in text
+
+
+@dataclass(frozen=True)
+class TargetOption:
+    what: str
+    """Its value, in the words of an error and of `shardwise list targets`."""
+    accepts: Callable[[str], object] | None = any_line
+    """Whether a text is such a value. None: the job decides, and the option is refused."""
+    several: bool = False
+    """It may be given several times."""
+    alone: bool = False
+    """It may be given without a value."""
+    names: tuple[str, ...] = ()
+    """Names of options that are all like this one; without them its key in the table is its name."""
+
+
+def words_of(text: str) -> list[str]:
+    """The target's name and its options."""
+    words = shlex.shlex(text, posix=True)
+    words.whitespace, words.whitespace_split, words.commenters = ",", True, ""
+    try:
+        return [word.strip() for word in words]
+    except ValueError as error:  # a quotation or an escape without its end
+        raise SpecError("⟨on⟩", f"{shown(text)}: {str(error).lower()}", "write it like slurm,time=4:00:00") from None
+
+
+def text_of(words: Sequence[str]) -> str:
+    """The text that has these words."""
+    return ",".join(re.sub(r"([\\,'\"])", r"\\\1", word) for word in words)
+
+
+def checked_options(target: str, words: Sequence[str], table: Mapping[str, TargetOption]) -> OptionValues:
+    """Raises SpecError for the first option that is unknown, malformed or given twice.
+
+    Dashes before a name are optional, but let the table's option "--" pass on names that it does not know.
+    """
+    known = {name: option for key, option in table.items() for name in option.names or (key,)}
+    values: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        dashed, equals, value = word.partition("=")
+        name = dashed.removeprefix("--")
+        option = known.get(name) or (known.get("--") if dashed != name else None)
+        if option is None:
+            raise SpecError("⟨on⟩", f"{shown(dashed)} is not an option of {target}", _remedy(name, known))
+        if option.accepts is None:
+            raise SpecError("⟨on⟩", f"{name} follows from the job", "leave it out")
+        if not (option.accepts(value) if equals else option.alone):
+            remedy = f"write it like {name}{'' if option.alone else '=...'}"
+            raise SpecError("⟨on⟩", f"{shown(word)}: {name} is {option.what}", remedy)
+        if name in values and not option.several:
+            raise SpecError("⟨on⟩", f"{name} is given twice", "give it once")
+        values[name] = (*values.get(name, ()), value)
+    return values
+
+
+def _remedy(name: str, known: Mapping[str, TargetOption]) -> str:
+    if elsewhere := next((other for other, target in TARGETS.items() if name in target.options), ""):
+        return f"it is for ⟨on={elsewhere}⟩"
+    return nearest_name(name, known) or "`shardwise list targets` has them" if known else "leave it out"

@@ -22,8 +22,7 @@ from shardwise.launch.targets.manifest import (
     one_of,
     written_manifest,
 )
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest, Written
+from shardwise.launch.targets.registry import TargetOption, TargetRequest, Written
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_documents
 
@@ -62,7 +61,6 @@ OPTIONS = {
 
 
 def write_for(request: TargetRequest, *, run_name: str, grace_seconds: float = 30) -> Written:
-    """The file for the run ``run_name``."""
     run = manifest_job(request, run_name, grace_seconds)
     return written_manifest(dump_documents([task(run)]), request, run_name, ("sky", "jobs", "launch"))
 
@@ -121,7 +119,6 @@ def _accelerator(run: ManifestJob) -> str:
 
 
 def _setup(run: ManifestJob) -> str:
-    """Writes the job file on every node."""
     text = run.job.to_yaml()
     assert _END not in text
     return f"mkdir -p {Path(_JOB).parent}\ncat > {_JOB} <<'{_END}'\n{text}{_END}\n"

@@ -10,24 +10,28 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise import __version__
+from shardwise.interop.fabric import Switches, nodes_of, of_hosts, read_slurm
 from shardwise.launch.local import DEBUG
 from shardwise.launch.outcome import STOPPED
-from shardwise.launch.targets.options import TargetOption
-from shardwise.launch.targets.registry import TargetRequest, Written
-from shardwise.launch.torchrun import WORKER
+from shardwise.launch.resume import on_nodes, write_job
+from shardwise.launch.run import WORKER
+from shardwise.launch.targets.registry import TargetOption, TargetRequest, Written
+from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
+from shardwise.spec.wiring import Wiring
 
 SCRIPT = "slurm.sh"
-ORDER = "shardwise.launch.targets.slurm_order"
 WARNING_SECONDS = 60  # beyond the time for a checkpoint: Slurm may signal up to a minute late or early
 POLL_SECONDS = 2.0
 # Options of sbatch up to Slurm 26 (src/common/slurm_opt.c), without those that have it print or wait for something.
@@ -59,7 +63,6 @@ _RUNNING = (
 
 
 def write_for(request: TargetRequest, *, grace_seconds: float = 30, debug: bool = False) -> Written:
-    """The script in the run's folder."""
     assert request.folder is not None
     folder = request.folder.resolve()
     path = folder / SCRIPT
@@ -93,7 +96,6 @@ def script(
 
 
 def _sbatch(request: TargetRequest) -> dict[str, str]:
-    """The user's options of sbatch."""
     return {name: values[-1] for name, values in request.target.given.items() if name != SUBMIT}
 
 
@@ -114,7 +116,6 @@ def _directives(job: Job, folder: Path, grace_seconds: float) -> dict[str, str]:
 
 
 def _resources(job: Job) -> dict[str, str]:
-    """The options that give every rank a task."""
     world = job.strategy.world
     here = min(job.cluster.node_devices, world)
     if world % here:
@@ -128,7 +129,7 @@ def _resources(job: Job) -> dict[str, str]:
 def _order(directives: Mapping[str, str]) -> str:
     if directives["nodes"] == "1":
         return "  # one node: nothing to order"
-    return _ORDER.replace("@command@", shlex.join([sys.executable, "-m", ORDER]))
+    return _ORDER.replace("@command@", shlex.join([sys.executable, "-m", __name__]))
 
 
 def _exports(*, debug: bool) -> str:
@@ -251,3 +252,82 @@ def submitted(written: Written) -> SlurmJob:
         said = " ".join(done.stderr.split()) or f"sbatch ended with status {done.returncode}"
         raise SpecError("⟨on⟩", said, "give it more options, such as ⟨on=slurm,partition=gpu,submit⟩")
     return SlurmJob(done.stdout.strip().partition(";")[0])
+
+
+# -- the order of a job's nodes, asked for by the script when Slurm has chosen them ------------------
+# `python -m shardwise.launch.targets.slurm RUN FILE` prints nothing if the ranks follow Slurm's own order. If not, it
+# writes the node of every task to FILE, which `srun --distribution=arbitrary` reads from SLURM_HOSTFILE (srun(1)), and
+# prints the address of the first: rank 0 need not be on the first node of Slurm's list.
+
+_NODES = "SLURM_JOB_NODELIST"
+
+
+def in_order(
+    job: Job, hosts: Sequence[str], switches: Callable[[], Switches]
+) -> tuple[Job, tuple[str, ...], list[str]]:
+    """The job, the hosts in the order of its ranks, and notes.
+
+    The job's wiring decides if it knows all hosts; otherwise the ``switches`` above them, if Slurm knows these.
+    """
+    wiring, notes = job.cluster.wiring, list[str]()
+    unknown = [] if wiring is None else [host for host in hosts if host not in wiring.hosts]
+    if unknown:
+        notes.append(f"cluster.wiring is not used: it does not know {unknown[0]}")
+    if wiring is None or unknown:
+        above = of_hosts(switches(), hosts)
+        if len(above) < len(hosts):
+            return job, tuple(hosts), notes
+        wiring = Wiring(hosts=tuple(hosts), switches=above, source="scontrol show topology")
+    placed, said = on_nodes(_wired(job, wiring), hosts, started=False)
+    order = tuple(hosts) if placed.cluster.wiring is None else placed.cluster.wiring.hosts
+    # A requeued job may get other nodes, so hosts that are not used now stay in the wiring.
+    rest = tuple(host for host in wiring.hosts if host not in order)
+    return _wired(job, replace(wiring, hosts=(*order, *rest))), order, notes + said
+
+
+def _wired(job: Job, wiring: Wiring) -> Job:
+    return replace(job, cluster=replace(job.cluster, wiring=wiring))
+
+
+def _switches() -> Switches:
+    """The switches that Slurm's controller knows; none if the site has not described any."""
+    try:
+        done = subprocess.run(["scontrol", "show", "topology"], capture_output=True, text=True, timeout=60)
+        return read_slurm(done.stdout, "scontrol show topology")
+    except (OSError, subprocess.TimeoutExpired, SpecError):
+        return {}
+
+
+def _address(host: str) -> str:
+    """The node's name, or its address if only Slurm can resolve the name."""
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        done = subprocess.run(["scontrol", "show", "node", "--oneliner", host], capture_output=True, text=True)
+        facts = dict(part.partition("=")[::2] for part in done.stdout.split() if "=" in part)
+        return facts.get("NodeAddr", host)
+
+
+def main(run: str, file: str) -> None:
+    folder = RunFolder(Path(run))
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    given = tuple(nodes_of(os.environ.get(_NODES, ""), _NODES))
+    ordered, order, notes = in_order(job, given, _switches)
+    for note in notes:
+        print(f"shardwise: {note}", file=sys.stderr)
+    if ordered != job:
+        write_job(ordered, folder)  # what is predicted is for this order
+    if order == given:
+        return
+    each = job.strategy.world // len(order)
+    Path(file).write_text("".join(f"{host}\n" * each for host in order), encoding="utf-8")
+    print(_address(order[0]))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except SpecError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        sys.exit(error.status)

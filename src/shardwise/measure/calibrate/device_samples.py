@@ -76,8 +76,6 @@ class HostLinkSample:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A small decoder and its batch."""
-
     layers: int
     hidden: int
     heads: int
@@ -132,34 +130,18 @@ def step_job(shape: StepShape, precision: str, device: Device | None = None) -> 
 
 # -- measuring ---------------------------------------------------------------------------------------
 
-_SMALL = (128, 96, 96)
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: sizes that are usual on the device, in different proportions."""
-
-    precisions: tuple[str, ...]
-    matmuls: tuple[tuple[int, int, int], ...]  # rows, inner, columns
-    attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
-    copies: tuple[int, ...]  # bytes
-    steps: tuple[StepShape, ...]
-    formats: tuple[str, ...] = ()  # compared by one small matmul: some formats take a thousand times as long
-
-
-# Matmuls take around 1 ms on one core, and a step less than a second.
-CPU = Sizes(
-    ("fp32",),
-    ((2048, 96, 96), (1024, 96, 256), (1024, 256, 96), (512, 512, 512), (256, 1024, 256), (2048, 32, 256),
-     (4096, 128, 32), (256, 160, 2048)),
-    ((8, 96, 8, 8), (4, 256, 4, 16), (2, 256, 4, 32), (1, 512, 4, 64), (16, 64, 8, 16), (2, 384, 2, 128)),
-    (2**25, 2**26),
-    (StepShape(2, 96, 6, 256, 1024, 4, 96), StepShape(2, 160, 5, 448, 768, 4, 192),
-     StepShape(6, 48, 6, 128, 256, 8, 128), StepShape(3, 128, 4, 384, 384, 2, 256),
-     StepShape(2, 64, 8, 128, 2048, 16, 64)),
-    ("fp32", "bf16", "fp16"),
-)  # fmt: skip
+_CPU = torch.device("cpu")
+# Of a CPU, in fp32: sizes that are usual there. Matmuls take around 1 ms on one core, and a step less than a second.
+_MATMULS = ((2048, 96, 96), (1024, 96, 256), (1024, 256, 96), (512, 512, 512), (256, 1024, 256), (2048, 32, 256),
+            (4096, 128, 32), (256, 160, 2048))  # fmt: skip  # rows, inner, columns
+# Compared by one small matmul: some formats take a thousand times as long.
+_FORMATS, _SMALL = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}, (128, 96, 96)
+_ATTENTIONS = ((8, 96, 8, 8), (4, 256, 4, 16), (2, 256, 4, 32), (1, 512, 4, 64), (16, 64, 8, 16),
+               (2, 384, 2, 128))  # fmt: skip  # batch, seq, heads, features
+_COPIES = (2**25, 2**26)  # bytes
+_STEPS = (StepShape(2, 96, 6, 256, 1024, 4, 96), StepShape(2, 160, 5, 448, 768, 4, 192),
+          StepShape(6, 48, 6, 128, 256, 8, 128), StepShape(3, 128, 4, 384, 384, 2, 256),
+          StepShape(2, 64, 8, 128, 2048, 16, 64))  # fmt: skip
 
 
 def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> DeviceSamples:
@@ -167,14 +149,12 @@ def measure_device(rank: Rank, device_type: str, threads: int, base: Device) -> 
     torch.set_num_threads(threads)
     if device_type == "cuda":
         return _measure_gpu(rank, threads, base)
-    device, barrier = torch.device("cpu"), StoreBarrier(rank.store, rank.world)
-    matmuls = tuple(_matmul(name, *shape, device, barrier) for name in CPU.precisions for shape in CPU.matmuls)
-    formats = tuple(_matmul(name, *_SMALL, device, barrier) for name in CPU.formats)
-    attentions = tuple(_attentions(CPU.precisions[0], CPU, device, barrier))
-    copies = tuple(_copies(CPU, device, barrier))
-    steps = tuple(_steps(CPU, device, barrier))
-    memory = _memory(device, rank.ranks_per_host)
-    return DeviceSamples(_name(device), threads, memory, matmuls, attentions, copies, steps, formats=formats)
+    barrier = StoreBarrier(rank.store, rank.world)
+    matmuls = tuple(_matmul("fp32", *shape, barrier) for shape in _MATMULS)
+    formats = tuple(_matmul(name, *_SMALL, barrier) for name in _FORMATS)
+    attentions, copies, steps = tuple(_attentions(barrier)), tuple(_copies(barrier)), tuple(_steps(barrier))
+    memory = _memory(_CPU, rank.ranks_per_host)
+    return DeviceSamples(_name(_CPU), threads, memory, matmuls, attentions, copies, steps, formats=formats)
 
 
 def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
@@ -195,31 +175,27 @@ def _measure_gpu(rank: Rank, threads: int, base: Device) -> DeviceSamples:
     )  # fmt: skip
 
 
-def _matmul(
-    name: str, rows: int, inner: int, columns: int, device: torch.device, barrier: StoreBarrier
-) -> MatmulSample:
-    left = torch.randn(rows, inner, device=device).to(TYPES[name])
-    right = torch.randn(columns, inner, device=device).to(TYPES[name]).T  # as a linear layer holds its weight
-    return MatmulSample(name, rows, inner, columns, seconds_of(partial(torch.mm, left, right), device, barrier))
+def _matmul(name: str, rows: int, inner: int, columns: int, barrier: StoreBarrier) -> MatmulSample:
+    left = torch.randn(rows, inner).to(_FORMATS[name])
+    right = torch.randn(columns, inner).to(_FORMATS[name]).T  # as a linear layer holds its weight
+    return MatmulSample(name, rows, inner, columns, seconds_of(partial(torch.mm, left, right), _CPU, barrier))
 
 
-def _attentions(name: str, sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[AttentionSample]:
-    for batch, seq, heads, features in sizes.attentions:
-        shape = (batch, seq, heads, features)
-        query, key, value = (torch.randn(shape, device=device).to(TYPES[name]).requires_grad_() for _ in range(3))
-        arguments = AttentionArguments(causal=True, window=None, scale=features**-0.5)
+def _attentions(barrier: StoreBarrier) -> Iterator[AttentionSample]:
+    for shape in _ATTENTIONS:
+        query, key, value = (torch.randn(shape).requires_grad_() for _ in range(3))
+        arguments = AttentionArguments(causal=True, window=None, scale=shape[-1] ** -0.5)
         forward = partial(dot_product_attention, query, key, value, arguments)
         output = forward()
         gradient = torch.randn_like(output)
         backward = partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
-        yield AttentionSample(name, *shape, seconds_of(forward, device, barrier), seconds_of(backward, device, barrier))
+        yield AttentionSample("fp32", *shape, seconds_of(forward, _CPU, barrier), seconds_of(backward, _CPU, barrier))
 
 
-def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[CopySample]:
-    for size in sizes.copies:
-        source = torch.ones(size // 4, device=device)
-        target = torch.empty_like(source)
-        yield CopySample(size, seconds_of(partial(target.copy_, source), device, barrier))
+def _copies(barrier: StoreBarrier) -> Iterator[CopySample]:
+    for size in _COPIES:
+        source = torch.ones(size // 4)
+        yield CopySample(size, seconds_of(partial(torch.empty_like(source).copy_, source), _CPU, barrier))
 
 
 _COPIED, _LITTLE = 2**26, 2**10  # bytes of a copy
@@ -283,19 +259,18 @@ class _Busy:
         return undisturbed(seconds)
 
 
-def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:
+def _steps(barrier: StoreBarrier) -> Iterator[StepSample]:
     """In a process group of one process."""
     with process_group(0, 1, dist.HashStore()):  # type: ignore[attr-defined]
-        for shape in sizes.steps:
-            job = step_job(shape, sizes.precisions[0])
-            engine = Engine(job, device=str(device))
-            tokens = torch.randint(0, shape.vocab, (shape.sequences, shape.seq), device=device)
+        for shape in _STEPS:
+            engine = Engine(step_job(shape, "fp32"), device="cpu")
+            tokens = torch.randint(0, shape.vocab, (shape.sequences, shape.seq))
             batch = Batch.of(tokens, tokens)
             engine.step(batch)
-            both = seconds_of(partial(engine.step, batch), device, barrier)
+            both = seconds_of(partial(engine.step, batch), _CPU, barrier)
             engine.forward_backward(batch)
-            update = seconds_of(partial(update_again, engine), device, barrier)
-            yield StepSample(shape, sizes.precisions[0], max(both - update, 1e-9), update)
+            update = seconds_of(partial(update_again, engine), _CPU, barrier)
+            yield StepSample(shape, "fp32", max(both - update, 1e-9), update)
             del engine
 
 

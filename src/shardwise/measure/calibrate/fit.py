@@ -113,29 +113,17 @@ class Residual:
         return cls(what, len(fitted.residuals), float(np.median(errors)), float(np.max(errors)))
 
 
-def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:
-    """``base`` with everything that was measured, as the median over devices.
-
-    With ``known_peak`` the data sheet's peaks stay, and shares of them are fitted; otherwise the peak is the rate that
-    large matmuls approach.
-    """
+def fitted_cpu(base: Device, samples: Sequence[DeviceSamples]) -> tuple[Device, list[Residual]]:
+    """``base`` with the median of what was measured; its peak is the rate that large matmuls approach."""
     device_figures = _middle(samples)
     copied = max(2 * copy.bytes / copy.seconds for copy in device_figures.copies)
-    memory_share = min(1.0, copied / base.memory_bandwidth) if known_peak else 1.0
-    if known_peak:
-        device = replace(base, driver_memory=max(0.0, base.memory - device_figures.memory_bytes))
-    else:
-        device = replace(base, memory_bandwidth=copied, memory=float(device_figures.memory_bytes), driver_memory=0.0)
+    device = replace(base, memory_bandwidth=copied, memory=float(device_figures.memory_bytes), driver_memory=0.0)
     # What one machine cannot show: how much devices differ, and what mixtures of experts wait for.
     unseen = {name: getattr(base.efficiency, name) for name in ("routing_seconds", "device_spread", "layer_jitter")}
-    device = replace(device, efficiency=replace(NOTHING, memory=memory_share, **unseen))
-    residuals = []
-    for data_type in dict.fromkeys(matmul.data_type for matmul in device_figures.matmuls):
-        chosen = [matmul for matmul in device_figures.matmuls if matmul.data_type == data_type]
-        device, fitted = _with_matmuls(device, data_type, chosen, known_peak=known_peak)
-        residuals.append(Residual.of(f"matmuls in {data_type}", fitted))
-    if not known_peak:
-        device = _with_formats(device, device_figures.formats)
+    device = replace(device, efficiency=replace(NOTHING, memory=1.0, **unseen))
+    device, fitted = _with_matmuls(device, device_figures.matmuls)
+    residuals = [Residual.of("matmuls in fp32", fitted)]
+    device = _with_formats(device, device_figures.formats)
     device, forward, backward = _with_attention(device, device_figures.attentions)
     residuals += [Residual.of("attention, forward", forward), Residual.of("attention, backward", backward)]
     device, fitted = _with_steps(device, device_figures.steps)
@@ -167,26 +155,19 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
     return replace(samples[0], **{name: middle(name, seconds) for name, seconds in kinds.items()})  # type: ignore[arg-type]
 
 
-def _with_matmuls(
-    device: Device, data_type: str, matmuls: Sequence[MatmulSample], *, known_peak: bool
-) -> tuple[Device, Fit]:
+def _with_matmuls(device: Device, matmuls: Sequence[MatmulSample]) -> tuple[Device, Fit]:
     """Fits the asymptotic rate, the loss from short inner dimensions, operand traffic, and the cost of a call."""
-    width = 4 if data_type == "fp32" else 2
     features = []
     for matmul in matmuls:
         flops = 2.0 * matmul.rows * matmul.inner * matmul.columns
-        moved = width * (matmul.rows * matmul.inner + matmul.inner * matmul.columns + matmul.rows * matmul.columns)
+        moved = 4 * (matmul.rows * matmul.inner + matmul.inner * matmul.columns + matmul.rows * matmul.columns)
         features.append((flops, flops / matmul.inner, moved, 1.0))
     fitted = fit(features, [matmul.seconds for matmul in matmuls])
     per_flop, rolloff, per_byte, _ = fitted.values
-    peaks, shares = dict(device.peak), dict(device.efficiency.gemm)
-    if known_peak:
-        shares[data_type] = min(1.0, 1 / (per_flop * device.peak_flops(data_type)))
-    else:
-        peaks[data_type], shares[data_type] = 1 / per_flop, 1.0
-        # Formats that are converted to fp32 and back are no faster than that; `_with_formats` refines them.
-        peaks |= {narrow: peaks[data_type] for narrow in ("bf16", "fp16") if data_type == "fp32" and narrow in peaks}
-        shares |= {narrow: 1.0 for narrow in ("bf16", "fp16") if data_type == "fp32"}
+    # Formats that are converted to fp32 and back are no faster than that; `_with_formats` refines them.
+    formats = ("fp32", "bf16", "fp16")
+    peaks = {name: 1 / per_flop if name in formats else peak for name, peak in device.peak.items()}
+    shares = {**device.efficiency.gemm, **dict.fromkeys(formats, 1.0)}
     efficiency = replace(
         device.efficiency,
         gemm=FrozenMapping(shares),

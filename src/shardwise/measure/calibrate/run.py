@@ -18,7 +18,7 @@ from shardwise.engine.optim.updates import Update
 from shardwise.launch.emulate.network import EmulatedPool, Network
 from shardwise.launch.pool import Pool
 from shardwise.measure.calibrate.device_samples import DeviceSamples, HostLinkSample, measure_device
-from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
+from shardwise.measure.calibrate.fit import Residual, Wire, fitted_cpu, fitted_level
 from shardwise.measure.calibrate.fit_gpu import fitted_gpu
 from shardwise.measure.calibrate.gpu_samples import middle_gpu
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, measure_overlap, slowest
@@ -188,8 +188,6 @@ _DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays tell the wire's
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """What to measure, and on which processes."""
-
     cluster: Cluster  # as far as it is known; each of its devices is a process
     device: str  # cpu or cuda
     threads: int
@@ -255,19 +253,17 @@ def _ranks(request: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]
 
 
 def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
-    known = request.device == "cuda"
     base, of_gpus = request.cluster.device, [sample.gpu for sample in samples if sample.gpu is not None]
     if of_gpus:
         device, residuals = fitted_gpu(base, middle_gpu(of_gpus), samples[0].memory_bytes)
     else:
-        device, residuals = fitted_device(base, samples, known_peak=known)
+        device, residuals = fitted_cpu(base, samples)
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
     device = replace(device, efficiency=replace(device.efficiency, source=source))
-    return (device if known else replace(device, name="calibrated-cpu", source=source)), residuals
+    return (device if of_gpus else replace(device, name="calibrated-cpu", source=source)), residuals
 
 
 def _host_link(samples: Sequence[HostLinkSample]) -> Link:
-    """The median of every figure."""
     into, out, both, latency = (statistics.median(each) for each in zip(*map(astuple, samples)))
     return Link(
         bandwidth=into,

@@ -27,7 +27,6 @@ class MeasuredLevel:
     runs: tuple[RankRun, ...]
 
     def groups(self, world: int) -> Division:
-        """The groups, which cover all ranks of the world."""
         return division_of(world, self.runs)
 
 
@@ -90,12 +89,12 @@ def bus_factor(kind: CollectiveKind, n: int) -> float:
     return (n - 1) / n
 
 
-def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
-    """Sizes that grow by ``factor``; the largest is always included."""
+def sizes_between(smallest: int, largest: int) -> tuple[int, ...]:
+    """Sizes that grow by four; the largest is always included."""
     sizes, size = [], smallest
     while size < largest:
         sizes.append(size)
-        size *= factor
+        size *= 4
     return (*sizes, largest)
 
 
@@ -118,7 +117,6 @@ def _runs(kind: CollectiveKind, topology: Topology, name: str) -> bool:
 
 
 def predicted(request: CollectiveRequest, algorithm: str, size: int) -> float:
-    """Seconds according to the cluster's description."""
     wanted = AUTO if algorithm == BACKEND else algorithm
     choice = choose(request.kind, size, request.cluster, request.level.runs, wanted)
     return choice.backend_seconds if algorithm == BACKEND else choice.seconds
@@ -132,7 +130,6 @@ def requests(
     sizes: tuple[int, ...],
     **how: float,
 ) -> Iterator[CollectiveRequest]:
-    """Level by level and collective by collective."""
     for level in levels:
         for kind in kinds:
             if runnable := offered(kind, level, cluster, algorithms):

@@ -55,7 +55,6 @@ class Operation:
         self.output = torch.zeros(blocks * self.block, device=device) if receives else None
 
     def _given(self, rank: int) -> Tensor:
-        """The input of a rank."""
         elements = self.block * (self.n if self.kind in _SENDS_ALL else 1)
         places = torch.arange(elements, device=self.device, dtype=torch.int64)
         return ((places + rank) % _PERIOD).float()
@@ -136,7 +135,6 @@ PRELOAD = ("torch", "shardwise.measure.collectives.run")
 
 
 def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 600) -> list[MeasuredCollective]:
-    """On the processes of a pool."""
     measured: list[MeasuredCollective] = pool.run(
         _work, request.cluster.devices, request, timeout_seconds=timeout_seconds
     )[0]

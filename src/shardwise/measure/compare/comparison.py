@@ -27,7 +27,7 @@ from shardwise.measure.compare.step_parts import (
 )
 from shardwise.run.checkpoint.folder import RunFolder, run_folder
 from shardwise.run.metrics.lines import read_lines, summarise
-from shardwise.run.profile import HOST, STREAMS, NamedRange, RankRecord, read_records
+from shardwise.run.records import HOST, STREAMS, NamedRange, RankRecord, read_records
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
@@ -125,7 +125,6 @@ class MeasuredLink:
 
     @property
     def between(self) -> str:
-        """Its two ends, in words."""
         ranks = f"ranks {' and '.join(map(str, sorted(self.members)))}"
         return ranks if len(self.nodes) == 1 else f"{ranks} (nodes {' and '.join(map(str, self.nodes))})"
 
@@ -227,8 +226,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a part that differs."""
-
     part: Part
     slow_rank: int | None
     slowness: float  # of that rank
@@ -288,8 +285,6 @@ def cause_of(evidence: Evidence) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A profiled run beside its prediction."""
-
     job: Job
     measured: Measured
     predicted: Predicted

@@ -15,7 +15,7 @@ from shardwise.layout.groups import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.collectives.request import bus_factor
-from shardwise.run.profile import HOST, STREAMS, Flight, NamedRange, RankRecord
+from shardwise.run.records import HOST, STREAMS, Flight, NamedRange, RankRecord
 from shardwise.spec.job import Job
 
 # -- a rank's time: a moment belongs to the innermost range that names a part ------------------------
@@ -55,7 +55,6 @@ class Step:
         return sum(segment.seconds for segment in self.segments)
 
     def segments_in(self, within: NamedRange) -> Sequence[Segment]:
-        """The segments that overlap a range."""
         first = bisect_right(self.segments, within.start, key=lambda segment: segment.end)
         return self.segments[first : bisect_left(self.segments, within.end, key=lambda segment: segment.start)]
 
@@ -394,8 +393,6 @@ _DIMENSION = (
 
 @dataclass(frozen=True)
 class SentBytes:
-    """What one rank sends in a step."""
-
     dimensions: tuple[str, ...]  # several if they have the same ranks
     collectives: float
     planned: float

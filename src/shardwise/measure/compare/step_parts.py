@@ -17,7 +17,7 @@ from shardwise.layout.network import network, spanned
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.measure.compare.recorded import Exchange, Step, device_steps, exchanges_of, steps_of
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.run.profile import NamedRange, RankRecord
+from shardwise.run.records import NamedRange, RankRecord
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

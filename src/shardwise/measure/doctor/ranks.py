@@ -25,10 +25,16 @@ from shardwise.layout.groups import node_of
 from shardwise.layout.network import joining_level, rate_for_each
 from shardwise.measure.calibrate.ranks import Rank, StartedRanks, StoreBarrier, hosts_of, node_names, started_ranks
 from shardwise.measure.collectives.pairs import LATE, SLOW, Pair, PairFigures, measured_matrix, usual, wiring_of
-from shardwise.measure.doctor.facts import compared, file_system_of, gpu_findings, node_facts
 from shardwise.measure.doctor.findings import Checked, Examination, Status
 from shardwise.measure.doctor.host import examine, skew_finding
-from shardwise.measure.doctor.software import all_reduce_finding, timed_all_reduce
+from shardwise.measure.doctor.software import (
+    all_reduce_finding,
+    compared,
+    file_system_of,
+    gpu_findings,
+    node_facts,
+    timed_all_reduce,
+)
 from shardwise.run.environment import Started, address_towards
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster

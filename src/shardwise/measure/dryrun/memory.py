@@ -41,8 +41,6 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlace:
-    """A place in the step of a rank."""
-
     phase: str  # build, forward, backward, recompute, update or between
     stage: int = 0
     part: str = ""  # of the stage: embedding, layer or head

@@ -157,7 +157,6 @@ class DryRun:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for what was traced."""
         return self.needed_bytes <= room_of(self.job).usable_bytes
 
     @property

@@ -80,7 +80,6 @@ class Extension:
 
     @property
     def shapes(self) -> list[TracedShape]:
-        """All shapes that have to be traced."""
         with_layers = [self.small, *(self.small.with_one_more(group) for group in self.groups)]
         if self.small.microbatches == self.whole.microbatches:
             return with_layers
@@ -169,8 +168,6 @@ def _most_at(moments: Sequence[Bytes]) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one traced step does."""
-
     calls: Mapping[TracedCollective, int]
     sent_bytes: Mapping[TracedCollective, int]
     flops: Mapping[str, float]
@@ -187,7 +184,6 @@ def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
 
 
 def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
-    """The kind of every layer of a rank."""
     stages = [built_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
     some = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
     recomputed = recomputed_layers([len(layers) for layers in stages], 0 if some is None else some)

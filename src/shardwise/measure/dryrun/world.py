@@ -254,8 +254,6 @@ def _over(lanes: Lanes, out: bool, work: Callable[[], None], tensors: tuple[Tens
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective or message."""
-
     kind: str
     ranks: tuple[int, ...]
     size_bytes: int

@@ -50,8 +50,6 @@ def readable(value: Value, unit: ChartUnit) -> str:
 
 @dataclass(frozen=True)
 class ChartColumn:
-    """A column of a table: its heading, and the unit of its figures."""
-
     name: str
     unit: ChartUnit = "words"
 
@@ -64,7 +62,6 @@ class ChartTable:
     rows: tuple[tuple[Value, ...], ...]
 
     def texts(self) -> list[list[str]]:
-        """The rows as people read them."""
         return [[readable(value, column.unit) for column, value in zip(self.columns, row)] for row in self.rows]
 
 
@@ -84,8 +81,6 @@ class ChartAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What all charts have."""
-
     name: str  # unique on its page
     title: str
     caption: str  # what to look for
@@ -175,8 +170,6 @@ class SpanChart(Chart):
 
 @dataclass(frozen=True)
 class MeshCell:
-    """A device of a node."""
-
     label: str
     detail: str  # shown when pointed at
     tone: Tone
@@ -184,8 +177,6 @@ class MeshCell:
 
 @dataclass(frozen=True)
 class MeshBox:
-    """A node with its devices."""
-
     label: str
     cells: tuple[MeshCell, ...] = field(default=())
 

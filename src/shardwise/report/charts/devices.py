@@ -28,8 +28,7 @@ from shardwise.report.charts.chart import (
     stacked_bars,
 )
 from shardwise.report.memory_timeline import sampled
-from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS
-from shardwise.report.verdict import memory_words
+from shardwise.report.verdict import DIMENSIONS, MEMORY_PARTS, memory_words
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
 
@@ -86,7 +85,6 @@ def memory_chart(analysis: Analysis) -> BarChart:
 
 
 def rank_words(analysis: Analysis, held: DeviceMemory) -> str:
-    """The pipeline rank of a bar; the fullest is named."""
     if analysis.job.strategy.pp == 1:
         return "every device"
     return f"rank {held.pipeline_rank}" + (" (fullest)" if held is analysis.memory else "")

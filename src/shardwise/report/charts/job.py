@@ -13,7 +13,7 @@ from shardwise.cost.step.scaling import PricedTopology, ScalingRow
 from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS, step_timeline
 from shardwise.cost.step.stage_time import operator_points
 from shardwise.pipeline import ActionKind, Timeline
-from shardwise.report.campaign import SHARES
+from shardwise.report.analysis import SHARES
 from shardwise.report.charts.chart import (
     TONES,
     BarChart,
@@ -27,7 +27,7 @@ from shardwise.report.charts.chart import (
     chart_table,
     stacked_bars,
 )
-from shardwise.report.part_names import DIMENSIONS, STEP_WORDS
+from shardwise.report.verdict import DIMENSIONS, STEP_WORDS
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,
@@ -62,7 +62,6 @@ _TONES: dict[str, Tone] = {
 
 
 def step_chart(analysis: Analysis) -> BarChart:
-    """A bar for each part of the step; they add up to it."""
     step = analysis.predicted_seconds
     parts = {name: analysis.parts[name] for name in STEP_PARTS if analysis.parts[name]}
     longest = max(parts, key=lambda name: parts[name])
@@ -290,7 +289,6 @@ _SHARE_TONES: dict[str, Tone] = {"training": "blue", "checkpoints": "gold", "res
 
 
 def scaling_chart(scaling: Mapping[str, Sequence[ScalingRow]]) -> LineChart:
-    """Efficiency over the number of devices, strong and weak."""
     return LineChart(
         name="scaling",
         title="Scaling over data parallelism",
@@ -318,7 +316,6 @@ def scaling_chart(scaling: Mapping[str, Sequence[ScalingRow]]) -> LineChart:
 
 
 def campaign_chart(run: Campaign) -> BarChart:
-    """How the whole run spends its days, and what it costs."""
     shares = {name: share for name, share in run.shares.items() if share > 0}
     money = "" if run.cost is None else f", {readable_money(run.cost, run.currency)}"
     return BarChart(

@@ -23,13 +23,15 @@ from shardwise.report.charts.job import (
     timeline_chart,
     topologies_chart,
 )
-from shardwise.report.charts.plan import memory_of_layouts_chart, pareto_chart, ranking_chart
-from shardwise.report.charts.run import (
+from shardwise.report.charts.plan import (
     Records,
     comparison_chart,
     loss_chart,
     memory_comparison_chart,
+    memory_of_layouts_chart,
     memory_prediction_chart,
+    pareto_chart,
+    ranking_chart,
     step_prediction_chart,
     throughput_chart,
 )
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChartSection:
-    """Charts under a heading."""
-
     title: str
     charts: tuple[Chart, ...]
     notes: tuple[str, ...] = ()  # what is not drawn, and why
@@ -77,7 +77,7 @@ def job_sections(assessment: Assessment, searched: PlanPictures) -> list[ChartSe
             [alone],
         ),
         section("Roofline", [roofline_chart(job)]),
-        section("Other strategies", searched.charts(job), [searched.why_not]),
+        section("Other strategies", searched.charts(), [searched.why_not]),
     ]
     if assessment.scaling is not None and any(assessment.scaling.values()):
         sections.append(section("Scaling", [scaling_chart(assessment.scaling)]))
@@ -95,7 +95,7 @@ class PlanPictures:
     own: Candidate | None = None  # the job itself, if it is not the plan
     why_not: str = ""  # why there is no plan
 
-    def charts(self, job: Job) -> list[Chart]:
+    def charts(self) -> list[Chart]:
         if self.plan is None:
             return []
         return [pareto_chart(self.plan, self.front, self.own), ranking_chart(self.plan)]
@@ -103,8 +103,6 @@ class PlanPictures:
 
 @dataclass(frozen=True)
 class RunPictures:
-    """What a run has recorded."""
-
     records: Records
     summary: RunSummary
     comparison: Comparison | None = None  # the profiled steps beside their prediction

@@ -44,7 +44,6 @@ _LARGEST_DRAWN = 8
 
 
 def explain_collective(kind: CollectiveKind, size_bytes: float, network: Topology, algorithm: str) -> Explanation:
-    """What ``kind`` costs, why, and what the alternatives cost."""
     topology, _ = without_unit_levels(network)
     cost = collective_cost(kind, size_bytes, topology, algorithm)
     names = tuple(dict.fromkeys((cost.algorithm, *algorithm_names(kind, topology))))
@@ -75,7 +74,6 @@ def explain_collective(kind: CollectiveKind, size_bytes: float, network: Topolog
 
 
 def explain_message(size_bytes: float | str, link: Link) -> Explanation:
-    """One message over one link."""
     cost = p2p_latency(size_bytes, link)
     sent, reached = float(cost.volume.sent_bytes), link.bandwidth * link.efficiency
     latency, moved, total = Formula("latency part", "a"), Formula("bandwidth part", "m/B"), Formula("total", "a + m/B")

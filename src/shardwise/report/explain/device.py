@@ -38,7 +38,6 @@ from shardwise.spec.units import counted, readable_count, readable_decimal_bytes
 
 
 def explain_zero(parameters: float, shards: int, precision: str, optimizer: str) -> Explanation:
-    """States of one device under ZeRO 0 to 3."""
     recipe, states = RECIPES[precision], OPTIMIZERS[optimizer]
     weight, gradient = recipe.weight + recipe.copies, recipe.gradient
     kept = recipe.master + states.matrices
@@ -139,7 +138,6 @@ _MOST_DRAWN = 256  # passes of one kind
 
 
 def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Explanation:
-    """Training FLOPs by every published convention."""
     peak = device.peak_flops("bf16")
     total = parameter_count(model)
     per_token = [(convention, flops_per_token(model, seq, convention.name)) for convention in CONVENTIONS]
@@ -234,7 +232,6 @@ def _timeline(name: str, stages: int, microbatches: int, chunks: int) -> str:
 
 
 def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: float) -> Explanation:
-    """Model and hardware FLOPs utilisation of a measured step."""
     devices, data_type = job.cluster.devices, job.training.recipe.compute
     peak = job.cluster.device.peak_flops(data_type)
     values = {"F": model_flops, "R": recomputed, "t": step_seconds, "N": devices, "p": peak}
@@ -260,7 +257,6 @@ def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: f
 
 
 def explain_scaling(devices: int, first_seconds: float, strong_seconds: float, weak_seconds: float) -> Explanation:
-    """Strong and weak scaling efficiency from step times."""
     strong = Formula("strong-scaling efficiency", "T1/(N·T_s)")
     weak = Formula("weak-scaling efficiency", "T1/T_w")
     values = {"N": devices, "T1": first_seconds, "T_s": strong_seconds, "T_w": weak_seconds}

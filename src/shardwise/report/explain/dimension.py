@@ -9,7 +9,6 @@ from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.context import exchanged_features
 from shardwise.cost.traffic.data import ServerPrice, communication_units, server_price, wire_bytes
 from shardwise.cost.traffic.expert import places_of_levels
-from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.groups import expert_runs
 from shardwise.layout.network import network, spanned
 from shardwise.layout.payloads import Payload, Role, Share
@@ -99,7 +98,7 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     formulas = [Formula(f"{t.what}: bytes", text) for t in traffics if (text := _bytes_of(name, t.payload, job))]
     results: list[tuple[str, Quantity]] = []
     if name == "ep" and traffics and job.strategy.dispatch == "deduplicated":
-        symbols, more = _deduplicated(job, traffics[0])
+        symbols, more = _deduplicated(job)
         numbers += symbols
         values = {symbol: value.value for symbol, _, value in numbers}
         for formula in more:
@@ -212,7 +211,7 @@ def _bytes_of(dimension: str, payload: Payload, job: Job) -> str:
     return ""
 
 
-def _deduplicated(job: Job, traffic: Traffic) -> tuple[Symbols, list[Formula]]:
+def _deduplicated(job: Job) -> tuple[Symbols, list[Formula]]:
     """Symbols and formulas for the places a token visits on each network level, and the bytes a rank sends for it."""
     topology, moe = spanned(job.cluster, expert_runs(job.strategy), "strategy.ep", "all"), job.model.moe
     assert topology is not None and moe is not None

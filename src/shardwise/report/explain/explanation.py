@@ -108,8 +108,6 @@ Value = str | Quantity | Bar
 
 @dataclass(frozen=True)
 class GridTable:
-    """A small table inside an explanation."""
-
     title: str
     columns: Mapping[str, str]  # headings, each with the key of its column in the JSON, which names the unit
     rows: tuple[tuple[Value, ...], ...]

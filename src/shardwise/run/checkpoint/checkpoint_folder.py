@@ -260,7 +260,6 @@ def step_of(folder: Place) -> int | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Syncs the entries of a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

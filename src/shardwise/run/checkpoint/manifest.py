@@ -38,7 +38,6 @@ class Box:
         return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """The intersection."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start))
         stop = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape)]
         shape = tuple(last - first for first, last in zip(start, stop))
@@ -171,7 +170,6 @@ class Manifest:
         return entries
 
     def to_bytes(self) -> bytes:
-        """The manifest as the bytes of its file."""
         tensors = {
             key: {
                 "shape": list(full.shape),

@@ -62,8 +62,6 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence to train on."""
-
     tokens: Tokens
     labels: Tokens
     documents: Tokens  # of each token, the number of its document among those packed into the sequence

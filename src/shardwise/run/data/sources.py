@@ -62,8 +62,6 @@ def read_at_most(file: BinaryIO, most: int) -> bytes | None:
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar."""
-
     name: str
     content: bytes | None  # None if it is larger than allowed
 
@@ -133,8 +131,6 @@ _INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
 
 @dataclass(frozen=True)
 class ReadingRules:
-    """How files are read."""
-
     field: str = "text"  # where a record of JSON or Parquet has its text
     most_bytes: int = 32 * 2**20  # of a record
     raw: bool = True  # keeps bytes that are not UTF-8, for the byte tokenizer; otherwise they are replaced
@@ -190,7 +186,6 @@ def _unknown(path: Path) -> SpecError:
 
 
 def _text(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
-    """The whole file is one document."""
     try:
         with opened(path) as file:
             content = read_at_most(file, reading.most_bytes)

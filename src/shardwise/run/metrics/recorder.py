@@ -40,8 +40,6 @@ STARTED, FAILED, ENDED = "started", "failed", "ended"
 
 @dataclass(frozen=True)
 class RunEvent:
-    """A start, a failure or the end of a run."""
-
     at: float  # seconds since the epoch
     kind: str
     attempt: int  # counted from 0 within one command
@@ -134,7 +132,6 @@ class Recorder:
             self.write({"step": step, "steps_missing": missing})
 
     def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:
-        """Records a step, counted from 1, and how long it took."""
         speed = {
             "seconds": seconds,
             "tokens_per_second": self.job.tokens_per_step / seconds,
@@ -155,7 +152,6 @@ class Recorder:
             sink.scalars(record["step"], scalars)
 
     def rolled_back(self, step: int) -> None:
-        """Drops the records of later steps."""
         self.lines.cut_after(step)
         for sink in self.sinks:
             sink.forget_after(step)

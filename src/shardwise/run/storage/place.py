@@ -137,8 +137,6 @@ def _fsspec_store(scheme: str, authority: str) -> ObjectStore:
 
 
 class _Stream(io.RawIOBase):
-    """Blocks as a file."""
-
     def __init__(self, blocks: Iterator[Content]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")
 
@@ -174,7 +172,6 @@ def place_of(text: str | PathLike[str], limit_seconds: float = LIMIT_SECONDS) ->
 
 
 def read_range(place: Place, first: int, last: int) -> Content:
-    """The bytes from ``first`` up to ``last``."""
     if isinstance(place, RemotePlace):
         return place.read_range(first, last)
     with place.open("rb") as file:

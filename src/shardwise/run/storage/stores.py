@@ -37,8 +37,6 @@ class NoAnswer(TimeoutError):
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a call may take."""
-
     seconds: float = LIMIT_SECONDS  # without progress; only uploads report any
     deadline: float = math.inf  # by the monotonic clock, whatever the progress
 
