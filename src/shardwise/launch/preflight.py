@@ -15,11 +15,10 @@ from shardwise.cost.memory.device import device_memories
 from shardwise.cost.memory.room import fit_of, room_of, tight_words, tightest
 from shardwise.engine.refuse import require_backend, require_devices, require_folder, require_nvtx, require_runs
 from shardwise.launch.local import supervise
-from shardwise.launch.torchrun import WORKER
 from shardwise.planner.advice.assessment import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.run.attempt import DRY_STEP
+from shardwise.run.attempt import DRY_STEP, WORKER
 from shardwise.run.checkpoint.folder import RunFolder, require_start
 from shardwise.run.data.run_data import check_data
 from shardwise.run.environment import Started

@@ -26,6 +26,7 @@ from shardwise.launch.preflight import Preflight
 from shardwise.launch.resume import record_data, write_job
 from shardwise.launch.targets.registry import StartsRanks
 from shardwise.layout.groups import coordinate
+from shardwise.run.attempt import WORKER
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder, companions_at
 from shardwise.run.environment import PORT, Started, host_name
 from shardwise.run.metrics.lines import RunSummary, read_lines, summarise
@@ -139,9 +140,6 @@ class Launch:
 
 
 # -- the commands of torchrun that start a job on several hosts --------------------------------------
-
-
-WORKER = "shardwise.training.worker"
 
 
 def torchrun_commands(job: Job, job_path: Path | str) -> list[str]:
@@ -269,7 +267,7 @@ def _announce(store: Store, here: Started, what: dict[str, Any]) -> None:
 
 
 def _store(here: Started) -> Store:
-    from shardwise.training.agreement import store_of
+    from shardwise.engine.mesh import store_of
 
     return store_of(here)
 

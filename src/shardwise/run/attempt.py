@@ -30,6 +30,7 @@ Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "fa
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
 BEAT_SECONDS = 0.5
 STOPPED = 76  # exit status of a rank that a signal stopped early, with a checkpoint; no crash has it
+WORKER = "shardwise.training.worker"  # the module that every rank runs
 DRY_STEP = "--dry-step"  # tells a worker to make one trial step
 
 # A counter at both ends: in a half-written record the two differ.

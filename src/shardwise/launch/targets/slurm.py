@@ -23,8 +23,8 @@ from shardwise.interop.fabric import Switches, nodes_of, of_hosts, read_slurm
 from shardwise.launch.local import DEBUG
 from shardwise.launch.outcome import STOPPED
 from shardwise.launch.resume import on_nodes, write_job
-from shardwise.launch.run import WORKER
 from shardwise.launch.targets.registry import TargetOption, TargetRequest, Written
+from shardwise.run.attempt import WORKER
 from shardwise.run.checkpoint.folder import RunFolder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
