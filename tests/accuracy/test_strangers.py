@@ -1,0 +1,73 @@
+"""Sources that no constant is fitted on: read by their own recipes, and their errors counted by source."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.accuracy.runs import PublishedRun, read_runs
+from shardwise.accuracy.scores import score
+from shardwise.accuracy.sources import SOURCES
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def runs() -> dict[str, PublishedRun]:
+    return {run.row_id: run for run in read_runs(ROOT / "validation" / "training_runs_3.csv")}
+
+
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("strangers_bench", ROOT / "bench" / "strangers.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_row_has_a_recipe_and_a_stack_of_its_own() -> None:
+    listed = {source.name for source in SOURCES if not source.fitted}
+    assert {run.source.name for run in runs().values()} == listed
+    assert len(listed) == 10
+    assert all(run.job.stack.base == run.row.text("stack") for run in runs().values())
+
+
+@pytest.mark.parametrize(
+    ("row_id", "group", "link", "ports", "node"),
+    [
+        ("evo_tp1_z-1_1024", None, "roce-100", 4, 8),
+        ("evo_tp1_z8_1024", 8, "roce-100", 4, 8),
+        ("mod_mn5_2.7B_512_2_4096_H_0", 4, "infiniband-ndr200", None, 4),
+        ("kf_12", None, "infiniband-ndr", None, 4),
+    ],
+)
+def test_groups_and_networks_are_those_that_are_printed(
+    row_id: str, group: int | None, link: str, ports: int | None, node: int
+) -> None:
+    job = runs()[row_id].job
+    outer = job.cluster.levels[-1]
+    assert outer.link is not None
+    assert (job.strategy.shard_group, outer.link.name, outer.ports) == (group, link, ports)
+    assert job.cluster.levels[0].width == node
+
+
+def test_what_is_documented_of_plain_pytorch_code() -> None:
+    evo, kempner, eager = (runs()[name].job for name in ("evo_tp1_z8_64", "kf_12", "kf_08"))
+    assert (evo.stack.gradient_reduce, evo.stack.elementwise) == ("bf16", "eager")
+    assert (kempner.strategy.accumulate, kempner.stack.masters) == ("local", "none")
+    assert (kempner.stack.elementwise, eager.stack.elementwise) == ("compiled", "eager")
+
+
+def test_of_all_sources_each_counts_as_one() -> None:
+    scores = [score(runs()[name]) for name in ("kf_01", "kf_02", "kf_03", "mod_mn5_2.7B_4_2_4096_F_0")]
+    *each, together = bench().by_source(scores)
+    assert [one.rows for one in each] == [3, 1]
+    assert together.mean == pytest.approx((each[0].mean + each[1].mean) / 2)
+    assert together.bias == pytest.approx((each[0].bias + each[1].bias) / 2)
+    assert together.rows == 4
