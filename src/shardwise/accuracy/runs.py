@@ -92,14 +92,14 @@ def reported_memory(row: TableRow, source: Source) -> tuple[float | None, str]:
 
 def reported_rank(kind: str, source: Source, stages: int) -> int | None:
     """The pipeline rank whose memory a figure is, None for the fullest."""
-    if source.memory == "reserved, first rank":
+    if source.memory.endswith("first rank"):
         return 0
     return stages - 1 if "last rank" in kind else None
 
 
 def counts_reserved(kind: str, source: Source) -> bool:
     """Whether a figure is what the allocator reserved; text in brackets is about another figure."""
-    return source.memory != "as printed" or "reserved" in kind.partition("(")[0].lower()
+    return source.memory.startswith("reserved") or "reserved" in kind.partition("(")[0].lower()
 
 
 # Columns that change a prediction wherever they are filled in: a table without one would be misread. Two more may be

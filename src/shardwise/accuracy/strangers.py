@@ -50,6 +50,12 @@ _KEMPNER = (
         {"zero": "^3", "microbatches": r"^([2-9]|\d\d)"},
         strategy={"accumulate": "local"},
     ),
+    Variant(
+        "pipelines",
+        "torch.distributed.pipelining keeps gathered weights until the last microbatch",
+        {"pp": r"^[2-9]"},
+        strategy={"keep_parameters": True},
+    ),
 )
 _NEMO = (
     Variant("GPT-3", "tied embeddings, learned positions and biases", {"model": "GPT"}, model=GPT3_BLOCK),
@@ -134,7 +140,8 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
         Source(
             "KempnerInstitute/KempnerForge", "KempnerForge", "pytorch-compiled",
             "FSDP2 with fp32 reduction, TP with SP by DTensor (without SP in pipelines), checkpoints that are not "
-            "re-entrant, as its scripts run it", zero=3, variants=_KEMPNER,
+            "re-entrant, as its scripts run it; the first rank prints its memory (metrics/memory.py)",
+            zero=3, memory="first rank", variants=_KEMPNER,
         ),
         Source(
             "NVIDIA NeMo 24.12", r"NeMo user guide 24\.12", "nemo",

@@ -183,7 +183,7 @@ class Source:
     context_method: str = "ring"
     machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
     stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the matmuls
-    memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
+    memory: Literal["as printed", "first rank", "reserved, first rank"] = "as printed"  # what a figure of memory counts
     fitted: bool = True  # constants of devices are fitted on its rows
     untimed: tuple[Cells, ...] = ()  # rows whose time the host or slow kernels set: only their memory is read
     variants: tuple[Variant, ...] = ()
