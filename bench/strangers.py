@@ -19,7 +19,8 @@ from shardwise.accuracy.table import TRAINING_RUNS
 class SourceErrors:
     """The errors of the step times of one source: absolute mean and median, signed mean; the share inside the bars.
 
-    Of all sources each figure is the mean over sources. ``refused`` rows are predicted not to fit.
+    The bars are those of today, which may know the source: bench/coverage.py leaves it out. Of all sources each figure
+    is the mean over sources. ``refused`` rows are predicted not to fit.
     """
 
     source: str

@@ -33,7 +33,7 @@ from shardwise.uncertainty.residuals import (
 )
 
 if TYPE_CHECKING:
-    from coverage import ClassCoverage
+    from coverage import ClassCoverage, Held
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "validation"
@@ -41,8 +41,12 @@ FEWEST_ROWS = 15  # of a class that is judged
 
 
 def page() -> str:
-    found = score_runs(TRAINING_RUNS)
-    of_scores = (*_step_time(), *_strangers(), *_scale(), *_one_gpu(), *_bars(found), *_choices(found), *_memory(found))
+    sys.path.insert(0, str(ROOT / "bench"))
+    from coverage import held_times
+
+    found, held = score_runs(TRAINING_RUNS), held_times()
+    of_scores = (*_step_time(), *_strangers(held), *_scale(), *_one_gpu(), *_bars(found, held))
+    of_scores += (*_choices(found), *_memory(found))
     parts = (HEAD, *of_scores, *_others(), *_aside(found), *_sources(), *_ranges(found))
     return "\n".join(parts) + "\n"
 
@@ -112,22 +116,31 @@ def _error_table(first: str, groups: dict[str, list[Residuals]]) -> Iterable[str
         yield f"| {name} | {len(own)} | {len({one.source for one in own})} | {' | '.join(cells)} |"
 
 
-def _strangers() -> list[str]:
-    sys.path.insert(0, str(ROOT / "bench"))
+def _strangers(held: Sequence[Held]) -> list[str]:
     from strangers import by_source, scores_of_strangers
 
+    errors = by_source(scores_of_strangers())
+    names = {one.source for one in errors}
+    inside: dict[str, list[bool]] = {}
+    for row in held:
+        if row.source in names:
+            inside.setdefault(row.source, []).append(row.inside)
+    shares = {source: statistics.mean(own) for source, own in inside.items()}
+    shares[errors[-1].source] = statistics.mean(shares.values())
     lines = [
         "## Sources never fitted",
         "",
         "No constant was ever fitted on rows of these sources (`python bench/strangers.py`). Their software is as its",
         "public code describes it, or plain PyTorch where nothing is known; the network is the machine's own where it",
-        "is printed. The last line counts every source as one.",
+        "is printed. A bar here is one that the source had no part in. The last line counts every source as one.",
         "",
         "| source | rows | mean | median | bias | in the bar | do not fit | memory, mean |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in by_source(scores_of_strangers()):
-        figures = f"{_percent(one.mean)} | {_percent(one.median)} | {_percent(one.bias, '+')} | {one.in_bar:.0%}"
+    for one in errors:
+        figures = (
+            f"{_percent(one.mean)} | {_percent(one.median)} | {_percent(one.bias, '+')} | {shares[one.source]:.0%}"
+        )
         lines.append(f"| {one.source} | {one.rows} | {figures} | {one.refused} | {_percent(one.memory)} |")
     return [*lines, ""]
 
@@ -252,11 +265,10 @@ def _spread(name: str, rows: Sequence[Any], of: Callable[[list[float]], float], 
 # -- error bars ------------------------------------------------------------------------------------------------
 
 
-def _bars(found: ScoredRuns) -> list[str]:
-    sys.path.insert(0, str(ROOT / "bench"))
-    from coverage import by_class, class_coverage, held_memories, held_times
+def _bars(found: ScoredRuns, times: Sequence[Held]) -> list[str]:
+    from coverage import by_class, class_coverage, held_memories
 
-    times, memories = held_times(), held_memories()
+    memories = held_memories()
     return [
         "## Error bars",
         "",
