@@ -133,7 +133,8 @@ def test_a_counted_recomputed_pass_makes_the_step_longer() -> None:
     ("text", "recipe"),
     [("BF16", "bf16"), ("bfloat16 mixed", "bf16"), ("bf16, fp32 grad", "bf16-fp32-grads"), ("FP16 mixed", "fp16"),
      ("float16", "fp16"), ("FP8", "fp8"), ("FP8-CS", "fp8"), ("fp8_sc", "fp8"),
-     ("float8 rowwise + compile", "fp8-rowwise"), ("FP8-MX", "mxfp8"), ("fp8_mx", "mxfp8"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"), ("fp4", "nvfp4"),
+     ("float8 rowwise + compile", "fp8-rowwise"), ("FP8-MX", "mxfp8"), ("fp8_mx", "mxfp8"),
+     ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4"), ("fp4", "nvfp4"),
      ("FP32", "fp32"), ("TF32", "fp32"), ("", "bf16"), ("mixed", "bf16")],
 )  # fmt: skip
 def test_precision(text: str, recipe: str) -> None:
