@@ -139,9 +139,9 @@ def log_errors(runs: Sequence[PublishedRun], constants: Mapping[str, float], bas
 def slopes(
     runs: Sequence[PublishedRun], constants: Mapping[str, float], errors: Array, base: Efficiency | None = None
 ) -> Array:
-    """How the log errors change with the logarithm of each constant, one column each."""
-    moved = [{**constants, name: value * math.exp(0.02)} for name, value in constants.items()]
-    columns = [(log_errors(runs, one, base) - errors) / 0.02 for one in moved]
+    """How log errors change with the logarithm of each constant, a column each: seen downwards, as shares end at 1."""
+    moved = [{**constants, name: value * math.exp(-0.02)} for name, value in constants.items()]
+    columns = [(errors - log_errors(runs, one, base)) / 0.02 for one in moved]
     return np.array(columns).reshape(len(columns), len(runs)).T
 
 
@@ -169,12 +169,14 @@ def source_weights(runs: Sequence[PublishedRun]) -> Array:
 def solve(fit: Fit, runs: Sequence[PublishedRun], rounds: int = 6) -> dict[str, float]:
     """Gauss-Newton on log errors, every constant drawn to its prior, from the priors on."""
     weights, logs = source_weights(runs), np.zeros(len(fit.priors))
+    shares = [name.startswith("gemm.") or name in _SHARES for name in fit.priors]
+    highest = [-math.log(prior.value) if share else math.inf for prior, share in zip(fit.priors.values(), shares)]
     for _ in range(rounds):
         constants = {name: prior.value * math.exp(log) for (name, prior), log in zip(fit.priors.items(), logs)}
         errors = log_errors(runs, constants)
         step = improved(errors, slopes(runs, constants, errors), logs, widths_of(fit), weights)
-        logs = logs + np.clip(step, -0.4, 0.4)
-        if np.max(np.abs(step)) < 2e-3:
+        before, logs = logs, np.minimum(logs + np.clip(step, -0.4, 0.4), highest)
+        if np.max(np.abs(logs - before)) < 2e-3:
             break
     return {name: prior.value * math.exp(log) for (name, prior), log in zip(fit.priors.items(), logs)}
 
