@@ -56,8 +56,8 @@ def known_errors() -> KnownErrors:
 @pytest.mark.parametrize(
     ("standing", "width", "words"),
     [
-        (NEAR, 0.07, "known, dense, up to 64 devices"),
-        (Standing("known", "dense", "mine", 8), 0.2, "known, dense, framework not seen, up to 64 devices"),
+        (NEAR, 0.07, "fitted devices, dense"),
+        (Standing("known", "dense", "mine", 8), 0.2, "fitted devices, dense, framework not seen"),
         (Standing("unfitted", "dense", "mine", 8), 0.4, "devices without a fit, dense, framework not seen"),
         (Standing("other", "dense", "mine", 8), 0.4, "devices without a fit, dense, framework not seen"),
         (Standing("known", "moe", "framework", 8), 0.2, "fitted devices"),  # no mixtures: of dense models
@@ -70,7 +70,7 @@ def test_rows_that_stand_as_far_away_speak_for_a_job(standing: Standing, width: 
 
 def test_beyond_the_largest_run_rows_that_were_so_too_are_asked() -> None:
     """Of each source's device the others have smaller runs: the largest of every device stands beyond the rest."""
-    errors = []
+    errors = [row for number in range(20) for row in rows(f"small {number}", NEAR, *[0.05] * 10)]
     for number, source in enumerate("abc"):
         for device in ("known", f"known-{number}"):
             small = Standing(device, "dense", "framework", 8)

@@ -125,6 +125,8 @@ class Request:
 
     def short_words(self, needed_bytes: float) -> str:
         """Why a strategy that needs ``needed_bytes`` is not planned."""
+        if needed_bytes <= self.capacity_bytes:
+            return f"needs {readable_bytes(needed_bytes)} per device, and more host memory than there is"
         needs, there = readable_bytes(needed_bytes), readable_bytes(self.capacity_bytes)
         words = f"needs at least {needs} per device, a plan may use up to {there}"
         if needed_bytes > self.room.refused_bytes:

@@ -69,10 +69,14 @@ class Band:
     def holds(self, error: float) -> bool:
         return self.low <= error <= self.high
 
+    def at_least(self, other: Band) -> Band:
+        """Spans both, in its own words."""
+        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+
     def and_also(self, other: Band) -> Band:
-        """The band that spans both, in the words of what makes it wider."""
-        low, high = min(self.low, other.low), max(self.high, other.high)
-        return self if (low, high) == (self.low, self.high) else replace(other, low=low, high=high)
+        """Spans both, in the words of what makes it wider."""
+        both = self.at_least(other)
+        return self if both == self else replace(other, low=both.low, high=both.high)
 
 
 class KnownErrors:
@@ -128,8 +132,12 @@ class KnownErrors:
     # -- bands ---------------------------------------------------------------------------------------------
 
     def band(self, standing: Standing, share: float) -> Band:
-        """Of rows that stand to the other sources as the job does to all; where it is larger, of such rows too."""
-        band = next(_band(rows, share, of) for rows, of in self._classes(standing) if of == "all" or _is_enough(rows))
+        """Of rows that stand to the other sources as the job does to all; and never narrower than that of rows that are
+        closer, nor, where the job is larger than any row of its device, than that of such rows."""
+        fitted, known = self.is_fitted(standing.device), self.is_framework_known(standing.stack)
+        band = self._closest(standing.kind, fitted, known, share)
+        for closer in {(True, known), (True, True)} - {(fitted, known)}:
+            band = band.at_least(self._closest(standing.kind, *closer, share))
         if not self.is_larger(standing):
             return band
         larger = [error for error in self.errors if self.is_larger(error.standing, error.source)]
@@ -137,22 +145,25 @@ class KnownErrors:
             return band
         return band.and_also(_band(larger, share, f"beyond {self.largest(standing.device):,} devices"))
 
-    def _classes(self, standing: Standing) -> Iterator[tuple[Sequence[RunError], str]]:
-        """Rows like the job, from the closest to all, with words for them."""
-        fitted, known = self.is_fitted(standing.device), self.is_framework_known(standing.stack)
-        alike = [
-            error for error, was_fitted, was_known in self._seen_by_others if (was_fitted, was_known) == (fitted, known)
-        ]
-        own_kind = [error for error in alike if error.standing.kind == standing.kind]
-        kind, framework = KINDS[standing.kind], "" if known else ", framework not seen"
-        if fitted:
-            own = [error for error in own_kind if error.standing.device == standing.device]
-            yield own, f"{standing.device}, {kind}{framework}, up to {self.largest(standing.device):,} devices"
-        words = "fitted devices" if fitted else "devices without a fit"
-        yield own_kind, f"{words}, {kind}{framework}"
-        either = [error for error, was_fitted, _ in self._seen_by_others if was_fitted == fitted]
-        yield [error for error in either if error.standing.kind == standing.kind], f"{words}, {kind}"
-        yield either, words
+    def _closest(self, kind: str, fitted: bool, known: bool, share: float) -> Band:
+        """Of the closest class that is large enough: of rows so far away, and wider ones up to all."""
+        classes = self._classes(kind, fitted, known)
+        return next(_band(rows, share, of) for rows, of in classes if of == "all" or _is_enough(rows))
+
+    def _classes(self, kind: str, fitted: bool, known: bool) -> Iterator[tuple[Sequence[RunError], str]]:
+        """Rows whose device is fitted and framework known for other sources, or not; from the closest to all.
+
+        Not by device: it has few sources, so that its rows say less of strangers than those of all devices.
+        """
+        words, framework = (
+            "fitted devices" if fitted else "devices without a fit",
+            "" if known else ", framework not seen",
+        )
+        either = [(error, was_known) for error, was_fitted, was_known in self._seen_by_others if was_fitted == fitted]
+        own = [(error, was_known) for error, was_known in either if error.standing.kind == kind]
+        yield [error for error, was_known in own if was_known == known], f"{words}, {KINDS[kind]}{framework}"
+        yield [error for error, _ in own], f"{words}, {KINDS[kind]}"
+        yield [error for error, _ in either], words
         yield self.errors, "all"
 
 

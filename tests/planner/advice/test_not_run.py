@@ -31,11 +31,11 @@ def planned(asked: Request) -> Plan:
 
 
 def test_what_is_lacking_is_named_with_the_strategy_that_any_lists() -> None:
-    found = planned(request(9))
+    found = planned(request(10))
     missing = not_run(found)
     assert missing is not None
     assert missing.lacks == "muon with zero-3"
-    listed = planned(replace(request(9), any_priced=True))
+    listed = planned(replace(request(10), any_priced=True))
     assert missing.best.job in [row.best.job for row in listed.rows]
     same = next(one for one in listed.candidates if one.job == missing.best.job)
     assert same.step_seconds == missing.best.step_seconds
@@ -44,7 +44,7 @@ def test_what_is_lacking_is_named_with_the_strategy_that_any_lists() -> None:
 
 @pytest.mark.parametrize("any_priced", [False, True])
 def test_nothing_is_said_where_nothing_is_gained(any_priced: bool) -> None:
-    assert not_run(planned(replace(request(9 if any_priced else 16), any_priced=any_priced))) is None
+    assert not_run(planned(replace(request(10 if any_priced else 16), any_priced=any_priced))) is None
 
 
 def test_where_nothing_runs_the_reason_is_named() -> None:
@@ -59,9 +59,9 @@ def test_where_nothing_runs_the_reason_is_named() -> None:
 @pytest.mark.slow
 def test_the_command_says_it_in_one_line() -> None:
     command = "plan --model llama3.2-1b --cluster dgx-h100:1 --global-batch 64 --seq 4096 --optimizer muon"
-    narrow = "--pp 1,2 --cp 1 --microbatch 1 --schedule 1f1b --max-memory 9GB --out -"
+    narrow = "--pp 1,2 --cp 1 --microbatch 1 --schedule 1f1b --max-memory 10GB --out -"
     result = run(*command.split(), *narrow.split())
     assert result.status == 0
     said = " ".join(result.out.split())
-    assert "Not run by this project's engine: muon with zero-3. It would give 324,0" in said
+    assert "Not run by this project's engine: muon with zero-3. It would give 356,2" in said
     assert "--any shows it." in said

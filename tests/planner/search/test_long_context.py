@@ -22,7 +22,7 @@ def planned() -> Plan:
     # Less than all that a search tries by itself: pipelines have one schedule, shard groups one size.
     constraints = within(microbatch="1", schedule="1f1b", order="tp-cp-dp-pp", zero="1..3")
     constraints = constraints.with_allowed({"shard_group": Allowed((None,))})
-    found = plan(Request(job_of("llama3-8b", "dgx-h100:1", 16, seq=SEQ), constraints))
+    found = plan(Request(job_of("llama3-8b", "dgx-h100:1", 16, seq=SEQ), constraints, offload=False))
     assert isinstance(found, Plan)
     return found
 
@@ -57,7 +57,7 @@ def test_data_parallelism_alone_is_refused_for_its_memory() -> None:
                                   {"tp": "2..8", "recompute": "full", "cp": "1"}])  # fmt: skip
 def test_context_and_tensor_parallelism_are_both_priced(wish: dict[str, str]) -> None:
     answer = asked(**wish)
-    assert answer.verdict in ("slower", "the plan itself", "does not fit")
+    assert answer.verdict in ("slower", "within noise", "the plan itself", "does not fit")
     if answer.best is not None:
         assert answer.loss is not None and answer.loss > -0.006
         assert answer.best.job.training.seq == SEQ
@@ -83,4 +83,5 @@ def test_the_explanation_names_another_layout_and_what_would_turn_the_choice() -
     assert told.loss >= -0.006
     assert any(part in told.differences for part in ("cp", "tp", "recompute", "compute", "dp", "bubble"))
     sentence = told.sentence()
-    assert "\n" not in sentence and ("it would win with" in sentence or "would reverse that" in sentence)
+    assert "\n" not in sentence
+    assert any(words in sentence for words in ("it would win with", "would reverse that", "within noise"))
