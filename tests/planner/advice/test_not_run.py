@@ -59,7 +59,7 @@ def test_where_nothing_runs_the_reason_is_named() -> None:
 @pytest.mark.slow
 def test_the_command_says_it_in_one_line() -> None:
     command = "plan --model llama3.2-1b --cluster dgx-h100:1 --global-batch 64 --seq 4096 --optimizer muon"
-    narrow = "--pp 1,2 --cp 1 --microbatch 1 --schedule 1f1b --max-memory 10GB --out -"
+    narrow = "--pp 1,2 --cp 1 --microbatch 1 --schedule 1f1b --max-memory 10GB --details --out -"
     result = run(*command.split(), *narrow.split())
     assert result.status == 0
     said = " ".join(result.out.split())
