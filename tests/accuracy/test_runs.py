@@ -335,7 +335,7 @@ def test_a_row_may_name_its_machine_and_its_stack() -> None:
 @pytest.mark.parametrize(
     ("column", "text", "problem"),
     [
-        ("network", "4 lanes", "is no network"),
+        ("network", "4 lanes", "is not a network"),
         ("network", "roce-123", "unknown link"),
         ("stack", "pytorc", "unknown stack"),
     ],

@@ -142,18 +142,6 @@ _MPT = (
 _MAXTEXT = (
     Variant("TPU v4", "plain attention of April 2023", {"gpu": "v4"}, stack={"attention": "unfused"}),
     Variant(
-        "minimal and save_dot_except_logits",
-        "weight matmuls kept; attention and element-wise work repeated",
-        {"recompute": "minimal|save_dot|logits"},
-        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
-    ),
-    Variant(
-        "save_dot_except_logits_ffn1 and save_dot_except_mlpwi",
-        "the first matmul of the MLP repeated too",
-        {"recompute": "ffn1|mlpwi"},
-        strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation", "mlp-up"]},
-    ),
-    Variant(
         "128B on TPU v5e",
         "whole layers repeated: the offload of projections came in April 2024, after the figures",
         {"gpu": "v5e", "recompute": "offload"},

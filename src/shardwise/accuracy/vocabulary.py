@@ -272,7 +272,7 @@ def network(text: str) -> Ports | str | None:
     match = re.fullmatch(r"(?:(\d{1,3}) ?x )?([\w.-]+)", text)
     if not match:
         if text:
-            raise SpecError("network", f"{shown(text)} is no network", "name a cluster or a link: 4 x roce-100")
+            raise SpecError("network", f"{shown(text)} is not a network", "name a cluster or a link: 4 x roce-100")
         return None
     count, name = match.groups()
     if count is None and name in presets.names("cluster"):

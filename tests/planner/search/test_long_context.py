@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from shardwise.planner.advice.explanation import WhyNot, explain
 from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.search.search import Search
 from shardwise.spec.strategy import Strategy
 
 SEQ = 131_072
@@ -50,6 +52,18 @@ def test_data_parallelism_alone_is_refused_for_its_memory() -> None:
     # The figure is of the smallest of these, which ZeRO-3 is.
     assert f"{needed / 2**30:.0f}" in answer.reason or f"{needed / 2**30:.1f}" in answer.reason
     assert "GiB" in answer.reason
+
+
+def test_offload_that_fits_the_device_but_not_its_host_says_so() -> None:
+    """Activations of 131,072 tokens leave room on the device once they are off it, but not on the host."""
+    request = Request(job_of("llama3-8b", "dgx-h100:1", 16, seq=SEQ), within(cp="1", tp="1", pp="1", zero="3"))
+    found = plan(replace(request, constraints=request.constraints.with_allowed({"recompute": Allowed(("none",))})))
+    assert isinstance(found, Search) and found.least_memory is not None
+    least, cluster = found.least_memory, request.job.cluster
+    assert cluster.host_memory is not None
+    assert least.memory_bytes <= request.capacity_bytes
+    assert least.host_bytes * cluster.node_devices > cluster.host_memory
+    assert request.short_words(least.memory_bytes).endswith("per device, and more host memory than there is")
 
 
 @pytest.mark.quick(2)
