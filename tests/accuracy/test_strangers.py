@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from shardwise.accuracy.runs import PublishedRun, read_runs
 from shardwise.accuracy.scores import score
 from shardwise.accuracy.sources import SOURCES
+from shardwise.cost.step.prediction import predict
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +73,28 @@ def test_of_all_sources_each_counts_as_one() -> None:
     assert together.mean == pytest.approx((each[0].mean + each[1].mean) / 2)
     assert together.bias == pytest.approx((each[0].bias + each[1].bias) / 2)
     assert together.rows == 4
+
+
+def _sharding_pairs() -> list[tuple[PublishedRun, PublishedRun]]:
+    """Runs of one job that shard over all ranks, and over a group of them."""
+    jobs: dict[tuple[Any, ...], dict[int | None, PublishedRun]] = {}
+    for run in runs().values():
+        strategy, devices = run.job.strategy, run.job.cluster.devices
+        batch, split = (run.job.sequences, run.job.training.seq), (strategy.tp, strategy.zero)
+        key = (run.source.name, run.model_name, devices, *batch, *split)
+        if run.source.name in ("InternLM/InternEvo", "Modalities"):
+            jobs.setdefault((*key, strategy.microbatch), {})[strategy.shard_group] = run
+    return [(own[None], run) for own in jobs.values() if None in own for group, run in own.items() if group]
+
+
+def test_sharding_over_all_ranks_is_slower_than_over_a_group_as_measured() -> None:
+    """The ratio is not fitted: these rows are strangers. The worst is 1.60 over 1,024 A100, predicted 1.35."""
+    errors, large = [], []
+    for every, group in _sharding_pairs():
+        measured = (every.reported_seconds or 0) / (group.reported_seconds or 1)
+        predicted = predict(every.job).step_seconds / predict(group.job).step_seconds
+        errors.append(abs(predicted / measured - 1))
+        if every.job.cluster.devices >= 256:
+            large.append(predicted)
+    assert len(errors) > 15 and max(errors) < 0.17 and statistics.mean(errors) < 0.05
+    assert len(large) > 5 and min(large) > 1.1
