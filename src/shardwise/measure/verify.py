@@ -50,6 +50,7 @@ from shardwise.spec.units import readable_bytes
 # Both FP8 runs send every token to the experts that it has in the reference.
 
 Tick = Callable[[], None]  # after each step
+_LONGEST_SECONDS = 300.0  # of training on the ranks: beyond it they hang
 # How far training in FP8 may be from fp32. A matmul of e4m3 numbers is 3.8% off, with a gradient in e5m2 6%, relative
 # to the norm of its result; several in a row add up, errors in other directions cancel out in the loss.
 FP8_BOUNDS = {"loss": 0.005, "gradient": 0.2, "gradient_norm": 0.05}
@@ -227,7 +228,7 @@ def verify(
     own_pool = pool or Pool(PRELOAD)
     try:
         with OwnedFolder("verify") as folder:
-            ranks = PoolRanks(own_pool, job.strategy.world)
+            ranks = PoolRanks(own_pool, job.strategy.world, longest_seconds=_LONGEST_SECONDS)
             return comparison.by(ranks, Path(folder), Path(references or folder), watch)
     finally:
         if pool is None:

@@ -52,11 +52,12 @@ class PoolRanks:
     pool: Pool
     world: int
     ranks_per_host: int | None = None
+    longest_seconds: float = _LONGEST_SECONDS
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> list[Result]:
         """What ``function(rank, *arguments)`` returned on every rank."""
         each = self.ranks_per_host or self.world
-        return self.pool.run(_in_pool, self.world, each, function, arguments, timeout_seconds=_LONGEST_SECONDS)
+        return self.pool.run(_in_pool, self.world, each, function, arguments, timeout_seconds=self.longest_seconds)
 
 
 def _in_pool(
