@@ -64,9 +64,16 @@ _NEMO = (
 _PAX = (
     Variant("all", "tied embeddings, learned positions and biases", {}, model=GPT3_BLOCK),
     Variant(
-        "126M and 5B",
+        "126M",
+        "no scan (USE_REPEATED_LAYER), so nothing is repeated (praxis' StackedTransformer.remat) and gradients are "
+        "reduced beside the backward pass",
+        {"model": "126M"},
+        stack={"overlap": {"dp": True}},
+    ),
+    Variant(
+        "5B",
         "SAVE_DOT_WITH_NO_BATCH_DIM: weight matmuls kept; attention and element-wise work repeated",
-        {"model": "126M|5B"},
+        {"model": r"\b5B"},
         strategy={"recompute": "selective", "recompute_operators": ["attention", "norm", "activation"]},
     ),
     Variant(

@@ -38,6 +38,18 @@ def test_a_sliding_window_shortens_attention_as_it_shortens_its_flops() -> None:
     assert seconds[0] < 0.5 * seconds[1]
 
 
+def test_dropout_of_stored_scores_is_a_kernel_of_its_own() -> None:
+    stored = Stack(attention="unfused")
+    cases = [replace(job("gpt3-1.3b", seq=2048), stack=stored) for _ in range(2)]
+    cases[1] = replace(cases[1], training=replace(cases[1].training, dropout=True))
+    plain, dropped = (stage_seconds(case, rank_contents(case, 0)).attention for case in cases)
+    model, device = cases[0].model, cases[0].cluster.device
+    scores = model.layers * model.heads * 2048**2
+    moved = device.memory_bandwidth * device.efficiency.memory / device.efficiency.stored_scores_traffic
+    assert dropped.forward - plain.forward == pytest.approx(5 * scores / moved)
+    assert dropped.backward - plain.backward == pytest.approx(5 * scores / moved)
+
+
 def test_a_prediction_module_adds_its_layer_its_projection_and_a_head() -> None:
     with_module = load("model", Model, "deepseek-v3")
     cases = [job(model, seq=4096, ep=8) for model in (with_module, replace(with_module, mtp_layers=0))]

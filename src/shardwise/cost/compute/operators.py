@@ -52,6 +52,7 @@ class LayerShape:
     zigzag_ranks: int = 1  # context-parallel ranks among which tokens are split in zig-zag
     context_rank: int = 0  # the one of them whose computation this is
     local_experts: float = 1.0
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Operator:
     attended: float = 1.0  # share of the keys that mask and window leave visible to a query
     windowed: float = 0.0  # share of its FLOPs in layers with a sliding window
     capped: bool = False  # scores are capped: c·tanh(x/c)
+    dropped: bool = False  # a share of the weights, by dropout
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     eager_forward: float | None = None  # the forward pass's share of all bytes, by PyTorch's own kernels
@@ -142,7 +144,7 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
                     windowed=_windowed_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
-                    recomputed_by="attention")  # fmt: skip
+                    dropped=shape.dropout, recomputed_by="attention")  # fmt: skip
 
 
 def _windowed_share(model: Model, seq: int) -> float:

@@ -207,10 +207,11 @@ def _attention_flops(operator: Operator, whole: float, score_flops: float, rollo
     return (whole * operator.flops + score_flops * scores) * seen
 
 
-# Bytes per score moved by Megatron-LM's unfused attention in 16 bit. Forward: the matmul writes 2, the fused scale,
-# mask and softmax reads and writes 4, dropout 4 and a mask of 1, the second matmul reads 2. Backward: 2 and 2 around
-# the second matmul, dropout 5, softmax 6, and the first matmul's two gradients read 2 each.
-_SCORE_BYTES = (13, 19)
+# Bytes per score moved by unfused attention in 16 bit, as Megatron-LM and Transformer Engine run it. Forward: the
+# matmul writes 2, the fused scale, mask and softmax reads and writes 4, the second matmul reads 2. Backward: 2 and 2
+# around the second matmul, softmax 6, and the first matmul's two gradients read 2 each. Dropout is a kernel of its own:
+# forward 4 and a mask of 1, backward 5.
+_SCORE_BYTES, _DROPOUT_BYTES = (8, 14), (5, 5)
 
 
 def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
@@ -222,7 +223,8 @@ def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe,
     memory = device.memory_bandwidth * efficiency.memory / efficiency.stored_scores_traffic
     launch = 4 * _launch(device, stack)
     matmuls = operator.flops / rate
-    forward, backward = (moved * scores / memory for moved in _SCORE_BYTES)
+    dropped = _DROPOUT_BYTES if operator.dropped else (0, 0)
+    forward, backward = ((moved + more) * scores / memory for moved, more in zip(_SCORE_BYTES, dropped))
     return Seconds(matmuls + forward + launch, 2 * matmuls + backward + launch)
 
 

@@ -44,8 +44,8 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     zigzag = strategy.cp if strategy.context_method != "ulysses" else 1
     rank = zigzag - 1 if context_rank is None or zigzag == 1 else context_rank
     experts = job.model.moe.experts / strategy.ep if job.model.moe else 1.0
-    shards = strategy.expert_tensor_parallel
-    return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts)
+    shards, dropout = strategy.expert_tensor_parallel, job.training.dropout
+    return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts, dropout)
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
