@@ -154,6 +154,7 @@ def test_precision(text: str, recipe: str) -> None:
         ("selective (core_attn)", "bf16", {"recompute": "selective", "recompute_operators": ["attention"]}),
         ("mla_up_proj, mlp", "fp8", {"recompute": "selective", "recompute_operators": ["up-projection"]}),
         ("layernorm, moe_act", "fp8", {"recompute": "selective", "recompute_operators": ["activation", "norm"]}),
+        ("selective (layernorm, moe)", "bf16", {"recompute": "selective", "recompute_operators": ["norm", "experts"]}),
         ("per-op SAC", "bf16", {"recompute": "selective", "recompute_operators": ["alternate-products"]}),
         ("", "bf16", None),
         ("unknown (selective/none)", "bf16", None),

@@ -84,6 +84,7 @@ USING: dict[str, Fields] = {
     "repeated-attention": {"recompute": "selective", "training": {"attention": "unfused"}},
     "repeated-up-projection": {"recompute": "selective", "recompute_operators": ["up-projection"]},
     "repeated-mlp-up": {"recompute": "selective", "recompute_operators": ["mlp-up"]},
+    "repeated-experts": {"recompute": "selective", "recompute_operators": ["experts"], "model": EXPERTS},
     "repeated-missing-mlp-up": {"recompute": "selective", "recompute_operators": ["mlp-up"], "model": EXPERTS},
     "offload-optimizer": {"offload": {"optimizer": 0.5}},
     "offload-gradients": {"offload": {"optimizer": 1, "gradients": 0.5}},
@@ -310,7 +311,7 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
     scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "repeated-mlp-up",
-                    "repeated-missing-mlp-up", "uneven-kv-heads",
+                    "repeated-experts", "repeated-missing-mlp-up", "uneven-kv-heads",
                     "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async", "uneven-shares", "unlike-stages",

@@ -49,6 +49,7 @@ _OPERATORS = (
     ("up-projection", r"up.?proj"),
     ("activation", r"\b(moe.)?act\b|swiglu|gelu|act(ivation)?.?func"),
     ("norm", r"norm"),
+    ("experts", r"\bmoe\b(?!-act)"),
 )
 
 

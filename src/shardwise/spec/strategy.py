@@ -16,7 +16,9 @@ Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
 MOST_RANKS = 10_000_000
 AUTO = "auto"  # left to the planner (`without_auto`)
-RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "mlp-up", "alternate-products"]
+RecomputedOperator = Literal[
+    "attention", "activation", "norm", "up-projection", "mlp-up", "experts", "alternate-products"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class Strategy(Spec):
     recompute: Literal["none", "selective", "full"] = setting("none", flag="--recompute")
     """What of a layer the backward pass recomputes: nothing, some operators, or all of it."""
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
-    """Operators that `selective` recomputes."""
+    """Operators that `selective` recomputes; `experts`: whole mixtures, router and exchange included."""
     recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
     """Layers of a rank that `full` recomputes; by default all."""
     context_method: Literal["ring", "all-gather", "ulysses"] = setting("ring", flag="--context-method")

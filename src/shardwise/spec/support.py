@@ -223,6 +223,8 @@ MATRIX: tuple[Finding, ...] = (
            *_FEWER_OPERATORS),
     *_each("repeated-mlp-up + tp", "needs", "a recomputed matmul would gather its input over the ranks once more",
            *_FEWER_OPERATORS),
+    *_each("repeated-experts", "priced only",
+           "this engine runs a mixture of experts again with its whole layer alone", *_FEWER_OPERATORS[:2]),
     *_each("repeated-missing-mlp-up", "needs", "every MLP of the model is a routed expert", *_FEWER_OPERATORS),
     *_each("repeated-attention + cp-ulysses", "needs", "recomputed attention would repeat its all-to-alls",
            *_FEWER_OPERATORS),

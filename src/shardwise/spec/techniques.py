@@ -176,6 +176,7 @@ TECHNIQUES: dict[str, Uses] = {
     "repeated-attention": lambda s, t, m: _repeats("attention")(s, t, m) & (t.attention == "unfused"),
     "repeated-up-projection": _repeats("up-projection"),
     "repeated-mlp-up": _repeats("mlp-up"),
+    "repeated-experts": _repeats("experts"),
     "repeated-missing-mlp-up": lambda s, t, m: _repeats("mlp-up")(s, t, m) & (not _has_dense_mlp(m)),
     "offload-optimizer": lambda s, t, m: s.offload.optimizer > 0,
     "offload-gradients": lambda s, t, m: s.offload.gradients > 0,

@@ -173,6 +173,15 @@ def test_eight_bit_recipes_narrow_only_the_inputs_of_linear_layers() -> None:
     assert change == linear_inputs(wide) / 2 - 2 * S * 64
 
 
+def test_mixtures_that_run_again_keep_what_enters_them() -> None:
+    """Megatron-Core's "moe" module: of router, exchange and experts nothing stays, attention keeps all it kept."""
+    again = {"recompute": "selective", "recompute_operators": ("experts",)}
+    case = job(MOE, microbatch=B, dp=1, **again)
+    outside = sum(tensor.bytes for tensor in layer_saved_tensors(case, moe=True) if not tensor.in_mixture)
+    assert layer_activation_bytes(case, moe=True) == outside < layer(MOE, moe=True)
+    assert layer(LLAMA, **again) == layer(LLAMA)
+
+
 def test_a_parallel_block_has_one_norm_output_and_one_dropout() -> None:
     training = {"dropout": True}
     plain, parallel = (layer(model, training) for model in (GPT, replace(GPT, parallel_block=True, norms_per_layer=1)))

@@ -32,6 +32,12 @@ def test_every_token_travels_once_per_chosen_expert() -> None:
     assert sent(found) == pytest.approx(4 * 6 * 128 * 4 * TOKEN * 7 / 8)
 
 
+def test_mixtures_that_run_again_exchange_their_tokens_again() -> None:
+    once, again = (exchanges(dp=8, ep=8, **more) for more in ({}, {"recompute": "selective",
+                                                                   "recompute_operators": ("experts",)}))  # fmt: skip
+    assert sent(again) == pytest.approx(1.5 * sent(once))
+
+
 def test_eight_bit_dispatch_halves_only_the_way_there() -> None:
     plain = job(MOE, dp=8, ep=8, training={"precision": "fp8"})
     case = replace(plain, stack=replace(plain.stack, fp8_dispatch=True))

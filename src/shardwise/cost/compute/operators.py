@@ -83,6 +83,7 @@ class Operator:
     wide: bool = False  # it stays in 16 bit in every recipe
     split: Split = "none"  # how tensor parallelism splits it
     recomputed_by: str = ""  # the operator of selective recompute that runs it again
+    in_mixture: bool = False  # it is a part of a mixture of experts, which selective recompute may run again as a whole
     alternate: float = 0.0  # share that is run again when every second matmul is recomputed
     ends_layer: bool = False  # only the residual addition reads its result
 
@@ -175,7 +176,7 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
     return operators
 
 
-def _activation(model: Model, elements: float) -> Operator:
+def _activation(model: Model, elements: float, *, in_mixture: bool = False) -> Operator:
     """Gated: two inputs and one output of ``elements``; plain: one and one.
 
     PyTorch's own kernels of a gated one move 5 tensors forward and 11 backward, where they compute SiLU again.
@@ -183,17 +184,18 @@ def _activation(model: Model, elements: float) -> Operator:
     forward, backward = (6, 10) if model.gated else (4, 6)
     return Operator(OperatorRole.ACTIVATION, "traffic", forward_bytes=forward * elements,
                     backward_bytes=backward * elements, eager_forward=5 / 16 if model.gated else None,
-                    recomputed_by="activation")  # fmt: skip
+                    recomputed_by="activation", in_mixture=in_mixture)  # fmt: skip
 
 
-def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:
+def _mlp(model: Model, shape: LayerShape, width: float, last: bool, *, in_mixture: bool = False) -> list[Operator]:
     up, down = (2 if model.gated else 1) * width / shape.tp, width / shape.tp
     alternate = 0.5 if model.gated else 0.0
     return [
         Operator(OperatorRole.MLP, "product", shape.tokens, up, model.hidden, split="column", alternate=alternate,
-                 recomputed_by="mlp-up"),
-        _activation(model, shape.tokens * width / shape.tp),
-        Operator(OperatorRole.MLP, "product", shape.tokens, model.hidden, down, split="row", ends_layer=last),
+                 recomputed_by="mlp-up", in_mixture=in_mixture),
+        _activation(model, shape.tokens * width / shape.tp, in_mixture=in_mixture),
+        Operator(OperatorRole.MLP, "product", shape.tokens, model.hidden, down, split="row", ends_layer=last,
+                 in_mixture=in_mixture),
     ]  # fmt: skip
 
 
@@ -208,24 +210,25 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     up = (2 if model.gated else 1) * width
     moved = 4 * model.hidden * own
     scores = 8 * moe.experts * shape.region_tokens  # fp32, read and written
+    whole: dict[str, Any] = {"in_mixture": True}
     operators = [
-        Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
-        Operator(OperatorRole.SCORES, "traffic", forward_bytes=scores, backward_bytes=scores, kernels=0),
-        Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
-        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True, matrices=shape.local_experts),
-        _activation(model, routed * width),
-        Operator(
-            OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True, matrices=shape.local_experts
-        ),
-    ]
+        Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True, **whole),
+        Operator(OperatorRole.SCORES, "traffic", forward_bytes=scores, backward_bytes=scores, kernels=0, **whole),
+        Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3, **whole),
+        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True, matrices=shape.local_experts,
+                 **whole),
+        _activation(model, routed * width, in_mixture=True),
+        Operator(OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True,
+                 matrices=shape.local_experts, **whole),
+    ]  # fmt: skip
     if model.mlp_bias:
         # Megatron-LM's experts.py: the output's bias is weighted and added in fp32, expert by expert (_apply_bias);
         # biased inputs of the activation are clamped and joined again (weighted_bias_quick_geglu_impl).
         operators.append(
             Operator(OperatorRole.EXPERT_BIAS, "traffic", forward_bytes=routed * (28 * model.hidden + 8 * up),
-                     backward_bytes=routed * (36 * model.hidden + 12 * up), kernels=8)
+                     backward_bytes=routed * (36 * model.hidden + 12 * up), kernels=8, **whole)
         )  # fmt: skip
-    return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
+    return operators + (_mlp(model, shape, moe.shared_ffn, last, in_mixture=True) if moe.shared_ffn else [])
 
 
 def ends_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
@@ -296,6 +299,8 @@ def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
     """Share of an operator's forward pass that recompute runs again, because it is named or with its whole layer."""
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
+        return 1.0
+    if operator.in_mixture and "experts" in job.recomputed_operators:
         return 1.0
     if "alternate-products" in job.recomputed_operators:
         return 1.0 if operator.kind == "traffic" else operator.alternate

@@ -58,6 +58,7 @@ class SavedTensor:
     bytes: float  # of one microbatch on one device
     recomputed_by: str = ""  # the operator of selective recompute that would make it again
     share: Share = Share.DENSE
+    in_mixture: bool = False  # inside a mixture of experts, which selective recompute may run again as a whole
 
     @property
     def name(self) -> str:
@@ -111,8 +112,11 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     tensors = [
         *_norm_and_linear_inputs(job, sizes, moe=moe),
         *_attention_tensors(job, sizes),
-        *(_expert_tensors(job, sizes) if moe and model.moe else _mlp_tensors(model, sizes, wide)),
     ]
+    if moe and model.moe:
+        tensors += [replace(tensor, in_mixture=True) for tensor in _expert_tensors(job, sizes)]
+    else:
+        tensors += _mlp_tensors(model, sizes, wide)
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
         tensors.append(SavedTensor(SavedRole.DROPOUT_MASKS, blocks * model.hidden * sizes.region_tokens))
@@ -318,7 +322,9 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
     if mode == "selective" and "alternate-products" in job.selective_operators and not moe:
         return _alternate_products_bytes(job)
     if mode == "selective":
-        tensors = tuple(t for t in tensors if t.recomputed_by not in job.selective_operators)
+        operators = job.selective_operators
+        whole = "experts" in operators
+        tensors = tuple(t for t in tensors if t.recomputed_by not in operators and not (t.in_mixture and whole))
     return sum(tensor.bytes for tensor in tensors)
 
 

@@ -39,7 +39,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
     region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
-    again = fully_recomputed_share(job, contents)
+    again = 1.0 if "experts" in job.recomputed_operators else fully_recomputed_share(job, contents)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.
     narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
     sizes = {Role.DISPATCH: narrow, Role.COMBINE: recipe.communication}

@@ -19,9 +19,15 @@ from shardwise.spec.rules import stage_layer_counts
 # Megatron-LM's ``transformer_layer.py`` recomputes a norm where it is a module of its own: Transformer Engine fuses
 # the norm before attention into the matmul after it unless attention is latent, and that before a dense MLP.
 # ``experts.py`` recomputes the activation function of routed experts and of nothing else. ``transformer_config.py``
-# says that ``core_attn`` is of no use where attention is fused.
+# says that ``core_attn`` is of no use where attention is fused. ``moe_layer.py`` recomputes whole mixtures (``moe``).
 
-MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act", "up-projection": "mla_up_proj"}
+MODULES = {
+    "attention": "core_attn",
+    "norm": "layernorm",
+    "activation": "moe_act",
+    "up-projection": "mla_up_proj",
+    "experts": "moe",
+}
 _FEW = 0.1  # share of dense layers, whose second norm is kept, that does not change a price noticeably
 
 
@@ -34,6 +40,7 @@ def exact_modules(model: Model, attention: str) -> dict[str, str]:
         "norm": model.mla is not None and experts >= (1 - _FEW) * model.layers,
         "activation": moe is not None and experts == model.layers and moe.shared_ffn == 0,
         "up-projection": model.mla is not None,
+        "experts": moe is not None,
     }
     return {operator: MODULES[operator] for operator, holds in exact.items() if holds}
 
@@ -41,7 +48,7 @@ def exact_modules(model: Model, attention: str) -> dict[str, str]:
 def selective(job: Job) -> tuple[str, ...]:
     """What of that is worth recomputing: attention if its scores are stored, else the cheap operators around it."""
     exact = exact_modules(job.model, job.training.attention)
-    return ("attention",) if "attention" in exact else tuple(exact)
+    return ("attention",) if "attention" in exact else tuple(name for name in exact if name != "experts")
 
 
 def compose_recompute(job: Job) -> Settings:
