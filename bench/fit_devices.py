@@ -86,7 +86,7 @@ FITS = (
         "attention_backward": Prior(0.4), "attention_forward": Prior(0.4), **_SPREAD}),
     Fit(("ascend-910b",), {"gemm.16": Prior(0.65), "attention_backward": Prior(0.5), "attention_forward": Prior(0.6),
                            "operator_seconds": Prior(1e-5), "elementwise_traffic": Prior(1.5)}),
-    Fit(("mi300x", "mi325x", "mi350x", "mi355x"), {"gemm.fp8": Prior(0.4, 0.4), "attention_backward": Prior(0.4)}),
+    Fit(("mi300x", "mi325x", "mi350x", "mi355x"), {"attention_backward": Prior(0.41)}),
     *(Fit((one,), {"gemm.int8": Prior(0.55, 0.4)}, "int8") for one in ("tpu-v5e", "tpu-v5p", "tpu-v6e")),
     Fit(("gaudi2",), {"gemm.fp8": Prior(0.7)}),
     Fit(("h100-sxm", "b200", "gb200", "b300", "gb300"), _MIXTURES, "moe"),
