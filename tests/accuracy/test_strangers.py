@@ -46,7 +46,7 @@ def test_every_row_has_a_recipe_and_a_stack_of_its_own() -> None:
         ("evo_tp1_z-1_1024", None, "roce-100", 4, 8),
         ("evo_tp1_z8_1024", 8, "roce-100", 4, 8),
         ("mod_mn5_2.7B_512_2_4096_H_0", 4, "infiniband-ndr200", None, 4),
-        ("kf_12", None, "infiniband-ndr", None, 4),
+        ("kf_12", None, "infiniband-ndr200", None, 4),
     ],
 )
 def test_groups_and_networks_are_those_that_are_printed(

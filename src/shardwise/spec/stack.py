@@ -88,6 +88,8 @@ class Stack(Spec):
     `update_copies`). 0: they are read in place."""
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     """How tokens reach their experts, unless the strategy says otherwise."""
+    exchange_units: int = count(0, minimum=0, maximum=10**4)
+    """Compute units that kernels of a deduplicated exchange occupy; 0: as many as other collectives."""
     fp8_dispatch: bool = False
     """Tokens are sent to experts in FP8."""
 

@@ -73,6 +73,32 @@ def test_our_exchange_overlaps_chunk_by_chunk() -> None:
         assert found[16384][f"dispatch, {way}"] == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "degrees", "alone"), [("1f1b", {"dp": 8}, 1 / 4), ("interleaved", {"dp": 4, "pp": 2}, 2 / 8)]
+)
+def test_an_exchange_has_no_other_microbatch_beside_it_at_the_ends_of_a_step(
+    schedule: str, degrees: dict[str, int], alone: float
+) -> None:
+    """The first forward and the last backward passes run alone; between them HybridEP's units slow the others."""
+    model = {"layers": 4, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 1024}
+    moe = {"experts": 64, "top_k": 2, "ffn": 16384}
+    strategy = {
+        **degrees,
+        "ep": 4,
+        "dispatch": "deduplicated",
+        "schedule": schedule,
+        "interleave": 2 if schedule == "interleaved" else 1,
+    }
+    fields = {"model": {**model, "moe": moe}, "cluster": "dgx-b200:1", "stack": "megatron-bridge"}
+    training = {"seq": 8192, "global_batch": 32}
+    case = Job.from_dict({**fields, "strategy": {**strategy, "overlap": {"ep": True}}, "training": training})
+    exchanges = [one for one in predict(case).ranks[0].traffics if one.dimension == "ep"]
+    assert len(exchanges) == 4
+    for one in exchanges:
+        assert one.exposed_seconds / one.seconds == pytest.approx(alone)
+        assert one.units_taken == pytest.approx(32 / 148)
+
+
 def test_a_collective_at_the_networks_speed_takes_few_channels() -> None:
     assert busy_share("nvlink", {"nvlink": 2.0}) == 1
     assert busy_share("nvlink", {"infiniband": 2.0}) == 0

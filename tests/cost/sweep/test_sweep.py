@@ -69,7 +69,7 @@ def test_a_table_of_one_equals_the_job(job: Job) -> None:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(valid_jobs(), strategies.sampled_from(("torchtitan", "megatron-core", "owned")), strategies.booleans())
+@given(valid_jobs(), strategies.sampled_from(("torchtitan", "megatron-bridge", "owned")), strategies.booleans())
 def test_seconds_of_other_software_too(job: Job, stack: str, on_nodes: bool) -> None:
     """Gathers and reductions in turn, buckets that grow with the ranks, weights that have an owner each."""
     known = stack_from("pytorch" if stack == "owned" else stack)

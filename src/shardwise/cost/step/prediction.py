@@ -16,7 +16,7 @@ from shardwise.cost.compute.flops import head_forward_flops, layer_forward_flops
 from shardwise.cost.compute.operators import Operator, fully_recomputed_share, layer_operators, share_run_again
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.stage_time import StageSeconds, layer_shape, optimizer_seconds, stage_seconds
-from shardwise.cost.traffic.execution import executed, step_traffic
+from shardwise.cost.traffic.execution import in_its_step, step_traffic
 from shardwise.cost.traffic.traffic import ComputeWindows, OverlappedTransfer, Traffic, with_exposed_seconds
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
@@ -233,7 +233,7 @@ def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
     compute, m = stage_seconds(job, contents), job.microbatches
     attention = compute.attention
     windows = ComputeWindows(m * compute.forward, m * compute.backward, m * attention.forward, m * attention.backward)
-    traffics = with_exposed_seconds([executed(job, t) for t in step_traffic(job, contents)], windows)
+    traffics = with_exposed_seconds([in_its_step(job, t) for t in step_traffic(job, contents)], windows)
     return RankPrediction(job, contents, compute, tuple(traffics))
 
 

@@ -31,6 +31,7 @@ from shardwise.cost.sweep.parts import (
     PartBook,
 )
 from shardwise.cost.traffic.data import last_share
+from shardwise.cost.traffic.expert import beside_other_microbatches
 from shardwise.cost.traffic.traffic import ComputeWindows, OverlappedTransfer, hidden_in_layers, layer_windows
 from shardwise.layout.payloads import PASSES, Pass
 from shardwise.layout.stages import RankContents
@@ -252,12 +253,15 @@ class _RowBuilder:
         start = CACHED + 1 + number * width
         seconds, unhideable, repeated, *on_links = figures[start : start + width]
         whole = np.where(seconds > 0, seconds, 1.0)
+        hideable = 1 - unhideable / whole
+        if key.dimension == "ep" and key.window != "none" and self.book.job.stack.ep_overlap == "microbatches":
+            hideable = hideable * beside_other_microbatches(self.group.base.pp, self.m)
         return OverlappedTransfer(
             key.in_pass,
             self.m * seconds,
             {name: self.m * on_link for name, on_link in zip(self.book.links, on_links) if on_link.any()},
             key.window,
-            hideable=1 - unhideable / whole,
+            hideable=hideable,
             units_taken=self.stack.units_taken[number][:, None, None],
             repeated=repeated / whole,
         )

@@ -10,7 +10,7 @@ from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.data import data_traffic
-from shardwise.cost.traffic.expert import expert_traffic
+from shardwise.cost.traffic.expert import beside_other_microbatches, expert_traffic
 from shardwise.cost.traffic.offload import offload_traffic
 from shardwise.cost.traffic.pipeline import pipeline_traffic
 from shardwise.cost.traffic.tensor import tensor_traffic
@@ -56,6 +56,14 @@ def executed(job: Job, traffic: Traffic) -> Traffic:
     return traffic
 
 
+def in_its_step(job: Job, traffic: Traffic) -> Traffic:
+    """The traffic as executed, with what of it the step's first and last microbatches leave exposed."""
+    traffic = executed(job, traffic)
+    if traffic.dimension != "ep" or traffic.window == "none" or job.stack.ep_overlap != "microbatches":
+        return traffic
+    return replace(traffic, unhideable=1 - float(beside_other_microbatches(job.strategy.pp, job.microbatches)))
+
+
 def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Mapping[str, Any]) -> Any:
     """Share of the device's compute units that a communication occupies."""
     taken = job.cluster.device.units_taken
@@ -65,6 +73,9 @@ def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Ma
         return taken.copies  # its pieces are copied between symmetric buffers; ours are messages
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
+    own, all_units = job.stack.exchange_units, job.cluster.device.compute_units
+    if dimension == "ep" and job.strategy.dispatch == "deduplicated" and 0 < own < all_units:
+        return own / all_units
     if kind is CollectiveKind.ALL_TO_ALL and dimension != "dp":
         return taken.collectives if taken.exchanges is None else taken.exchanges
     units = taken.messages if kind is CollectiveKind.SEND_RECV else None

@@ -2,16 +2,18 @@
 
 A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
 section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
-Exchanges may overlap with computation: of another microbatch (DualPipe), or of other chunks of the same tokens, as this
-project's engine does (`engine/experts/exchanges.py`).
+Exchanges may overlap with computation: of another microbatch (DualPipe, Megatron-LM's combined 1F1B), or of other chunks
+of the same tokens, as this project's engine does (`engine/experts/exchanges.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
+from shardwise.collectives.arrays import minimum
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
 from shardwise.cost.compute.roofline import operator_seconds
@@ -52,6 +54,16 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             alone = 1 - _share_beside_chunks(job, traffic) if job.stack.ep_overlap == "chunks" else 0.0
             traffics.append(replace(traffic, window=window, repeated=more / (1 + more), unhideable=alone))
     return traffics
+
+
+def beside_other_microbatches(pp: int, microbatches: Any) -> Any:
+    """Share of the exchanges that have another microbatch beside them: not while the pipeline fills or empties.
+
+    One microbatch's forward pass runs beside the backward pass of another (Megatron-LM, pipeline_parallel/
+    combined_1f1b.py). The first forward and the last backward passes are alone: one of each without a pipeline, else as
+    many as fill it, on average ``pp`` (interleaved: (v·pp - 1) chunks, and the one ahead).
+    """
+    return 1 - minimum(1.0, pp / microbatches)
 
 
 def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
