@@ -2,8 +2,8 @@
 
 A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
 section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
-Exchanges may overlap with computation: of another microbatch (DualPipe, Megatron-LM's combined 1F1B), or of other chunks
-of the same tokens, as this project's engine does (`engine/experts/exchanges.py`).
+Exchanges may overlap with computation: of another microbatch (DualPipe, Megatron-LM's combined 1F1B), or of other
+chunks of the same tokens, as this project's engine does (`engine/experts/exchanges.py`).
 """
 
 from __future__ import annotations
