@@ -39,22 +39,37 @@ _KEMPNER = (
     Variant(
         "all",
         "weights stored and updated in bf16 (distributed/parallel.py, model.to), with torch's AdamW, whose states have "
-        "the format of the weights",
+        "the format of the weights; embedding whole on every tensor-parallel rank (distributed/tensor_parallel.py); "
+        "embedding and head freed after each forward pass (distributed/parallel.py, reshard_after_forward)",
         {},
         training={"optimizer": "adamw-bf16-moments"},
-        stack={"masters": "none", "sharded_parameters": "16-bit", "loss": "whole"},
+        stack={
+            "masters": "none",
+            "sharded_parameters": "16-bit",
+            "loss": "whole",
+            "whole_ends": "embedding",
+            "root": "freed",
+        },
+    ),
+    Variant(
+        "tensor parallelism alone",
+        "FSDP2 over groups of one (distributed/setup.py, init_distributed)",
+        {"tp": r"^[2-9]", "dp": "^1$"},
+        strategy={"zero": 3},
     ),
     Variant(
         "FSDP2 with several microbatches",
         "gradients stay whole until the last (training/grad.py, maybe_no_sync)",
-        {"zero": "^3", "microbatches": r"^([2-9]|\d\d)"},
+        {"gpus": r"^([2-9]|\d\d)", "microbatches": r"^([2-9]|\d\d)"},
         strategy={"accumulate": "local"},
     ),
     Variant(
         "pipelines",
-        "torch.distributed.pipelining keeps gathered weights until the last microbatch",
+        "torch.distributed.pipelining keeps what a backward pass gathered; the head is whole on every tensor-parallel "
+        "rank",
         {"pp": r"^[2-9]"},
         strategy={"keep_parameters": True},
+        stack={"whole_ends": "both"},
     ),
 )
 _NEMO = (

@@ -95,11 +95,11 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
     others = sum((count * layer.norms for count, layer in layers), 0.0)
     experts = sum((count * layer.experts for count, layer in layers), 0.0)
     if 0 in held:
-        others += embedding_parameters(model, strategy.tp)
+        others += embedding_parameters(model, strategy.tp if job.stack.whole_ends == "none" else 1)
     elif last in held and embedding_on_both_ends(job):
         others += model.vocab * model.hidden / strategy.tp
     if last in held:
-        others += head_parameters(model, strategy.tp)
+        others += head_parameters(model, job.stack.head_tensor_parallel(strategy.tp))
     return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
 
 

@@ -97,6 +97,11 @@ class Stack(Spec):
 
     gathers: Literal["layers", "matrices"] = "layers"
     """What ZeRO-3 has whole at a time: layers, or single matrices, as where XLA gathers what an operator reads."""
+    root: Literal["kept", "freed"] = "kept"
+    """Embedding and head under ZeRO-3, after a forward pass: they stay gathered for the backward pass, or are freed as
+    layers are, so that nothing is gathered at the loss (FSDP2 where the script gives `reshard_after_forward`)."""
+    whole_ends: Literal["none", "embedding", "both"] = "none"
+    """What every tensor-parallel rank has whole of embedding and head."""
     full_recompute: Literal["whole", "as needed"] = "whole"
     """Repeats the whole layer, or all but its last matmul, whose output no backward pass reads."""
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "whole", "fused", "pieces"] = "parallel"
@@ -206,6 +211,10 @@ class Stack(Spec):
         stages = {"whole": (2, 3), "sharded by zero-3": (2,), "sharded": ()}[self.pipeline_gradients]
         is_local = zero in stages if pp > 1 else zero >= 2 and self.accumulation == "local"
         return "local" if is_local and not leave else "sharded"
+
+    def head_tensor_parallel(self, tp: int) -> int:
+        """Ranks that split the output projection, of ``tp``."""
+        return 1 if self.whole_ends == "both" else tp
 
     @property
     def launched_by_graphs(self) -> bool:

@@ -14,8 +14,16 @@ from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
+    logits_bytes,
 )
-from shardwise.cost.memory.device import memory_at_moments, memory_at_update, memory_of_rank, memory_terms, peak_memory
+from shardwise.cost.memory.device import (
+    activation_bytes,
+    memory_at_moments,
+    memory_at_update,
+    memory_of_rank,
+    memory_terms,
+    peak_memory,
+)
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.layout.payloads import Share
 from shardwise.layout.stages import rank_contents
@@ -65,6 +73,37 @@ def test_sharded_fp32_parameters_are_gathered_in_16_bit() -> None:
     one = contents.layer_matrices / 8
     assert memory.states == pytest.approx(16 * contents.total / 4)
     assert memory.gathered == pytest.approx(2 * (2 * one + contents.others) + 4 * one)
+
+
+def test_a_root_that_is_freed_leaves_nothing_gathered_at_the_loss() -> None:
+    """fully_shard(model, reshard_after_forward=True): layers and ends come back with the backward pass."""
+    case = on("torchtitan", job(LLAMA, dp=4, zero=3))
+    freed = replace(case, stack=replace(case.stack, root="freed"))
+    kept, after = (memory_at_moments(one, rank_contents(one, 0)) for one in (case, freed))
+    assert after["loss"].gathered == 0 < kept["loss"].gathered
+    assert after["layer"].gathered == kept["layer"].gathered
+
+
+def test_a_freed_root_regathers_all_layers_while_a_backward_pass_frees_its_activations() -> None:
+    """torch.distributed.pipelining keeps what a backward pass gathered, until the next forward pass frees it."""
+    case = on("torchtitan", job(LLAMA, dp=2, pp=2, zero=3, keep_parameters=True, training={"global_batch": 16}))
+    freed = replace(case, stack=replace(case.stack, root="freed"))
+    two_layers = replace(case, strategy=replace(case.strategy, keep_parameters=False))
+    least, most, held = (
+        memory_at_moments(one, rank_contents(one, 0))["layer"].total for one in (two_layers, case, freed)
+    )
+    of_pass = activation_bytes(case, rank_contents(case, 0)) / 2
+    assert held == pytest.approx(max(least, most - of_pass))
+
+
+def test_ends_that_tensor_parallel_ranks_hold_whole() -> None:
+    plain = on("pytorch", job(LLAMA, tp=4, dp=1))
+    embedding, both = (replace(plain, stack=replace(plain.stack, whole_ends=ends)) for ends in ("embedding", "both"))
+    matrix = LLAMA.vocab * LLAMA.hidden * 3 / 4
+    held = [rank_contents(one, 0).others for one in (plain, embedding, both)]
+    assert (held[1] - held[0], held[2] - held[1]) == (matrix, matrix)
+    logits = [logits_bytes(one, 1.0) for one in (plain, embedding, both)]
+    assert logits[0] == logits[1] == logits[2] / 4
 
 
 def test_xla_gathers_and_reduces_single_matrices() -> None:

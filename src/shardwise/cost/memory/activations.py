@@ -404,13 +404,13 @@ def kept_per_logit(job: Job) -> float:
 
 def logits_bytes(job: Job, per_logit: float) -> float:
     """All logits of a microbatch on one device."""
-    ranks = 1 if job.stack.loss == "whole" else job.strategy.tp
+    ranks = 1 if job.stack.loss == "whole" else job.stack.head_tensor_parallel(job.strategy.tp)
     return per_logit * job.microbatch_tokens * job.model.vocab / ranks
 
 
 def head_weights(job: Job) -> float:
     """Weights of the output projection on one device."""
-    return job.model.vocab * job.model.hidden / job.strategy.tp
+    return job.model.vocab * job.model.hidden / job.stack.head_tensor_parallel(job.strategy.tp)
 
 
 def microbatches_in_flight(job: Job, rank: int) -> float:

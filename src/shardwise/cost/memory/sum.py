@@ -8,7 +8,7 @@ pass, minus what does not exist yet (`Absent`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -110,8 +110,28 @@ class HeldMemory:
 
     @cached_property
     def gathered(self) -> Any:
-        tied, matrices = self.job.model.tied_embeddings, gathered_matrices(self.job)
-        return gathered_bytes(self.contents, self.sharding, self.job.recipe, self.moment, tied=tied, matrices=matrices)
+        return self._gathered(self.sharding)
+
+    def _gathered(self, sharding: Sharding) -> Any:
+        return gathered_bytes(
+            self.contents,
+            sharding,
+            self.job.recipe,
+            self.moment,
+            tied=self.job.model.tied_embeddings,
+            matrices=gathered_matrices(self.job),
+            frees_root=self.job.stack.root == "freed",
+        )
+
+    @cached_property
+    def gathered_late(self) -> Any:
+        """The part of ``gathered`` that a backward pass keeps and the next forward pass frees.
+
+        It is complete when the backward pass has freed its activations.
+        """
+        if self.moment == "loss" or self.job.stack.root == "kept":
+            return 0.0
+        return _or_zero(self.gathered - self._gathered(replace(self.sharding, keep_parameters=False)))
 
     @property
     def allowance(self) -> float:
@@ -269,7 +289,7 @@ class Absent(NamedTuple):
     activations and all gradients but its own and the embedding's. The fuller of the two counts.
     """
 
-    left_over: Any = 0.0  # the part of what is gathered that an earlier backward pass would have left
+    left_over: Any = 0.0  # the part of what is gathered that a backward pass leaves
     reduced: Any = 0.0
     """Gradients of a single microbatch that ZeRO reduces layer by layer: they never exist all at once."""
     growing: Any = 0.0  # all other gradients that the backward pass makes after its beginning
@@ -319,12 +339,14 @@ class MomentMemory:
     def absent(self) -> Absent:
         held, passes, spread, at_loss = self.held, self.passes, self.spread, self.moment == "loss"
         left: Any = 0.0
+        if some(held.gathered_late):
+            left = minimum(spread(held.gathered_late), self.activations / passes.in_flight)
         reduced: Any = 0.0
         growing: Any = 0.0
         not_yet: Any = 0.0
         if held.job.stack.gradients in (("made",) if at_loss else ("made", "replaced")) and some(passes.alone):
             if some(held.left_over):
-                left = passes.alone * spread(held.left_over)
+                left = left + passes.alone * spread(held.left_over)
             later: Any = spread(held.unreplicated)
             if some(held.reduced):
                 divided = passes.alone * spread(held.reduced)

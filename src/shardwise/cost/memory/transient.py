@@ -311,13 +311,18 @@ def gathered_bytes(
     *,
     tied: bool = False,
     matrices: Matrices | None = None,
+    frees_root: bool = False,
 ) -> Any:
     """Transient memory of whole layers, or ``matrices``, under sharded data parallelism.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
     it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
-    does not reshard its root, which backward would gather again at once. XLA gathers what an operator reads.
+    does not reshard its root, which backward would gather again at once, unless a script gives `reshard_after_forward`
+    (fully_shard.py, `auto_reshard_after_forward`): then nothing is gathered at the loss. XLA gathers what an operator
+    reads.
     """
+    if frees_root and moment == "loss":
+        return 0.0
     unit = divided_units(contents, sharding, recipe, tied=tied, matrices=matrices)
     if matrices:
         return gathered_at(unit, sharding, replace(recipe, gradient=matrices.gradient), moment)

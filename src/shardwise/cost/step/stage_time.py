@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, select
@@ -46,6 +46,11 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     experts = job.model.moe.experts / strategy.ep if job.model.moe else 1.0
     shards, dropout = strategy.expert_tensor_parallel, job.training.dropout
     return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts, dropout)
+
+
+def _head_shape(job: Job, shape: LayerShape) -> LayerShape:
+    tp = job.stack.head_tensor_parallel(shape.tp)
+    return shape if tp == shape.tp else replace(shape, tp=tp)
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
@@ -122,7 +127,7 @@ def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
         seconds_of = _timed(job)
-        for operator in ends_operators(job.model, layer_shape(job)):
+        for operator in ends_operators(job.model, _head_shape(job, layer_shape(job))):
             yield operator, seconds_of(operator)
 
 
@@ -152,7 +157,7 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
     parts = [(count, layer_operators(model, shape, moe=moe)) for count, moe in layers if count]
     full = 1.0 if job.strategy.recompute == "full" else 0.0
-    for count, operators in (*parts, (1, ends_operators(model, shape))):
+    for count, operators in (*parts, (1, ends_operators(model, _head_shape(job, shape)))):
         for operator in operators:
             alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
             again = share_run_again(job, operator, full)
