@@ -72,7 +72,8 @@ class Stack(Spec):
     """ZeRO-1 gives every parameter whole to one rank, which updates it and broadcasts it to the others afterwards;
     gradients are all-reduced. Else ranks hold equal parts of all."""
     per_parameter_gathers: bool = False
-    """ZeRO-3 gathers and reduces every parameter by itself."""
+    """ZeRO-3 gathers and reduces every parameter by itself, as a list of the ranks' parts, which PyTorch copies one
+    by one."""
     bucket_per_rank: int = count(0, minimum=0, maximum=10**9)
     """ZeRO-1 and 2 reduce and gather so many parameters at a time for every data-parallel rank, where that is more than
     a layer: buckets that grow with the ring, so that its latency does not."""

@@ -20,7 +20,9 @@ from shardwise import predict
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.analysis import analyze as analyze_job
-from shardwise.cost.traffic.traffic import ComputeWindows, with_exposed_seconds
+from shardwise.cost.traffic.data import data_traffic
+from shardwise.cost.traffic.traffic import ComputeWindows, collective_price, with_exposed_seconds
+from shardwise.layout.network import network
 from shardwise.layout.payloads import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
@@ -180,3 +182,17 @@ def test_owners_broadcast_their_weights_after_the_update() -> None:
         assert gradients.kind is CollectiveKind.ALL_REDUCE
         assert (weights.count, weights.window_share) == (pytest.approx(broadcasts), 0.0)
         assert weights.count * weights.size_bytes == pytest.approx(2 * parameter_count(LLAMA))
+
+
+def test_lists_of_tensors_are_copied_one_by_one() -> None:
+    """DeepSpeed of 2021 gathers lists: a copy for every rank, and all bytes read and written once more."""
+    fields = {"model": "gpt3-6.7b", "cluster": "dgx-a100:4", "strategy": {"dp": 32, "zero": 3}}
+    training = {"seq": 2048, "global_batch": 32}
+    case = Job.from_dict({**fields, "training": training, "stack": "deepspeed-2021"})
+    device = case.cluster.device
+    (gather, scatter, *_) = data_traffic(case, rank_contents(case, 0))
+    for one in (gather, scatter):
+        plain = collective_price(one.kind, one.size_bytes, network(case.cluster), "auto")
+        copies = 32 * device.efficiency.operator_seconds
+        moved = 2 * one.size_bytes / (device.memory_bandwidth * device.efficiency.memory)
+        assert one.cost.seconds - plain.seconds == pytest.approx(copies + moved)

@@ -20,12 +20,12 @@ from shardwise.cost.traffic.data import (
     sent_parameters,
     wire_bytes,
 )
+from shardwise.cost.traffic.lists import ListCopies
 from shardwise.layout.gradient_schedules import measured_schedules
 from shardwise.layout.groups import RankRun, expert_data_runs, expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.network import neighbours_of, spanned
 from shardwise.layout.sharding import Sharding, SharedRanks, dense_ranks, expert_ranks, sharding_of, stacked
 from shardwise.layout.stages import RankContents
-from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 
@@ -147,10 +147,12 @@ class CollectiveBook:
     Then ``seconds[tickets]`` and ``link_seconds[tickets]`` (one column per link of ``links``) are their prices.
     """
 
-    def __init__(self, cluster: Cluster, links: tuple[str, ...], algorithm: str) -> None:
+    def __init__(self, job: Job, links: tuple[str, ...]) -> None:
+        """``job`` has everything but degrees."""
         import numpy as np
 
-        self._cluster, self._links, self._algorithm = cluster, links, algorithm
+        self._cluster, self._links, self._algorithm = job.cluster, links, job.strategy.collective
+        self._lists = ListCopies.of(job)
         self._count = 0
         # Groups of ranks that lie elsewhere and span equal networks pay the same.
         self._of_runs: dict[tuple[CollectiveKind, tuple[RankRun, ...], bool], _CollectiveLine] = {}
@@ -190,7 +192,7 @@ class CollectiveBook:
             if not line.waiting:
                 continue
             tickets = np.array([line.tickets[size] for size in line.waiting])
-            cost = gradient_price(kind, np.array(line.waiting), topology, ours, self._algorithm)
+            cost = gradient_price(kind, np.array(line.waiting), topology, ours, self._algorithm, self._lists)
             seconds[tickets] = cost.seconds
             for level in cost.levels:
                 links[tickets, self._links.index(level.level_name)] += level.busy_seconds

@@ -220,7 +220,7 @@ class TablePricer:
         """``job`` says everything but the strategy; its strategy's ``collective`` counts."""
         self.job = job
         self.parts = PartBook(job)
-        self.collectives = CollectiveBook(job.cluster, self.parts.links, job.strategy.collective)
+        self.collectives = CollectiveBook(job, self.parts.links)
         self.columns = ColumnBook(job, self.collectives)
 
     def pieces(self, groups: Iterable[Group], wanted: Wanted | None = None) -> Iterator[TablePiece]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology, collective_cost, p2p_latency
 from shardwise.collectives.arrays import is_array, minimum, select
 from shardwise.collectives.cost import cheapest_where
+from shardwise.cost.traffic.lists import ListCopies
 from shardwise.cost.traffic.traffic import Traffic, collective_price
 from shardwise.layout.gradient_schedules import (
     PAYS_BELOW,
@@ -50,9 +51,21 @@ if TYPE_CHECKING:
 
 
 def gradient_price(
-    kind: CollectiveKind, size_bytes: Any, network: Topology, ours: Topology | None, algorithm: str
+    kind: CollectiveKind,
+    size_bytes: Any,
+    network: Topology,
+    ours: Topology | None,
+    algorithm: str,
+    lists: ListCopies | None = None,
 ) -> CollectiveCost:
     """``ours`` is `measured_schedules`; sizes are one number or an array."""
+    cost = _uncopied_price(kind, size_bytes, network, ours, algorithm)
+    return cost if lists is None else lists.added_to(cost, kind, size_bytes, network.size)
+
+
+def _uncopied_price(
+    kind: CollectiveKind, size_bytes: Any, network: Topology, ours: Topology | None, algorithm: str
+) -> CollectiveCost:
     if ours is not None and algorithm not in UNNAMED:
         return collective_price(kind, size_bytes, ours, named_on(algorithm, ours))
     backend = collective_price(kind, size_bytes, network, algorithm)
@@ -412,7 +425,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
                 line.kind,
                 line.unit_bytes,
                 line.times * units,
-                gradient_price(line.kind, line.unit_bytes, topology, ours, strategy.collective),
+                gradient_price(line.kind, line.unit_bytes, topology, ours, strategy.collective, ListCopies.of(job)),
                 level_names(topology),
                 window=line.window if strategy.overlap.dp else "none",
                 window_share=line.window_share,
