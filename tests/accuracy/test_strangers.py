@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 import statistics
 import sys
 from functools import cache
@@ -24,8 +26,8 @@ def runs() -> dict[str, PublishedRun]:
     return {run.row_id: run for run in read_runs(ROOT / "validation" / "training_runs_3.csv")}
 
 
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("strangers_bench", ROOT / "bench" / "strangers.py")
+def bench(name: str = "strangers") -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_bench", ROOT / "bench" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -98,3 +100,17 @@ def test_sharding_over_all_ranks_is_slower_than_over_a_group_as_measured() -> No
             large.append(predicted)
     assert len(errors) > 15 and max(errors) < 0.17 and statistics.mean(errors) < 0.05
     assert len(large) > 5 and min(large) > 1.1
+
+
+def test_the_slope_over_doublings_is_read_off_series_that_differ_in_devices_alone() -> None:
+    scale = bench("scale")
+    names = [name for name in runs() if re.match(r"evo_tp1_z(-1|8)_", name)]
+    own = [runs()[name] for name in names]
+    errors = {run.row_id: 0.01 * math.log2(run.job.cluster.devices) for run in own}
+    series = scale.series_of(own, errors)
+    assert {one.shards: len(one.points) for one in series} == {"ZeRO over all ranks": 8, "ZeRO over a group": 7}
+    assert all(one.slope == pytest.approx(0.01) for one in series)
+    few = [run for run in own if run.job.cluster.devices in (512, 1024)]
+    assert scale.series_of(few, errors) == []
+    other = scale.Series("another", "", "no ZeRO", ((0.0, 0.0), (2.0, 0.04)))
+    assert scale.over_sources([*series, other]) == (pytest.approx(0.015), 2)
