@@ -39,7 +39,7 @@ class Series:
     @property
     def weight(self) -> float:
         mean = statistics.mean(x for x, _ in self.points)
-        return sum((x - mean) ** 2 for x, _ in self.points)
+        return sum((x - mean) * (x - mean) for x, _ in self.points)
 
     @property
     def slope(self) -> float:
@@ -61,8 +61,8 @@ def series_of(runs: Iterable[PublishedRun], errors: dict[str, float]) -> list[Se
     for run in runs:
         job, own = run.job, run.job.strategy
         degrees = (own.tp, own.cp, own.pp, own.interleave, own.ep, own.zero, shards_of(run))
-        what = (job.model, job.cluster.device.name, job.training.seq, job.training.precision, own.microbatch)
-        what = (*what, job.microbatches, own.recompute)
+        training = (job.training.seq, job.training.precision, own.microbatch, job.microbatches, own.recompute)
+        what = (job.model, job.cluster.device.name, *training)
         found.setdefault((run.source.name, release(run.row), *what, *degrees), []).append(run)
     series = []
     for own_runs in found.values():
