@@ -38,7 +38,7 @@ class Series:
 
     @property
     def weight(self) -> float:
-        mean = statistics.mean(x for x, _ in self.points)
+        mean = sum(x for x, _ in self.points) / len(self.points)
         return sum((x - mean) * (x - mean) for x, _ in self.points)
 
     @property
