@@ -37,15 +37,18 @@ class Series:
     points: tuple[tuple[float, float], ...]
 
     @property
+    def mean(self) -> float:
+        return statistics.mean(x for x, _ in self.points)
+
+    @property
     def weight(self) -> float:
-        mean = sum(x for x, _ in self.points) / len(self.points)
-        return sum((x - mean) * (x - mean) for x, _ in self.points)
+        return sum((x - self.mean) ** 2 for x, _ in self.points)
 
     @property
     def slope(self) -> float:
         """By how much the error changes with a doubling."""
-        mean_x, mean_y = (statistics.mean(values) for values in zip(*self.points, strict=True))
-        return sum((x - mean_x) * (y - mean_y) for x, y in self.points) / self.weight
+        middle = statistics.mean(y for _, y in self.points)
+        return sum((x - self.mean) * (y - middle) for x, y in self.points) / self.weight
 
 
 def shards_of(run: PublishedRun) -> Shards:
