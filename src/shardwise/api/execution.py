@@ -192,8 +192,12 @@ def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
 def ready_run(
     given: JobArguments, options: RunOptions, place: RunPlace, *, hosts: Sequence[str] | None = None, note: OnProgress
 ) -> ReadyRun:
-    """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known."""
-    job, notes = _job_at(place, given)
+    """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known.
+
+    ``given`` has the fields that the options set already (`RunOptions.over`).
+    """
+    assert options.over(given) == given
+    job, notes = job_for(given, place)
     job = _with_absolute_paths(job)
     started_as, elsewhere = place.started_as, place.target is not None
     require_packages("train", "torch", "safetensors")
@@ -223,7 +227,7 @@ def ready_run(
     return ReadyRun(job, folder, checked, _named_model(given), options, place, note)
 
 
-def _job_at(place: RunPlace, given: JobArguments) -> tuple[Job, list[str]]:
+def job_for(given: JobArguments, place: RunPlace) -> tuple[Job, list[str]]:
     job, notes = decided_job(given, trains=True)
     restarts = job.run.restarts
     if restarts.shrink and restarts.least_devices > job.strategy.world:
@@ -240,7 +244,7 @@ def job_for_manifest(given: JobArguments, place: RunPlace, note: OnProgress) -> 
     """The job for nodes that share no storage with this machine, and a name for its run: from its folder or file, else
     the model's. It is completed and priced here, its files are checked there: paths stay as given.
     """
-    job, notes = _job_at(place, given)
+    job, notes = job_for(given, place)
     if job.run.emulate is not None:
         raise SpecError("run.emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
     if job.run.backend != "auto":
