@@ -14,7 +14,7 @@ from shardwise.cost.step.simulation import COMMUNICATION, SimulatedStep, simulat
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.parameters import active_parameter_count, parameter_count, trained_parameters
 from shardwise.spec.rules import sequence_note
 
 _MOST_PASSES = 10_000  # of schedules that are slow to build: half a second
@@ -94,7 +94,7 @@ class Analysis:
         return self.job.peak_flops
 
     def flops_per_token(self, convention: str = "causal") -> float:
-        return flops_per_token(self.job.model, self.job.training.seq, convention)
+        return flops_per_token(self.job.model, self.job.training.seq, convention, self.job.training.tuning)
 
     def flops_per_step(self, convention: str = "causal") -> float:
         return self.flops_per_token(convention) * self.job.tokens_per_step
@@ -116,8 +116,8 @@ class Analysis:
 
     @property
     def trained_parameters(self) -> int:
-        """Every parameter that is trained and saved, prediction modules included."""
-        return parameter_count(self.job.model, with_prediction_modules=True)
+        """Every parameter that is trained and saved, prediction modules and adapters included."""
+        return trained_parameters(self.job.model, self.job.training.tuning)
 
     @property
     def active_parameters(self) -> int:

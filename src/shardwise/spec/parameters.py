@@ -7,9 +7,9 @@ expert parallelism, norms not at all, embeddings only on the ends of a pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardwise.spec.fine_tuning import Adapters, Tuning
+from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Tuning
 from shardwise.spec.model import Matrix, Model
 
 
@@ -61,7 +61,7 @@ def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
 
 def head_parameters(model: Model, tensor_parallel: int = 1) -> float:
     """What follows the last layer: final norm, output projection (if not tied), BERT's heads."""
-    final = _norm_parameters(model) if model.final_norm else 0
+    final = final_norm_parameters(model)
     pooler = model.hidden * (model.hidden + 1) if model.pooler else 0
     masked = model.hidden * (model.hidden + 1) + _norm_parameters(model) + model.vocab if model.mlm_head else 0
     if model.tied_embeddings:
@@ -71,12 +71,23 @@ def head_parameters(model: Model, tensor_parallel: int = 1) -> float:
     return final + pooler + masked + projection
 
 
-def prediction_module_parameters(model: Model, **degrees: int) -> LayerParameters:
+def final_norm_parameters(model: Model) -> int:
+    """The norm before the head."""
+    return _norm_parameters(model) if model.final_norm else 0
+
+
+def prediction_module_parameters(model: Model, tuning: Tuning = EVERYTHING, **degrees: int) -> TunedLayer:
     """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437 section 2.2): two norms, a projection
     of the concatenated states and one layer; embedding and head are shared with the main model."""
-    layer = layer_parameters(model, moe=model.moe is not None, **degrees)
+    beyond = range(model.layers, model.layers + model.mtp_layers)
+    layer = tuned_layer(model, tuning, beyond, moe=model.moe is not None, **degrees)
     extra = 2 * model.hidden * model.hidden + 3 * _norm_parameters(model)
-    return LayerParameters(layer.attention, layer.mlp, layer.norms + extra, layer.router, layer.experts)
+    share = tuning.trained_share("norms", beyond)
+    trained, frozen = (
+        replace(kept, norms=kept.norms + part * extra)
+        for kept, part in ((layer.trained, share), (layer.frozen, 1 - share))
+    )
+    return TunedLayer(trained, frozen)
 
 
 def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> int:
@@ -85,7 +96,7 @@ def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> i
     total += model.moe_layers * layer_parameters(model, moe=True).total
     total += (model.layers - model.moe_layers) * layer_parameters(model, moe=False).total
     if with_prediction_modules:
-        total += model.mtp_layers * prediction_module_parameters(model).total
+        total += model.mtp_layers * prediction_module_parameters(model).trained.total
     return round(total)
 
 
@@ -102,13 +113,11 @@ def trained_parameters(model: Model, tuning: Tuning) -> int:
     if tuning.everything:
         return parameter_count(model, with_prediction_modules=True)
     total = embedding_parameters(model) * tuning.trains("embedding")
-    final = _norm_parameters(model) if model.final_norm else 0
+    final = final_norm_parameters(model)
     total += (head_parameters(model) - final) * tuning.trains("head") + final * tuning.trains("norms")
-    for layer in range(model.layers + model.mtp_layers):
-        beyond = layer >= model.layers
-        moe = model.moe is not None if beyond else model.is_moe_layer(layer)
-        total += tuned_layer(model, tuning, (layer,), moe=moe).trained.total
-    return round(total)
+    for layer in range(model.layers):
+        total += tuned_layer(model, tuning, (layer,), moe=model.is_moe_layer(layer)).trained.total
+    return round(total + model.mtp_layers * prediction_module_parameters(model, tuning).trained.total)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Recipe:
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
     whole_gradient: float = 0.0  # of a gradient that ZeRO keeps whole over microbatches, where that is wider
+    base: float | None = None  # of a weight in a frozen linear layer; None: as a trained one without a master
 
     @property
     def plain_weight(self) -> float:
@@ -108,6 +109,11 @@ class Recipe:
         With a scale for each row the passes multiply different numbers, and bf16 ones are gathered.
         """
         return 1.0 if self.fp32_shards and self.scaling in ("tensor", "block") else self.gathered
+
+    @property
+    def frozen_gathered(self) -> float:
+        """Bytes of a weight of a frozen linear layer that is gathered: quantised ones as codes and scales."""
+        return self.gathered if self.base is None else min(self.base, self.gathered)
 
     @property
     def of_experts(self) -> Recipe:
@@ -248,6 +254,11 @@ class Training(Spec):
         return not self.tuning.everything
 
     @property
+    def forward_passes(self) -> int:
+        """Forward passes of a microbatch: two where a frozen reference judges the answers too."""
+        return 2 if self.task == "dpo" else 1
+
+    @property
     def reference_copy(self) -> bool:
         """Whether `dpo` keeps its reference as a second copy of the model."""
         if self.task != "dpo":
@@ -255,9 +266,10 @@ class Training(Spec):
         where = (self.preference or Preference()).reference
         return where == "copy" or (where == "auto" and (self.adapters is None or bool(self.trained)))
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
-        return RECIPES[self.precision]
+        recipe, base = RECIPES[self.precision], BASE_FORMATS[self.base_precision].bytes
+        return recipe if base is None else replace(recipe, base=base)
 
     def batch_request(self) -> tuple[int, bool] | None:
         """The batch as asked for, and whether it counts tokens; None if it was left out."""

@@ -173,7 +173,7 @@ class HeldMemory:
     def head_share(self) -> Any:
         """The head's share of a rank's gradients, which a backward pass computes first."""
         contents, tied = self.contents, self.job.model.tied_embeddings
-        ends = contents.others / contents.total
+        ends = contents.others / maximum(1, contents.total)
         return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
 
     @cached_property
@@ -183,7 +183,7 @@ class HeldMemory:
         Those of this layer, and of the embedding unless it is tied to a head, whose backward pass made it.
         """
         contents, tied = self.contents, self.job.model.tied_embeddings
-        ends = contents.others / contents.total
+        ends = contents.others / maximum(1, contents.total)
         of_embedding = contents.has_embedding * (1 - tied * contents.has_head) / select(contents.has_head, 2, 1)
         return (1 - ends) / maximum(1, contents.layers) + ends * of_embedding
 

@@ -25,7 +25,7 @@ from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import by_layer
 from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import parameter_count
+from shardwise.spec.parameters import trained_parameters
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSe
     for _, seconds in _ends(job, contents):
         passes += seconds
     passes += Seconds(call, call)
-    return StageSeconds(passes.forward, passes.input_gradient + again, passes.weight_gradient, attention, again)
+    forward = passes.forward * job.training.forward_passes
+    return StageSeconds(forward, passes.input_gradient + again, passes.weight_gradient, attention, again)
 
 
 def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
@@ -82,7 +83,10 @@ def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
-            yield from ((operator, seconds_of(operator)) for operator in layer_operators(job.model, shape, moe=moe))
+            yield from (
+                (operator, seconds_of(operator))
+                for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning)
+            )
     yield from _ends(job, contents)
 
 
@@ -91,7 +95,7 @@ def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Second
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
             whole = Seconds()
-            for operator in layer_operators(job.model, shape, moe=moe):
+            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
                 seconds = seconds_of(operator)
                 whole += seconds
                 yield operator, seconds * count
@@ -122,7 +126,7 @@ def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
         seconds_of = _timed(job)
-        for operator in ends_operators(job.model, layer_shape(job)):
+        for operator in ends_operators(job.model, layer_shape(job), job.training.tuning):
             yield operator, seconds_of(operator)
 
 
@@ -138,7 +142,7 @@ def slowdown(job: Job) -> float:
     if efficiency.power_slowdown == 1:
         return 1.0
     matmuls, attention, other = unslowed_seconds(job)
-    parameters = parameter_count(job.model) / job.strategy.tp
+    parameters = trained_parameters(job.model, job.training.tuning) / job.strategy.tp
     return efficiency.slowdown(matmuls, attention, other + _update_seconds(job, 38 * parameters, parameters))
 
 
@@ -148,11 +152,12 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     Through the whole model, not one rank's part, since all of a step runs at one clock.
     """
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
+    tuning = job.training.tuning
     shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
-    parts = [(count, layer_operators(model, shape, moe=moe)) for count, moe in layers if count]
+    parts = [(count, layer_operators(model, shape, moe=moe, tuning=tuning)) for count, moe in layers if count]
     full = 1.0 if job.strategy.recompute == "full" else 0.0
-    for count, operators in (*parts, (1, ends_operators(model, shape))):
+    for count, operators in (*parts, (1, ends_operators(model, shape, tuning))):
         for operator in operators:
             alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
             again = share_run_again(job, operator, full)
@@ -189,7 +194,10 @@ def _launches(job: Job) -> float:
         if count and efficiency.own is not None:
             total += count * _host_seconds(job, efficiency.own.host_seconds, moe=moe)
         elif count:
-            kernels = sum(operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe))
+            kernels = sum(
+                operator.kernels
+                for operator in layer_operators(model, layer_shape(job), moe=moe, tuning=job.training.tuning)
+            )
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import group_runs
 from shardwise.layout.network import Neighbours, spanned
 from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
@@ -25,7 +25,7 @@ def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if topology is None or not contents.layers:
         return []
     method = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.strategy.context_method]
-    return method(job, contents, topology)
+    return in_passes(job, method(job, contents, topology))
 
 
 def _again(job: Job, contents: RankContents) -> float:

@@ -16,7 +16,7 @@ from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
 from shardwise.cost.compute.roofline import operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_runs
 from shardwise.layout.network import level_names, spanned
 from shardwise.layout.payloads import Pass, Payload, Role, sent_backward, sent_forward
@@ -51,7 +51,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             window: Window = payload.in_pass if strategy.overlap.ep else "none"
             alone = 1 - _share_beside_chunks(job, traffic) if job.stack.ep_overlap == "chunks" else 0.0
             traffics.append(replace(traffic, window=window, repeated=more / (1 + more), unhideable=alone))
-    return traffics
+    return in_passes(job, traffics)
 
 
 def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
@@ -74,7 +74,7 @@ def _experts_seconds(job: Job, which: Pass) -> tuple[float, float]:
     """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
     device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
     by_role = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
-    for operator in layer_operators(job.model, layer_shape(job), moe=True):
+    for operator in layer_operators(job.model, layer_shape(job), moe=True, tuning=job.training.tuning):
         if operator.role in by_role:
             seconds = operator_seconds(operator, device, recipe, stack)
             by_role[operator.role] += float(seconds.forward if which == "forward" else seconds.backward)

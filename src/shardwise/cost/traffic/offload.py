@@ -173,10 +173,20 @@ def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe
     owned, share = owned_parameters(contents, sharding), sharding.offload.weights
     if not recipe.fp32_shards:
         weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * share
-        return weights, weights
+        frozen = share * _frozen(contents, sharding, recipe)
+        return weights + frozen, weights + frozen
     layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
     most = select(last_weights_stay(pp, sharding), _before_last(contents.layers), 1.0)
-    return owned * 4 * share, layers * 4 * minimum(share, most) * (not sharding.gathers_once)
+    frozen = _frozen(contents, sharding, recipe)
+    again = (layers * 4 + frozen) * minimum(share, most) * (not sharding.gathers_once)
+    return owned * 4 * share + frozen * share, again
+
+
+def _frozen(contents: RankContents, sharding: Sharding, recipe: Recipe) -> Any:
+    """Bytes of a device's frozen weights in layers, as they are kept."""
+    each = recipe.base or (4.0 if recipe.fp32_shards else recipe.weight)
+    shards, expert_shards = (select(sharding.zero == 3, part, 1) for part in (sharding.shards, sharding.expert_shards))
+    return each * (contents.frozen_matrices / shards + contents.frozen_experts / expert_shards)
 
 
 def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:

@@ -21,15 +21,16 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
 from shardwise.layout.payloads import Payload, Phase, Role, Share, sent_backward, sent_forward
 from shardwise.layout.pieces import share_beside_products
-from shardwise.layout.stages import RankContents
+from shardwise.layout.stages import RankContents, layers_of_kind
+from shardwise.spec.fine_tuning import NOTHING, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Split
-from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.strategy import Strategy
 
 
@@ -41,7 +42,7 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         traffics += _layer_traffic(job, contents, topology)
         traffics += _vocabulary_traffic(job, contents, topology)
         traffics += replicated_gradient_traffic(job, contents)
-    return traffics + _expert_tensor_traffic(job, contents)
+    return in_passes(job, traffics + _expert_tensor_traffic(job, contents))
 
 
 def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
@@ -183,7 +184,7 @@ class _Products:
         self._layers: list[dict[Split, list[Seconds]]] = []
         for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
-            for operator in layer_operators(job.model, shape, moe=moe) if layers else ():
+            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning) if layers else ():
                 if operator.split != "none":
                     by_split[operator.split].append(operator_seconds(operator, device, recipe, stack))
             self._layers.append(by_split)
@@ -203,25 +204,29 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     Under sequence parallelism each rank has those of its own tokens, summed once per step (Megatron-LM
     finalize_model_grads).
     """
-    topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
-    if topology is None or not job.strategy.sequence_parallel:
+    topology, tuning = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp"), job.training.tuning
+    if topology is None or not (job.strategy.sequence_parallel or tuning.adapters):
         return []
+    if not job.strategy.sequence_parallel:  # of one half of each adapter a rank has a part of the sum
+        tuning = replace(tuning, patterns=NOTHING.patterns)
     replicated = sum(
-        count * _replicated_parameters(job, moe)
+        count * _replicated_parameters(job, tuning, moe)
         for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
     )
-    if contents.has_embedding and job.model.positions == "learned":
+    if contents.has_embedding and job.model.positions == "learned" and tuning.trains("embedding"):
         replicated += job.model.max_seq * job.model.hidden
     size = replicated * job.training.recipe.gradient
     payload = sent_backward(Role.UNSPLIT_GRADIENTS)
     return [priced("tp", payload, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
 
 
-def _replicated_parameters(job: Job, moe: bool) -> float:
+def _replicated_parameters(job: Job, tuning: Tuning, moe: bool) -> float:
     """Of one layer: a rank holds R + S/t, the layer has R + S, so R = (t·held − whole)/(t − 1)."""
-    tp = job.strategy.tp
-    held = layer_parameters(job.model, moe=moe, tensor_parallel=tp).dense
-    return (tp * held - layer_parameters(job.model, moe=moe).dense) / (tp - 1)
+    tp, layers = job.strategy.tp, layers_of_kind(job.model, moe=moe)
+    held, whole = (
+        tuned_layer(job.model, tuning, layers, moe=moe, tensor_parallel=ranks).trained.dense for ranks in (tp, 1)
+    )
+    return (tp * held - whole) / (tp - 1)
 
 
 def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
