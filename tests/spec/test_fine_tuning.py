@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.spec.fine_tuning import BASE_FORMATS, EVERYTHING, NOTHING, Adapters, Lengths
+from shardwise.spec.fine_tuning import BASE_FORMATS, EVERYTHING, NOTHING, Adapters
+from shardwise.spec.lengths import Lengths
 from shardwise.spec.parameters import parameter_count, trained_parameters
 from shardwise.spec.training import Training
 
@@ -117,3 +118,17 @@ def test_a_mean_and_a_maximum_stand_for_a_law_with_that_mean(mean: float, longes
 def test_a_histogram_is_read_as_it_is() -> None:
     lengths = Training(lengths={"histogram": [[200, 3], [100, 1], [200, 1]]}).lengths  # type: ignore[arg-type]
     assert lengths is not None and lengths.counts == ((100, 0.2), (200, 0.8))
+
+
+def test_the_longest_of_several_documents_is_what_drawing_them_gives() -> None:
+    lengths = Lengths(histogram=((100, 1), (200, 1), (400, 2)))
+    assert lengths.padded_tokens(1, 4096) == lengths.mean_tokens(4096) == 275
+    assert lengths.padded_tokens(2, 4096) == pytest.approx(100 / 16 + 200 * 3 / 16 + 400 * 12 / 16)
+    assert lengths.padded_tokens(1, 300) == (100 + 200 + 600) / 4
+    assert lengths.cut_share(300) == pytest.approx(1 - 225 / 275)
+
+
+def test_packing_is_full_where_short_documents_fill_the_gaps() -> None:
+    assert Lengths(histogram=((64, 9), (300, 1))).packed_share(4096) > 0.95
+    assert Lengths(histogram=((3000, 1),)).packed_share(4096) == pytest.approx(3000 / 4096)
+    assert Lengths(histogram=((64, 1),)).attended_share(4096) == 64 / 4096

@@ -167,7 +167,9 @@ class Analysis:
         generic = device.efficiency.source == Efficiency().source
         assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
         longer = sequence_note(self.job.model, self.job.training)
-        return tuple(note for note in (rounded, assumed, longer, _experts_note(self.job)) if note)
+        return tuple(
+            note for note in (rounded, assumed, longer, _experts_note(self.job), lengths_note(self.job)) if note
+        )
 
 
 def _experts_note(job: Job) -> str:
@@ -175,6 +177,22 @@ def _experts_note(job: Job) -> str:
     if job.model.moe is None or wide == recipe.compute:
         return ""
     return f"{job.stack.name} multiplies routed experts in {wide}, not in {recipe.compute}"
+
+
+def lengths_note(job: Job) -> str:
+    """How much of a step is padding or cut off, and what packing gains."""
+    lengths, seq, microbatch = job.training.lengths, job.training.seq, job.strategy.microbatch
+    if lengths is None:
+        return ""
+    cut = lengths.cut_share(seq)
+    ends = f"; {cut:.1%} of all tokens are beyond {seq:,} and cut off" if cut >= 0.0005 else ""
+    if lengths.labels < 1:
+        ends += f"; {lengths.labels:.0%} of the tokens count for the loss"
+    if lengths.packing == "packed":
+        return f"{1 - lengths.packed_share(seq):.1%} of packed sequences is padding{ends}"
+    used, packed = lengths.used_share(seq, microbatch), lengths.packed_share(seq)
+    saved = f"packing would train the same documents with {used / packed:.0%} of the tokens" if used < packed else ""
+    return f"{1 - used:.0%} of the tokens are padding" + (f", {saved}" if saved else "") + ends
 
 
 def analyze(job: Job) -> Analysis:

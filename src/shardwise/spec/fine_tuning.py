@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.model import LONGEST, MOST_LAYERS, Matrix, MatrixRole, Model
+from shardwise.spec.model import MOST_LAYERS, Matrix, MatrixRole, Model
 
 _R = MatrixRole
 _ATTENTION = (_R.QUERY, _R.KEY, _R.VALUE, _R.ATTENTION_OUTPUT, _R.QUERY_DOWN, _R.QUERY_UP)
@@ -230,69 +230,3 @@ class Preference(Spec):
     latter where only adapters are trained."""
     label_smoothing: float = setting(0.0, minimum=0, maximum=0.5)
     """Share of the pairs whose order is assumed to be wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths(Spec):
-    """Lengths of the documents that sequences are made of, in tokens."""
-
-    mean: float | None = setting(None, above=0)
-    """Mean length; with `longest` in place of a histogram."""
-    longest: int | None = count(None, maximum=LONGEST)
-    """Longest document."""
-    histogram: tuple[tuple[int, ...], ...] = ()
-    """Pairs of a length and the number of documents of that length."""
-    labels: float = setting(1.0, above=0, maximum=1)
-    """Share of the tokens that count for the loss."""
-    packing: Literal["packed", "padded"] = "packed"
-    """`packed`: first-fit into sequences of `training.seq`, each document attends to itself; `padded`: one document a
-    sequence, as long as the longest of its microbatch."""
-
-    def check(self) -> None:
-        if bool(self.histogram) == (self.mean is not None):
-            raise SpecError("mean", "and histogram: one of them is needed", "give mean and longest, or histogram")
-        if self.mean is not None and (self.longest is None or self.longest < self.mean):
-            raise SpecError("longest", "is missing or below the mean", "give the length of the longest document")
-        for index, pair in enumerate(self.histogram):
-            if len(pair) != 2 or min(pair) < 1 or pair[0] > LONGEST:
-                raise SpecError(
-                    f"histogram[{index}]", f"{list(pair)} is no length and number", "write it like [512, 80]"
-                )
-
-    @cached_property
-    def counts(self) -> tuple[tuple[int, float], ...]:
-        """Lengths with the share of documents of each, shortest first; of a mean and a maximum, an exponential law
-        cut off there: the distribution of largest entropy with that mean."""
-        if self.histogram:
-            total = sum(number for _, number in self.histogram)
-            summed: dict[int, float] = {}
-            for length, number in self.histogram:
-                summed[length] = summed.get(length, 0.0) + number / total
-            return tuple(sorted(summed.items()))
-        assert self.mean is not None and self.longest is not None
-        return _cut_exponential(self.mean, self.longest)
-
-
-_STEPS = 64  # lengths that stand for a law; finer ones change no price by 1%
-
-
-def _cut_exponential(mean: float, longest: int) -> tuple[tuple[int, float], ...]:
-    """Shares exp(-rate·x) on (0, longest] with the given mean, the rate by bisection; flat or rising above half."""
-    from math import exp
-
-    middles = [(step + 0.5) / _STEPS for step in range(_STEPS)]
-
-    def shares(rate: float) -> list[float]:
-        weights = [exp(-rate * (x - (0 if rate > 0 else 1))) for x in middles]
-        return [weight / sum(weights) for weight in weights]
-
-    target, low, high = min(max(mean / longest, 0.5 / _STEPS), 1 - 0.5 / _STEPS), -500.0, 500.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        low, high = (rate, high) if sum(map(float.__mul__, shares(rate), middles)) > target else (low, rate)
-    lengths = [max(1, round(x * longest)) for x in middles]
-    lengths[-1] = longest
-    summed: dict[int, float] = {}
-    for length, share in zip(lengths, shares((low + high) / 2)):
-        summed[length] = summed.get(length, 0.0) + share
-    return tuple(sorted(summed.items()))

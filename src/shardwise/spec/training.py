@@ -16,11 +16,11 @@ from shardwise.spec.fine_tuning import (
     PARTS,
     Adapters,
     BasePrecision,
-    Lengths,
     Preference,
     TrainedPattern,
     Tuning,
 )
+from shardwise.spec.lengths import Lengths
 from shardwise.spec.model import LONGEST
 
 

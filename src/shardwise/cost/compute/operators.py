@@ -55,6 +55,7 @@ class LayerShape:
     zigzag_ranks: int = 1  # context-parallel ranks among which tokens are split in zig-zag
     context_rank: int = 0  # the one of them whose computation this is
     local_experts: float = 1.0
+    attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
+    attended *= shape.attended_share
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
                     windowed=_windowed_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
                     recomputed_by="attention")  # fmt: skip

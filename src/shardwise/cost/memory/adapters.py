@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass because of adapters, and which inputs it need not keep for frozen weights."""
+"""What a layer keeps for its backward pass because of adapters, and which inputs frozen weights need not keep."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import StepEnds
 from shardwise.spec.stack import Stack
+from shardwise.spec.training import Training
 
 
 def passes_with_exposed(
@@ -100,6 +101,18 @@ def waiting_share(cluster: Cluster, stack: Stack, *, gathers_once: bool) -> floa
     if gathers_once or stack.elementwise != "eager":
         return share
     return share + efficiency.layer_jitter * slowest_of(cluster.nodes)
+
+
+def length_wait(training: Training, replicas: int) -> float:
+    """Share of the layers' time that replicas wait for the one with the longest documents, times √sequences of a step.
+
+    Padded documents are drawn at random: the sum of n lengths varies by their spread over √n. Packed sequences are
+    equally long, and batches balanced by length would be.
+    """
+    lengths = training.lengths
+    if lengths is None or lengths.packing == "packed" or replicas == 1:
+        return 0.0
+    return lengths.spread(training.seq) * math.sqrt(replicas) * slowest_of(replicas)
 
 
 _PER_STEP = ("dp", "offload")
@@ -198,7 +211,9 @@ class Prediction:
     def straggler_seconds(self, rank: RankPrediction) -> float:
         """How long devices of this rank wait for slower devices."""
         once = sharding_of(rank.job.strategy).gathers_once
-        return waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once) * rank.layers_seconds
+        waits = waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once)
+        waits += length_wait(rank.job.training, rank.job.strategy.data_parallel) / math.sqrt(rank.job.sequences)
+        return waits * rank.layers_seconds
 
     def _once_a_step(self, rank: RankPrediction) -> float:
         update = float(optimizer_seconds(rank.job, rank.contents, sharding_of(rank.job.strategy)))
@@ -287,15 +302,15 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
     """Ideal seconds per microbatch; low-precision recipes speed up layer matmuls only, not attention or head."""
     device, recipe = job.cluster.device, job.training.recipe
     narrow_peak, wide_peak = device.peak_flops(recipe.compute), device.peak_flops(recipe.wide)
-    tokens = job.microbatch_tokens / job.strategy.tp
+    tokens = job.computed_tokens / job.strategy.tp
     shape, share = layer_shape(job), fully_recomputed_share(job, contents)
     tuning, flows = job.training.tuning, gradient_share(job.model, job.training.tuning)
     matrices = attention = again_matrices = again_attention = inputs = weights = 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
+        flops = layer_forward_flops(job.model, shape.seq, moe=moe)
         operators = layer_operators(job.model, shape, moe=moe)
         products = count * flops.matrices * tokens / narrow_peak
-        scores = count * flops.attention * tokens / wide_peak
+        scores = count * flops.attention * shape.attended_share * tokens / wide_peak
         if tuning.everything:
             inputs, weights = inputs + products, weights + products
         else:

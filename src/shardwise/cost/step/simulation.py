@@ -69,7 +69,8 @@ class SimulatedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.job.tokens_per_step / self.step_seconds
+        """Without padding."""
+        return self.job.document_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:

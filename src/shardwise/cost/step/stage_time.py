@@ -39,13 +39,18 @@ class StageSeconds(Seconds):
 def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     """The shape of the job's layers on one device, by default of the busiest context rank, which is the last."""
     strategy = job.strategy
-    tokens = job.microbatch_tokens
+    tokens, lengths, seq = job.computed_tokens, job.training.lengths, job.training.seq
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     zigzag = strategy.cp if strategy.context_method != "ulysses" else 1
     rank = zigzag - 1 if context_rank is None or zigzag == 1 else context_rank
     experts = job.model.moe.experts / strategy.ep if job.model.moe else 1.0
     shards = strategy.expert_tensor_parallel
-    return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts)
+    attended = 1.0
+    if lengths is not None and lengths.packing == "packed":
+        attended = lengths.attended_share(seq)
+    elif lengths is not None:
+        seq = round(seq * lengths.computed_share(seq, strategy.microbatch))
+    return LayerShape(tokens, region, seq, strategy.tp, shards, zigzag, rank, experts, attended)
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
@@ -73,8 +78,9 @@ def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSe
 def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
     """Both passes of one microbatch by the kind of operator, without what recompute runs again."""
     by_kind: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+    passes = job.training.forward_passes
     for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
-        by_kind[operator.kind] += seconds.forward + seconds.backward
+        by_kind[operator.kind] += passes * seconds.forward + seconds.backward
     return by_kind
 
 

@@ -42,7 +42,7 @@ def _again(job: Job, contents: RankContents) -> float:
 def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Every rank sends its keys and values cp−1 times in the forward pass; in the backward also their gradients."""
     strategy, message = job.strategy, CollectiveKind.SEND_RECV
-    chunk = job.microbatch_tokens * key_value_features(job) * job.training.recipe.communication
+    chunk = job.computed_tokens * key_value_features(job) * job.training.recipe.communication
     calls = contents.layers * job.microbatches * (strategy.cp - 1)
 
     def line(payload: Payload, count: float, window: Window, again: float = 0) -> Traffic:
@@ -56,7 +56,7 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
 
 
 def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    size = job.microbatch_tokens * job.strategy.cp * key_value_features(job) * job.training.recipe.communication
+    size = job.computed_tokens * job.strategy.cp * key_value_features(job) * job.training.recipe.communication
     exposed = (size, contents.layers * job.microbatches, topology, job.strategy.collective)
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return [
@@ -80,7 +80,7 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     If there are fewer key-value heads than ranks, they are repeated until every rank has one.
     """
     strategy = job.strategy
-    size = job.microbatch_tokens * exchanged_features(job) * job.training.recipe.communication / 4
+    size = job.computed_tokens * exchanged_features(job) * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
     exposed = (CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective)
     return [

@@ -37,7 +37,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them to every rank
     # that splits an expert.
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
-    region = job.microbatch_tokens / strategy.tp * copies
+    region = job.computed_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
     again = fully_recomputed_share(job, contents)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.

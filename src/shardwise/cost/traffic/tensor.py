@@ -103,7 +103,7 @@ def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, aga
     """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
     if not job.model.qk_norm_whole:
         return []
-    size, calls, role = 4 * job.microbatch_tokens, 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
+    size, calls, role = 4 * job.computed_tokens, 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
     reduced = (CollectiveKind.ALL_REDUCE, size, calls, topology, job.strategy.collective)
     return [priced("tp", sent_forward(role), *reduced, again), priced("tp", sent_backward(role), *reduced, 0.0)]
 
@@ -115,7 +115,7 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
         return []
 
     def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
-        size = job.microbatch_tokens * features * job.training.recipe.communication
+        size = job.computed_tokens * features * job.training.recipe.communication
         return priced("tp", payload, kind, size, calls, topology, strategy.collective, again)
 
     narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
@@ -159,7 +159,7 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
     (`collectives.decomposed`).
     """
     strategy = job.strategy
-    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    size = job.computed_tokens * job.model.hidden * job.training.recipe.communication
     at_once = line.independent and job.stack.tp_gradients == "beside"
     times = sum(line.times)
     whole = priced("tp", line.payload, line.kind, size, times * job.microbatches, topology, strategy.collective)
@@ -232,7 +232,7 @@ def _replicated_parameters(job: Job, tuning: Tuning, moe: bool) -> float:
 def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Vocabulary-parallel embedding and loss on the ends of the pipeline."""
     strategy, m = job.strategy, job.microbatches
-    hidden = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    hidden = job.computed_tokens * job.model.hidden * job.training.recipe.communication
     gather = CollectiveKind.ALL_GATHER
     reduce = CollectiveKind.REDUCE_SCATTER if strategy.sequence_parallel else CollectiveKind.ALL_REDUCE
 
@@ -254,7 +254,7 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
         elif strategy.sequence_parallel:
             traffics.append(line(Payload(Role.HEAD_INPUT, Phase.BOTH), gather, 2 * losses))
         traffics.append(line(sent_backward(Role.HEAD_INPUT_GRADIENT), reduce, losses))
-        logits = 3 * 4 * job.microbatch_tokens  # maximum, target logit and sum of exponentials of every token, fp32
+        logits = 3 * 4 * job.computed_tokens  # maximum, target logit and sum of exponentials of every token, fp32
         traffics.append(line(sent_backward(Role.LOSS), CollectiveKind.ALL_REDUCE, losses, logits))
     return traffics
 
@@ -271,11 +271,11 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         return []
     if same_tokens:
         kinds = _around_equal_tokens(strategy.expert_tensor_parallel > 1)
-        rows = job.microbatch_tokens
+        rows = job.computed_tokens
     else:
         kinds = _AROUND_TOKENS
         copies = _copies_of_a_token(model.moe, strategy)
-        rows = job.microbatch_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
+        rows = job.computed_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
     share = fully_recomputed_share(job, contents)
