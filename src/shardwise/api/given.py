@@ -85,6 +85,12 @@ class JobKeywords(TypedDict, total=False):
     compile: bool
     graphs: bool | str
     optimization: Mapping[str, Any]
+    task: str
+    adapters: Mapping[str, Any]
+    trained: Sequence[str] | str
+    base_precision: str
+    preference: Mapping[str, Any]
+    lengths: Mapping[str, Any]
     checkpoint_interval: float | str
     stack: Mapping[str, Any] | Stack | str
     memory_risk: float | str
