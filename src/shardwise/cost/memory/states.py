@@ -130,7 +130,7 @@ def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding,
     return StateBytes(weights - leaving, 0.0, 0.0, leaving)
 
 
-def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
+def updated_parameters(contents: RankContents, sharding: Sharding) -> Any:
     """Parameters whose optimizer states a device keeps."""
     return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
 

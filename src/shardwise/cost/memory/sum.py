@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes, update_copies
+from shardwise.cost.memory.states import StateBytes, rank_state_bytes, update_copies, updated_parameters
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, gathered_matrices, left_over
 from shardwise.layout.pieces import update_chunk, update_slots
 from shardwise.layout.sharding import Sharding, updates_on_device
@@ -124,10 +124,10 @@ class HeldMemory:
     @property
     def update_slots(self) -> Any:
         """Offloaded states that are on the device for their update."""
-        offload, owned = self.sharding.offload, owned_parameters(self.contents, self.sharding)
+        offload, updated = self.sharding.offload, updated_parameters(self.contents, self.sharding)
         if not offload.optimizer or not updates_on_device(self.job, offload):
             return 0.0
-        elements = owned * offload.optimizer
+        elements = updated * offload.optimizer
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
         each = self.states.stored / elements + 4 * (offload.weights > 0)
         return update_slots(elements, first) * update_chunk(elements) * each
@@ -140,8 +140,8 @@ class HeldMemory:
     @property
     def gradients_at_update(self) -> Any:
         """With ZeRO only the gradients of the parameters that this device updates are left."""
-        owned = owned_parameters(self.contents, self.sharding) * self.job.recipe.gradient
-        divided = minimum(self.states.gradients, owned * (1 - self.sharding.offload.gradients))
+        updated = updated_parameters(self.contents, self.sharding) * self.job.recipe.gradient
+        divided = minimum(self.states.gradients, updated * (1 - self.sharding.offload.gradients))
         return select(self.sharding.zero >= 1, divided, self.states.gradients)
 
     @property

@@ -19,7 +19,7 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds, product_bytes
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.memory.states import owned_parameters, rank_state_bytes
+from shardwise.cost.memory.states import rank_state_bytes, updated_parameters
 from shardwise.layout.sharding import Sharding, last_weights_stay, updates_on_device
 from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import by_layer
@@ -260,7 +260,7 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
     share, cluster = sharding.offload.optimizer, job.cluster
     if not share or job.run_device == "cpu" or updates_on_device(job, sharding.offload):
         return 0.0
-    updated = owned_parameters(contents, sharding) * share
+    updated = updated_parameters(contents, sharding) * share
     seconds = updated * cluster.node_devices / cluster.host.updates
     if job.stack.is_own and sharding.offload.target == "nvme" and cluster.storage:
         stored = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer).stored
@@ -271,14 +271,14 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    It moves `UPDATE_BYTES` per owned parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
+    It moves `UPDATE_BYTES` per updated parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
     compression at sustained bandwidth; offloaded states are updated where they are.
     """
     device = job.cluster.device
-    owned = owned_parameters(contents, sharding)
-    local = owned if sharding.gradients_sharded else contents.total
-    moved = UPDATE_BYTES * owned + 8 * local + sharding.moved_bytes * contents.total
-    seconds = _update_seconds(job, moved, owned) + _accumulation_seconds(job, contents) + step_overhead(job)
+    updated = updated_parameters(contents, sharding)
+    local = updated if sharding.gradients_sharded else contents.total
+    moved = UPDATE_BYTES * updated + 8 * local + sharding.moved_bytes * contents.total
+    seconds = _update_seconds(job, moved, updated) + _accumulation_seconds(job, contents) + step_overhead(job)
     seconds = seconds + host_update_seconds(job, contents, sharding)
     if sharding.offload.weights:
         each, once = copied_alone_seconds(job, contents, sharding)
